@@ -1,0 +1,102 @@
+"""The error tree. A class names the boundary that was crossed, the message is a sentence.
+
+    RookeryError
+    ├── ConfigError    a config file, a flag or a value of them
+    ├── ModelError     a base model: its folder, its tokenizer, its architecture
+    ├── AdapterError   LoRA weights: a PEFT folder, its config, its shapes, its base
+    ├── TaskError      a taskset, a row of it, a scorer
+    ├── RunError       a run directory: its lock, its event log, its blobs
+    ├── EngineError    the embedded engine: a request it cannot serve, memory, a failed step
+    ├── FleetError     an inference server, local or remote
+    ├── TrainError     a trainer: a loss, a batch, an optimizer step
+    ├── SandboxError   an untrusted program
+    └── ServiceError   a client of the HTTP service
+
+Every message says what was given, what is allowed and what to write instead. The command line
+prints it as it is and exits with 2.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = [
+    "AdapterError",
+    "ConfigError",
+    "EngineError",
+    "FleetError",
+    "ModelError",
+    "RookeryError",
+    "RunError",
+    "SandboxError",
+    "ServiceError",
+    "TaskError",
+    "TrainError",
+    "boundary",
+]
+
+
+class RookeryError(Exception):
+    """The root: catch this to catch everything that Rookery raises on purpose."""
+
+
+class ConfigError(RookeryError):
+    """A config file, a command-line override or a value in them is not usable."""
+
+
+class ModelError(RookeryError):
+    """A base model cannot be found, read or run."""
+
+
+class AdapterError(RookeryError):
+    """An adapter cannot be read, or does not fit the model it is meant for."""
+
+
+class TaskError(RookeryError):
+    """A taskset, one of its rows, or a scorer is not usable."""
+
+
+class RunError(RookeryError):
+    """A run directory cannot be created, owned, read or written."""
+
+
+class EngineError(RookeryError):
+    """The embedded engine cannot serve a request."""
+
+
+class FleetError(RookeryError):
+    """An inference server cannot be started, reached or understood."""
+
+
+class TrainError(RookeryError):
+    """A trainer cannot take a batch or a step."""
+
+
+class SandboxError(RookeryError):
+    """An untrusted program was stopped or could not be started."""
+
+
+class ServiceError(RookeryError):
+    """The HTTP service refuses a request."""
+
+
+@contextmanager
+def boundary(
+    error: type[RookeryError],
+    what: str,
+    *,
+    foreign: tuple[type[Exception], ...] = (Exception,),
+    remedy: Mapping[type[Exception], str] | None = None,
+) -> Iterator[None]:
+    """Turn foreign exceptions of one call into `error`; Rookery's own pass through untouched.
+
+    >>> with boundary(ModelError, "reading the model folder", foreign=(OSError, ValueError)):
+    ...     AutoConfig.from_pretrained(path)
+    """
+    try:
+        yield
+    except RookeryError:
+        raise
+    except foreign as cause:
+        hint = next((text for kind, text in (remedy or {}).items() if isinstance(cause, kind)), "")
+        detail = " ".join(str(cause).split()) or type(cause).__name__
+        raise error(f"{what}: {detail}" + (f". {hint}" if hint else "")) from cause

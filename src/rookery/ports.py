@@ -1,0 +1,115 @@
+"""The ports: what a part may ask of another, whoever provides it.
+
+`Sampler` and `Trainer` carry the data; the others serve them. Everything above this file runs
+unchanged on any implementation: the embedded engine, the vLLM fleet, an external API, a fake.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar, runtime_checkable
+
+from rookery.types import (
+    Adapter,
+    Completion,
+    Datum,
+    Evaluation,
+    ModelRef,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+    Task,
+)
+
+__all__ = ["Adapters", "Evaluator", "Executor", "Publisher", "Sampler", "Scorer", "Trainer"]
+
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Tokens in, tokens out. Calls may overlap: an implementation batches what is in flight."""
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        """The completions of each request, in request order, `params.n` of each."""
+        ...
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """The log-probabilities of each request, in request order."""
+        ...
+
+
+@runtime_checkable
+class Adapters(Protocol):
+    """Where adapters become models that requests can name."""
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        """Make the adapter servable. Loading the same content twice returns the same ref."""
+        ...
+
+    async def unload(self, ref: ModelRef) -> None:
+        """Forget it after its last request in flight. Unknown refs are an error."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Gradients of one adapter or model. Losses are named; parameters are a record per step."""
+
+    async def forward_backward(self, batch: Sequence[Datum], *, loss: str) -> dict[str, float]:
+        """Accumulate gradients of the batch and return its metrics."""
+        ...
+
+    async def optim_step(self, *, learning_rate: float) -> dict[str, float]:
+        """Apply the accumulated gradients and clear them."""
+        ...
+
+    async def save(self, path: Path) -> None:
+        """Write weights and optimizer state, atomically."""
+        ...
+
+    async def load(self, path: Path) -> None:
+        """Restore what `save` wrote, exactly."""
+        ...
+
+    async def publish(self) -> ModelRef:
+        """Hand the current weights to the samplers and return the version that names them."""
+        ...
+
+
+@runtime_checkable
+class Publisher(Protocol):
+    """Hands a trainer's new weights to the samplers."""
+
+    async def publish(self, adapter: Adapter) -> ModelRef: ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Completion x Task -> reward. Raises TaskError when it cannot judge; never invents one."""
+
+    @property
+    def answer(self) -> Literal["sample", "choose"]:
+        """How the task is put to the model: sample a text, or choose among `task.choices`."""
+        ...
+
+    async def reward(self, task: Task, completion: Completion) -> float: ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Measures models on tasks, all models and tasks together."""
+
+    async def evaluate(
+        self, models: Sequence[ModelRef], tasks: Sequence[Task]
+    ) -> list[Evaluation]: ...
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Where work runs: this process, local processes, Ray, Modal."""
+
+    async def run(self, function: Callable[..., Result], *args: object) -> Result: ...
+
+    async def map(
+        self, function: Callable[..., Result], items: Sequence[object]
+    ) -> Sequence[Awaitable[Result]]: ...
