@@ -1,0 +1,353 @@
+"""PEFT folders: `adapter_config.json` + `adapter_model.safetensors`, read and written exactly.
+
+    adapter = read_adapter("adapters/poet")
+    write_adapter(adapter, "out/poet")      # peft and vLLM load it as it is
+
+What is read is a plain LoRA: anything else in the folder (DoRA, biases, whole modules, embeddings)
+would be lost without a word, so it is refused with a sentence.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rookery.errors import AdapterError, boundary
+from rookery.types import Adapter, LoraFactors
+from rookery.weights.version import adapter_version, make_adapter
+
+__all__ = ["adapter_version", "make_adapter", "read_adapter", "write_adapter"]
+
+Value = TypeVar("Value", int, float)
+
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SCALES = "rookery_scales"
+"""Metadata key of the safetensors file: scales that alpha / rank cannot express bit for bit."""
+_SCALE_TOLERANCE = 1e-12
+"""A recorded scale that differs by more than rounding lost against a later edit of lora_alpha."""
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
+)
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+"""Named initialisations that leave the base model as it is; the others (pissa, olora, corda,
+loftq) change the base weights, and their factors mean nothing on the original base."""
+
+
+class _PeftConfig(BaseModel):
+    """The fields of PEFT's LoraConfig that decide what the factors mean."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    peft_type: str = "LORA"
+    base_model_name_or_path: str | None = None
+    r: int = Field(default=8, ge=1)
+    lora_alpha: float = 8
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    init_lora_weights: bool | str | None = True
+    layer_replication: list[Any] | None = None
+    alora_invocation_tokens: list[Any] | None = None
+    trainable_token_indices: list[Any] | dict[str, Any] | None = None
+    target_parameters: list[Any] | None = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+
+    def rank_of(self, layer: str) -> int:
+        return _match(self.rank_pattern, layer, self.r)
+
+    def scale_of(self, layer: str) -> float:
+        alpha, rank = _match(self.alpha_pattern, layer, self.lora_alpha), self.rank_of(layer)
+        return alpha / sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def read_adapter(path: str | Path, *, name: str | None = None) -> Adapter:
+    """The adapter in a PEFT folder, on the CPU in its own dtype; `name` defaults to the folder's.
+
+    AdapterError when the folder is not a plain, finite, complete LoRA.
+    """
+    folder = Path(path)
+    for file in (_CONFIG, _TENSORS):
+        if not (folder / file).is_file():
+            raise AdapterError(
+                f"{folder} has no {file}; an adapter is a folder with {_CONFIG} and {_TENSORS}, "
+                "as PeftModel.save_pretrained writes it."
+            )
+    config = _read_config(folder)
+    tensors, recorded = _read_tensors(folder / _TENSORS)
+    factors = {
+        layer: _factors(folder, config, layer, pair, recorded)
+        for layer, pair in _pair(folder, tensors).items()
+    }
+    return make_adapter(
+        name or folder.resolve().name, base=config.base_model_name_or_path or "", factors=factors
+    )
+
+
+def write_adapter(adapter: Adapter, path: str | Path) -> Path:
+    """Write the folder atomically (built beside `path`, then renamed) and return it.
+
+    An adapter folder already there is replaced; any other folder or file there is an AdapterError.
+    Weights keep their dtype; files are readable by other users (0644), for servers run by them.
+    """
+    folder = Path(path)
+    if not adapter.factors:
+        raise AdapterError(
+            f"The adapter {adapter.name!r} has no layers: there is nothing to write."
+        )
+    for layer, lora in adapter.factors.items():
+        _require_finite(lora, layer=layer, where=f"The adapter {adapter.name!r}")
+    if folder.exists() and not _is_replaceable(folder):
+        raise AdapterError(
+            f"{folder} exists and is not an adapter folder; give a new path, or remove it first."
+        )
+    with boundary(AdapterError, f"writing the adapter folder {folder}", foreign=(OSError,)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            _write_files(adapter, staging)
+            _swap(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _read_config(folder: Path) -> _PeftConfig:
+    where = folder / _CONFIG
+    with boundary(AdapterError, f"{where} does not parse", foreign=(OSError, ValueError)):
+        document = json.loads(where.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise AdapterError(f"{where} holds {type(document).__name__}; it must hold a JSON object.")
+    try:
+        config = _PeftConfig.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise AdapterError(f"{where}: {key} is {first['input']!r}; {first['msg']}.") from None
+    for is_foreign, what, remedy in _foreign_features(config):
+        if is_foreign:
+            raise AdapterError(f"{where}: {what}; Rookery works on plain LoRA. {remedy}")
+    return config
+
+
+def _foreign_features(config: _PeftConfig) -> Iterable[tuple[bool, str, str]]:
+    retrain = "Train the adapter again without it."
+    init = config.init_lora_weights
+    is_plain_init = not isinstance(init, str) or init.lower() in _PLAIN_INITS
+    return [
+        (config.peft_type != "LORA", f"peft_type is {config.peft_type!r}", "Give a LORA adapter."),
+        (config.use_dora, "use_dora is true", "Train the adapter again with use_dora=False."),
+        (config.lora_bias, "lora_bias is true", "Train it again with lora_bias=False."),
+        (config.bias != "none", f"bias is {config.bias!r}", 'Train it again with bias="none".'),
+        (
+            bool(config.modules_to_save),
+            f"modules_to_save holds {config.modules_to_save}",
+            "Train the adapter again without modules_to_save.",
+        ),
+        (
+            not is_plain_init,
+            f"init_lora_weights is {init!r}, which changes the base weights",
+            "Save it with path_initial_model_for_weight_conversion to make it a plain LoRA.",
+        ),
+        (bool(config.layer_replication), "layer_replication is set", retrain),
+        (bool(config.alora_invocation_tokens), "alora_invocation_tokens is set", retrain),
+        (bool(config.trainable_token_indices), "trainable_token_indices is set", retrain),
+        (bool(config.target_parameters), "target_parameters is set", retrain),
+        (config.use_qalora, "use_qalora is true", retrain),
+        (bool(config.use_bdlora), "use_bdlora is set", retrain),
+    ]
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """All tensors, and the scales that `write_adapter` recorded."""
+    foreign = (OSError, ValueError, SafetensorError)
+    with (
+        boundary(AdapterError, f"{file} is not a readable safetensors file", foreign=foreign),
+        safe_open(str(file), framework="pt") as handle,
+    ):
+        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        recorded = json.loads((handle.metadata() or {}).get(_SCALES, "{}"))
+    return tensors, recorded
+
+
+def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise AdapterError(
+                f"{folder / _TENSORS}: the tensor {key!r} is not a LoRA factor of a linear layer; "
+                f"allowed are {_PREFIX}<layer>.lora_A.weight and .lora_B.weight. {_reason(key)}"
+            )
+        pair = pairs.setdefault(match["layer"], {})
+        if match["factor"] in pair:
+            raise AdapterError(
+                f"{folder / _TENSORS}: lora_{match['factor']} of {match['layer']} is there twice; "
+                "keep one adapter per folder."
+            )
+        pair[match["factor"]] = tensor
+    if not pairs:
+        raise AdapterError(
+            f"{folder / _TENSORS} holds no tensors; an adapter has at least one layer."
+        )
+    for layer, pair in pairs.items():
+        for factor in "AB":
+            if factor not in pair:
+                raise AdapterError(
+                    f"{folder / _TENSORS}: the layer {layer} has no lora_{factor}.weight; "
+                    "both factors are needed, save the adapter again."
+                )
+    return pairs
+
+
+def _reason(key: str) -> str:
+    if "lora_magnitude_vector" in key:
+        return "This is DoRA: train the adapter again with use_dora=False."
+    if "lora_embedding_" in key:
+        return "Adapted embeddings are not supported: target linear layers only."
+    if key.endswith(".bias"):
+        return (
+            "Biases are not supported: train the adapter again with bias='none', lora_bias=False."
+        )
+    return "Save the adapter with PeftModel.save_pretrained and one adapter only."
+
+
+def _factors(
+    folder: Path,
+    config: _PeftConfig,
+    layer: str,
+    pair: Mapping[str, torch.Tensor],
+    recorded: Mapping[str, float],
+) -> LoraFactors:
+    rank, a, b = config.rank_of(layer), pair["A"], pair["B"]
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise AdapterError(
+            f"{folder / _TENSORS}: {layer} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; "
+            f"for rank {rank} (r and rank_pattern of {_CONFIG}) they must be "
+            f"[{rank}, in] and [out, {rank}]."
+        )
+    for factor, tensor in (("A", a), ("B", b)):
+        if not tensor.is_floating_point():
+            raise AdapterError(
+                f"{folder / _TENSORS}: lora_{factor} of {layer} is {tensor.dtype}; "
+                "factors are float32, float16 or bfloat16."
+            )
+    scale, exact = config.scale_of(layer), recorded.get(layer)
+    if exact is not None and abs(exact - scale) <= _SCALE_TOLERANCE * abs(scale):
+        scale = exact
+    lora = LoraFactors(a=a, b=b, scale=scale)
+    _require_finite(lora, layer=layer, where=str(folder / _TENSORS))
+    return lora
+
+
+def _require_finite(lora: LoraFactors, *, layer: str, where: str) -> None:
+    for factor, tensor in (("A", lora.a), ("B", lora.b)):
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(
+                f"{where}: lora_{factor} of {layer} holds NaN or infinity; "
+                "what made it diverged, use an earlier checkpoint."
+            )
+    if not isfinite(lora.scale):
+        raise AdapterError(f"{where}: the scale of {layer} is {lora.scale}; it must be finite.")
+
+
+def _match(pattern: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
+    """The first pattern that is a suffix of the layer name at a dot, as peft and vLLM do."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", layer):
+            return value
+    return default
+
+
+def _is_replaceable(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / _CONFIG).is_file() or not any(folder.iterdir()))
+
+
+def _write_files(adapter: Adapter, folder: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, lora in adapter.factors.items():
+        # Cloned because safetensors refuses tensors that share storage, as views of a stack do.
+        tensors[f"{_PREFIX}{layer}.lora_A.weight"] = lora.a.detach().cpu().contiguous().clone()
+        tensors[f"{_PREFIX}{layer}.lora_B.weight"] = lora.b.detach().cpu().contiguous().clone()
+    config = _peft_config(adapter)
+    parsed = _PeftConfig.model_validate(config)
+    inexact = {k: f.scale for k, f in adapter.factors.items() if parsed.scale_of(k) != f.scale}
+    metadata = {"format": "pt"} | ({_SCALES: json.dumps(inexact)} if inexact else {})
+    save_file(tensors, str(folder / _TENSORS), metadata=metadata)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / _CONFIG).write_text(text, encoding="utf-8")
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def _peft_config(adapter: Adapter) -> dict[str, Any]:
+    """Layers are named in full, so that exactly these are hit whatever the base model holds.
+
+    Rank and alpha of the widest layer are the defaults, patterns name the others: when all layers
+    share one scale, a server that ignores alpha_pattern still applies the right one.
+    """
+    factors = adapter.factors
+    widest = max(factors.values(), key=lambda lora: lora.a.shape[0])
+    rank, alpha = widest.a.shape[0], _alpha(widest)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base or None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(factors),
+        "rank_pattern": {
+            _exactly(layer): lora.a.shape[0]
+            for layer, lora in factors.items()
+            if lora.a.shape[0] != rank
+        },
+        "alpha_pattern": {
+            _exactly(layer): _alpha(lora)
+            for layer, lora in factors.items()
+            if _alpha(lora) != alpha
+        },
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+    }
+
+
+def _alpha(lora: LoraFactors) -> float:
+    """scale * rank, as an integer where it is one: older servers read lora_alpha as an int."""
+    alpha = lora.scale * lora.a.shape[0]
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _exactly(layer: str) -> str:
+    return "^" + re.escape(layer)
+
+
+def _swap(staging: Path, folder: Path) -> None:
+    if not folder.exists():
+        staging.rename(folder)
+        return
+    retired = staging.with_name(staging.name + ".old")
+    folder.rename(retired)
+    os.rename(staging, folder)
+    shutil.rmtree(retired, ignore_errors=True)
