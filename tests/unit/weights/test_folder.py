@@ -1,0 +1,304 @@
+"""PEFT folders: exact round trips, real peft as the judge, refusals that are sentences."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rookery.errors import AdapterError
+from rookery.types import Adapter, LoraFactors
+from rookery.weights import adapter_version, make_adapter, read_adapter, write_adapter
+
+Q0, V1, UP1 = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.self_attn.v_proj",
+    "model.layers.1.mlp.up_proj",
+)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def factors(rank: int, num_in: int, num_out: int, *, scale: float, seed: int = 0) -> LoraFactors:
+    rng = torch.Generator().manual_seed(seed)
+    return LoraFactors(
+        a=torch.randn(rank, num_in, generator=rng),
+        b=torch.randn(num_out, rank, generator=rng),
+        scale=scale,
+    )
+
+
+def uneven_adapter() -> Adapter:
+    """Another rank, scale and target set per layer: q of layer 0 only, v and up of layer 1 only."""
+    return make_adapter(
+        "uneven",
+        base="tiny",
+        factors={
+            Q0: factors(2, 16, 16, scale=0.5, seed=1),
+            V1: factors(3, 16, 8, scale=1 / 7, seed=2),
+            UP1: factors(2, 16, 24, scale=2.0, seed=3),
+        },
+    )
+
+
+def trained_folder(path: Path, **options: object) -> Path:
+    """A folder as peft saves it, with B filled so that the delta is not zero."""
+    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]} | options)
+    model = get_peft_model(tiny_llama(), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(str(path))
+    return path
+
+
+def edit_config(folder: Path, **changes: object) -> Path:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    file = folder / "adapter_model.safetensors"
+    merged = load_file(file) | changes
+    save_file({k: v for k, v in merged.items() if v is not None}, file)
+    return folder
+
+
+def assert_same(left: Adapter, right: Adapter) -> None:
+    assert list(left.factors) == list(right.factors)
+    assert left.version == right.version
+    for layer, lora in left.factors.items():
+        other = right.factors[layer]
+        assert torch.equal(lora.a, other.a) and torch.equal(lora.b, other.b)
+        assert lora.a.dtype == other.a.dtype and lora.scale == other.scale
+
+
+def test_round_trip_is_bit_equal_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    adapter = uneven_adapter()
+    folder = write_adapter(adapter, tmp_path / "deep" / "uneven")
+    assert_same(read_adapter(folder), adapter)
+    assert read_adapter(folder).name == "uneven" and read_adapter(folder).base == "tiny"
+    assert read_adapter(folder, name="poet").name == "poet"
+    assert os.listdir(folder.parent) == ["uneven"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    scale=st.floats(1e-4, 1e4),
+    rank=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_scale_rank_and_dtype_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, scale: float, rank: int, dtype: torch.dtype
+) -> None:
+    lora = factors(rank, 5, 4, scale=scale)
+    lora = LoraFactors(a=lora.a.to(dtype), b=lora.b.to(dtype), scale=scale)
+    adapter = make_adapter(
+        "x", base="", factors={"layer": lora, "other": factors(2, 3, 3, scale=1)}
+    )
+    folder = tmp_path_factory.mktemp("round") / "x"
+    assert_same(read_adapter(write_adapter(adapter, folder)), adapter)
+
+
+def test_peft_loads_what_is_written_and_hits_exactly_those_layers(tmp_path: Path) -> None:
+    adapter = uneven_adapter()
+    folder = write_adapter(adapter, tmp_path / "uneven")
+    base = {k: v.clone() for k, v in tiny_llama().state_dict().items()}
+    merged = PeftModel.from_pretrained(tiny_llama(), str(folder)).merge_and_unload().state_dict()
+    for key, weight in merged.items():
+        layer = key.removesuffix(".weight")
+        delta = weight - base[key]
+        if layer in adapter.factors:
+            lora = adapter.factors[layer]
+            assert torch.allclose(delta, lora.scale * lora.b @ lora.a, atol=1e-5)
+        else:
+            assert not delta.any(), key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "up_proj"], "rank_pattern": {"up_proj": 2}},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {r"layers\.1\.self_attn\.v_proj": 2},
+            "alpha_pattern": {"q_proj": 3},
+        },
+    ],
+)
+def test_what_peft_saves_has_the_delta_that_peft_applies(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    adapter = read_adapter(trained_folder(tmp_path / "saved", **options))
+    base = {k: v.clone() for k, v in tiny_llama().state_dict().items()}
+    model = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "saved"))
+    merged = model.merge_and_unload().state_dict()
+    changed = {k.removesuffix(".weight") for k, v in merged.items() if not torch.equal(v, base[k])}
+    assert changed == set(adapter.factors)
+    for layer, lora in adapter.factors.items():
+        delta = merged[f"{layer}.weight"] - base[f"{layer}.weight"]
+        assert torch.allclose(delta, lora.scale * lora.b @ lora.a, atol=1e-5)
+    assert_same(read_adapter(write_adapter(adapter, tmp_path / "again")), adapter)
+
+
+def test_keys_that_carry_the_adapter_name_are_read(tmp_path: Path) -> None:
+    folder = write_adapter(uneven_adapter(), tmp_path / "x")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {k.replace(".weight", ".default.weight"): v for k, v in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+    assert set(read_adapter(folder).factors) == {Q0, V1, UP1}
+
+
+def test_one_scale_for_all_layers_needs_no_pattern_to_be_right(tmp_path: Path) -> None:
+    adapter = make_adapter(
+        "x", base="", factors={"p": factors(2, 4, 4, scale=2.0), "q": factors(4, 4, 4, scale=2.0)}
+    )
+    config = json.loads(
+        (write_adapter(adapter, tmp_path / "x") / "adapter_config.json").read_text()
+    )
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert isinstance(config["lora_alpha"], int)
+
+
+def test_an_edited_alpha_wins_over_the_recorded_scale(tmp_path: Path) -> None:
+    adapter = make_adapter("x", base="", factors={"p": factors(3, 4, 4, scale=0.1234567)})
+    folder = edit_config(write_adapter(adapter, tmp_path / "x"), lora_alpha=30)
+    assert read_adapter(folder).factors["p"].scale == 10.0
+
+
+def test_files_are_readable_by_others_and_a_folder_is_replaced(tmp_path: Path) -> None:
+    folder = write_adapter(uneven_adapter(), tmp_path / "x")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o644}
+    other = make_adapter("x", base="", factors={"p": factors(1, 4, 4, scale=1.0)})
+    assert_same(read_adapter(write_adapter(other, folder)), other)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_folder_with_other_things_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(AdapterError, match="is not an adapter folder"):
+        write_adapter(uneven_adapter(), tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_failed_write_leaves_the_old_folder(tmp_path: Path) -> None:
+    folder = write_adapter(uneven_adapter(), tmp_path / "x")
+    broken = make_adapter("y", base="", factors={"p": factors(1, 2, 2, scale=float("nan"))})
+    with pytest.raises(AdapterError, match="scale of p is nan"):
+        write_adapter(broken, folder)
+    assert_same(read_adapter(folder), uneven_adapter())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_dora": True}, "use_dora is true"),
+        ({"lora_bias": True}, "lora_bias is true"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save holds \['lm_head'\]"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is set"),
+        ({"r": 0}, "r is 0"),
+        ({"r": 5}, r"for rank 5 .* they must be \[5, in\] and \[out, 5\]"),
+    ],
+)
+def test_configs_that_are_not_plain_lora_are_refused(
+    tmp_path: Path, changes: dict[str, object], sentence: str
+) -> None:
+    folder = edit_config(write_adapter(uneven_adapter(), tmp_path / "x"), **changes)
+    with pytest.raises(AdapterError, match=sentence):
+        read_adapter(folder)
+
+
+A_KEY, B_KEY = f"base_model.model.{Q0}.lora_A.weight", f"base_model.model.{Q0}.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({A_KEY: None}, f"{Q0} has no lora_A.weight"),
+        ({B_KEY: None}, f"{Q0} has no lora_B.weight"),
+        ({A_KEY: torch.zeros(2, 16, 1)}, r"lora_A \[2, 16, 1\]"),
+        ({B_KEY: torch.zeros(16, 3)}, r"lora_B \[16, 3\]"),
+        ({A_KEY: torch.full((2, 16), torch.nan)}, f"lora_A of {Q0} holds NaN"),
+        ({B_KEY: torch.full((16, 2), torch.inf)}, f"lora_B of {Q0} holds NaN or inf"),
+        ({A_KEY: torch.zeros(2, 16, dtype=torch.int8)}, "is torch.int8"),
+        ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(1)}, "This is DoRA"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(1)}, "embeddings"),
+        ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(1)}, "Biases"),
+        ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(2, 16)}, "there twice"),
+    ],
+)
+def test_tensors_that_are_not_plain_lora_are_refused(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], sentence: str
+) -> None:
+    folder = edit_tensors(write_adapter(uneven_adapter(), tmp_path / "x"), changes)
+    with pytest.raises(AdapterError, match=sentence):
+        read_adapter(folder)
+
+
+def test_missing_and_unreadable_files_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"has no adapter_config.json; an adapter is a folder"):
+        read_adapter(tmp_path / "nowhere")
+    folder = write_adapter(uneven_adapter(), tmp_path / "x")
+    (folder / "adapter_model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(AdapterError, match="is not a readable safetensors file"):
+        read_adapter(folder)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterError, match="does not parse"):
+        read_adapter(folder)
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(AdapterError, match="holds list"):
+        read_adapter(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match=r"has no adapter_model.safetensors"):
+        read_adapter(folder)
+
+
+def test_an_adapter_without_layers_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="has no layers"):
+        write_adapter(make_adapter("x", base="", factors={}), tmp_path / "x")
+
+
+def test_version_depends_on_content_alone() -> None:
+    lora = factors(2, 4, 6, scale=1.0)
+    version = adapter_version({"p": lora, "q": lora})
+    assert len(version) == 16 and int(version, 16) >= 0
+    strided = LoraFactors(a=lora.a.T.contiguous().T, b=lora.b, scale=1.0)
+    assert adapter_version({"q": lora, "p": strided}) == version
+    nudged = lora.a.clone()
+    nudged[0, 0] = torch.nextafter(nudged[0, 0], torch.tensor(9.0))
+    others = [
+        {"p": lora, "r": lora},
+        {"p": lora},
+        {"p": lora, "q": LoraFactors(a=lora.a, b=lora.b, scale=1.5)},
+        {"p": lora, "q": LoraFactors(a=nudged, b=lora.b, scale=1.0)},
+        {"p": lora, "q": LoraFactors(a=lora.a.half(), b=lora.b, scale=1.0)},
+        {"p": lora, "q": LoraFactors(a=lora.a.reshape(4, 2), b=lora.b, scale=1.0)},
+    ]
+    assert version not in {adapter_version(other) for other in others}
