@@ -1,0 +1,191 @@
+"""The blobs of a run: adapters, checkpoints and programs, named by the hash of their content.
+
+    digest = run.blobs.put_folder(adapter_folder)      # copies; equal content is stored once
+    run.append("candidate", {"id": "c7", "adapter": digest})
+    run.blobs.path(digest)                             # a folder that a server can load from
+
+    with run.blobs.stage() as folder:                  # large: write in place, nothing is copied
+        await trainer.save(folder)
+        digest = run.blobs.put_folder(folder)
+
+A blob is a file or a folder under `blobs/<digest>`, there as a whole or not at all, and durable
+when `put_*` returns: append the event that names it afterwards. Small puts take a few milliseconds
+(they wait for the disk); call `put_folder` for gigabytes through `asyncio.to_thread`.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rookery.errors import RunError
+from rookery.runs.disk import disk_boundary, new_scratch, sync_file, sync_folder, write_file
+
+__all__ = ["BlobStore", "BlobView"]
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobView:
+    """Read access to the blobs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, digest: str, *, verify: bool = False) -> Path:
+        """The file or folder of a blob. `verify` reads it whole and compares the hash."""
+        path = self._place(digest)
+        if not path.exists():
+            raise RunError(f"{self._folder} holds no blob {digest}.")
+        if verify:
+            with disk_boundary(f"Reading the blob {path}"):
+                found = _hash_folder(path) if path.is_dir() else _hash_file(path)
+            if found != digest:
+                raise RunError(
+                    f"The blob {path} is damaged: its content hashes to {found}. Restore it from "
+                    "a copy, or start again from an event before it."
+                )
+        return path
+
+    def read_bytes(self, digest: str, *, verify: bool = False) -> bytes:
+        """The content of a blob that was put as bytes."""
+        path = self.path(digest, verify=verify)
+        if path.is_dir():
+            raise RunError(f"The blob {digest} is a folder: use path(digest).")
+        with disk_boundary(f"Reading the blob {path}"):
+            return path.read_bytes()
+
+    def digests(self) -> list[str]:
+        """Every blob there is, sorted."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(p.name for p in self._folder.iterdir() if DIGEST.fullmatch(p.name))
+
+    def _place(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise RunError(f"Got the digest {digest!r}: a digest is 64 hexadecimal digits.")
+        return self._folder / digest
+
+
+class BlobStore(BlobView):
+    """The blobs of the process that owns the run: the only writer. Usable from several threads."""
+
+    def __init__(self, folder: Path, *, scratch: Path, check_owner: Callable[[], None]) -> None:
+        super().__init__(folder)
+        self._scratch = scratch
+        self._check_owner = check_owner
+
+    def put_bytes(self, data: bytes) -> str:
+        """Store bytes and return their SHA-256."""
+        self._check_owner()
+        digest = hashlib.sha256(data).hexdigest()
+        place = self._place(digest)
+        if place.exists():
+            self._sync()
+        else:
+            write_file(place, data, scratch=self._scratch)
+        return digest
+
+    def put_folder(self, path: Path) -> str:
+        """Store the files of a folder and return the hash of their names and contents.
+
+        A folder from `stage` is moved, any other is copied. Dates, permissions and empty folders
+        are not kept; linked files are copied as files.
+        """
+        self._check_owner()
+        names = _names(path)
+        if path.parent == self._scratch:
+            return self._seal(path)
+        with self.stage() as staged, disk_boundary(f"Copying {path} to {self._folder}"):
+            for name in names:
+                (staged / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path / name, staged / name)
+            return self._seal(staged)
+
+    @contextmanager
+    def stage(self) -> Iterator[Path]:
+        """An empty folder to fill and give to `put_folder`; removed if that does not happen."""
+        self._check_owner()
+        staged = new_scratch(self._scratch)
+        with disk_boundary(f"Making {staged}"):
+            staged.mkdir()
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def remove(self, digest: str) -> None:
+        """Delete a blob, whole: for checkpoints that no resume will ask for again."""
+        self._check_owner()
+        path = self.path(digest)
+        doomed = new_scratch(self._scratch)
+        with disk_boundary(f"Removing the blob {path}"):
+            os.rename(path, doomed)
+            self._sync()
+            if doomed.is_dir():
+                shutil.rmtree(doomed)
+            else:
+                doomed.unlink()
+
+    def _seal(self, staged: Path) -> str:
+        """Force a staged folder to disk, hash what is there, and move it to its place."""
+        with disk_boundary(f"Storing {staged} in {self._folder}"):
+            for name in _names(staged):
+                if (staged / name).is_symlink():
+                    raise RunError(f"{staged / name} is a link: write the file itself.")
+                sync_file(staged / name)
+            for folder, _, _ in os.walk(staged, topdown=False):
+                sync_folder(Path(folder))
+            digest = _hash_folder(staged)
+            try:
+                os.rename(staged, self._place(digest))
+            except OSError as error:
+                # Stored before, by this or another thread: `stage` removes this copy.
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise
+            self._sync()
+        return digest
+
+    def _sync(self) -> None:
+        """Also when the blob is there: a process killed before its own sync may have put it."""
+        with disk_boundary(f"Writing {self._folder}"):
+            sync_folder(self._folder)
+
+
+def _names(folder: Path) -> list[str]:
+    """The files below a folder as sorted relative paths; RunError for what cannot be a blob."""
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: for a single file use put_bytes.")
+    names: list[str] = []
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        for name in folders:
+            if (Path(parent) / name).is_symlink():
+                raise RunError(f"{Path(parent) / name} links to a folder: copy the folder there.")
+        for name in files:
+            path = Path(parent) / name
+            if not path.is_file():
+                raise RunError(f"{path} is not a regular file, or links to nothing: remove it.")
+            names.append(path.relative_to(folder).as_posix())
+    if not names:
+        raise RunError(f"{folder} holds no files: there is nothing to store.")
+    return sorted(names)
+
+
+def _raise(error: OSError) -> None:
+    raise RunError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_folder(folder: Path) -> str:
+    """SHA-256 over the name and the SHA-256 of every file, in order of name."""
+    manifest = [[name, _hash_file(folder / name)] for name in _names(folder)]
+    return hashlib.sha256(b"folder\n" + json.dumps(manifest).encode()).hexdigest()

@@ -1,0 +1,155 @@
+"""`kill -9` at random moments: what was acknowledged is there, once, and the run opens again.
+
+A nursery process forks one writer after the other over the same run; each writer opens the run,
+writes events, batches, blobs, metrics and documents, and acknowledges every write on a pipe. This
+process kills it after a random number of acknowledgements and a random wait, then looks.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rookery
+from rookery.runs import Run, RunView
+
+NUM_KILLS = 220
+SOURCE = Path(rookery.__file__).parents[1]
+NURSERY = """
+import os, sys
+from pathlib import Path
+from rookery.runs import NewEvent, Run
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def write(path):
+    run = Run.open(path)
+    last = run.last("tick")
+    number = last.payload["number"] if last else 0
+    while True:
+        number += 1
+        run.append("tick", {"number": number, "text": "x" * (number % 700)}, key=str(number))
+        say("tick", number)
+        run.append("tick", {"number": number, "text": "x" * (number % 700)}, key=str(number))
+        if number % 2 == 0:
+            run.append_many([NewEvent(kind="pair", payload={"of": number}) for _ in range(2)])
+            say("pair", number)
+        if number % 3 == 0:
+            say("blob", run.blobs.put_bytes(b"%d" % number * 2000))
+        if number % 5 == 0:
+            with run.blobs.stage() as folder:
+                (folder / "a").write_bytes(b"%d" % number * 3000)
+                (folder / "b").write_bytes(b"b")
+                say("blob", run.blobs.put_folder(folder))
+        if number % 4 == 0:
+            run.log_metrics(number, {"a/number": number})
+            say("metric", number)
+        if number % 7 == 0:
+            run.write_json("state.json", {"number": number, "text": "y" * 5000})
+            say("state", number)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        say("pid", os.getpid())
+        write(Path(sys.argv[1]))
+    os.waitpid(pid, 0)
+    say("dead")
+"""
+
+
+@dataclass
+class Seen:
+    """What was acknowledged, and how far the log was read."""
+
+    acknowledged: dict[str, list[str]] = field(default_factory=dict)
+    seq: int = 0
+    number: int = 0
+    pairs: list[int] = field(default_factory=list)
+
+    def add(self, line: str) -> None:
+        word, value = line.split()
+        self.acknowledged.setdefault(word, []).append(value)
+
+    def newest(self, word: str) -> int:
+        return int(self.acknowledged.get(word, ["0"])[-1])
+
+
+def test_nothing_acknowledged_is_lost_or_doubled(tmp_path: Path) -> None:
+    dice = random.Random(7)
+    with Run.create(tmp_path, kind="eval", name="poet", config={"a": 1}) as run:
+        path = run.path
+    seen = Seen()
+    command = [sys.executable, "-S", "-c", NURSERY, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as nursery:
+        for _ in range(NUM_KILLS):
+            kill_one(nursery, seen, dice)
+            if dice.random() < 0.5:
+                with Run.view(path) as view:
+                    assert view.status == "interrupted"
+                    check(view, seen)
+            else:
+                with Run.open(path) as run:
+                    check(run, seen)
+                    assert not (path / ".tmp").exists()
+        assert nursery.stdin is not None
+        nursery.stdin.close()
+    with Run.open(path) as run:
+        check_whole(run, seen)
+
+
+def kill_one(nursery: subprocess.Popen[str], seen: Seen, dice: random.Random) -> None:
+    assert nursery.stdin is not None and nursery.stdout is not None
+    nursery.stdin.write("go\n")
+    nursery.stdin.flush()
+    pid = int(nursery.stdout.readline().split()[1])
+    for _ in range(dice.choice([0, 0, 1, 2, 5, 10, 20])):
+        seen.add(nursery.stdout.readline())
+    until = time.perf_counter() + dice.random() * dice.choice([0.0005, 0.003, 0.015])
+    while time.perf_counter() < until:
+        pass
+    os.kill(pid, signal.SIGKILL)
+    while (line := nursery.stdout.readline()) != "dead\n":
+        seen.add(line)
+
+
+def check(run: RunView, seen: Seen) -> None:
+    """What the events since the last look add: the next numbers, no gap, none twice."""
+    for event in run.events(after=seen.seq):
+        assert event.seq == seen.seq + 1
+        seen.seq = event.seq
+        if event.kind == "tick":
+            seen.number += 1
+            assert (event.payload["number"], event.key) == (seen.number, str(seen.number))
+        elif event.kind == "pair":
+            seen.pairs.append(event.payload["of"])
+    assert seen.number >= seen.newest("tick")
+    assert seen.pairs[::2] == seen.pairs[1::2], "half of a batch was stored"
+    assert not seen.pairs or seen.pairs[-1] >= seen.newest("pair")
+    for digest in seen.acknowledged.get("blob", [])[-20:]:
+        run.blobs.path(digest, verify=True)
+    if seen.newest("state"):
+        assert run.read_json("state.json")["number"] >= seen.newest("state")
+    rows = run.metrics()
+    assert (rows[-1].step if rows else 0) >= seen.newest("metric")
+
+
+def check_whole(run: RunView, seen: Seen) -> None:
+    acknowledged = seen.acknowledged
+    assert len(acknowledged["tick"]) > NUM_KILLS, "the writers hardly wrote: kill them later"
+    ticks = [event.key for event in run.events("tick")]
+    assert len(ticks) == len(set(ticks))
+    assert set(acknowledged["tick"]) <= set(ticks)
+    assert {str(event.payload["of"]) for event in run.events("pair")} >= set(acknowledged["pair"])
+    assert {str(row.step) for row in run.metrics()} >= set(acknowledged["metric"])
+    assert set(run.blobs.digests()) >= set(acknowledged["blob"])
+    for digest in run.blobs.digests():
+        run.blobs.path(digest, verify=True)

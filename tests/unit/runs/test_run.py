@@ -1,0 +1,202 @@
+"""The run: created, resumed, viewed; its status comes from its events and its lock."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import RunError
+from rookery.runs import NewEvent, Run
+
+
+def make(root: Path, name: str = "poet") -> Run:
+    return Run.create(root, kind="genome", name=name, config={"population": 8, "seed": 1})
+
+
+def test_a_run_holds_what_was_put_into_it(tmp_path: Path) -> None:
+    with make(tmp_path / "runs") as run:
+        event = run.append("label", {"task": "t1"}, key="t1")
+        pair = run.append_many([NewEvent(kind="score", payload={"i": i}) for i in range(2)])
+        run.log_metrics(0, {"loss/policy": 0.5})
+        digest = run.blobs.put_bytes(b"program")
+        run.write_json("report.json", {"score": 0.25, "name": "Grüße"})
+        run.write_text("report.html", "<p>")
+        run.finish(message="all done")
+    with Run.view(tmp_path / "runs" / "poet") as view:
+        assert (view.kind, view.name, view.status) == ("genome", "poet", "finished")
+        assert view.config == {"population": 8, "seed": 1}
+        assert view.get("label", "t1") == event
+        assert list(view.events("score")) == pair
+        assert [row.values for row in view.metrics()] == [{"loss/policy": 0.5}]
+        assert view.blobs.read_bytes(digest, verify=True) == b"program"
+        assert view.read_json("report.json") == {"score": 0.25, "name": "Grüße"}
+        assert view.ending is not None and view.ending.payload["message"] == "all done"
+    found = {p.name for p in view.path.iterdir()} - {"events.db-wal", "events.db-shm", ".tmp"}
+    assert found == {
+        *("config.json", "events.db", "blobs", "metrics.jsonl", "run.lock"),
+        *("report.json", "report.html"),
+    }
+    assert json.loads((view.path / "config.json").read_text()) == {"population": 8, "seed": 1}
+
+
+def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        run.append("label", {"i": 0}, key="0")
+    with Run.open(run.path) as run:
+        assert [e.payload["i"] for e in run.events("label")] == [0]
+        assert run.append("label", {"i": 0}, key="0").payload == {"i": 0}
+        run.append("label", {"i": 1}, key="1")
+    with Run.open(run.path) as run:
+        assert [e.key for e in run.events("label")] == ["0", "1"]
+
+
+def test_status_follows_the_events(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        assert run.status == "running"
+    with Run.view(run.path) as view:
+        assert view.status == "interrupted", "closed without finish"
+        with Run.open(run.path) as run:
+            assert view.status == "running"
+            run.finish("failed", message="no GPU")
+            assert view.status == "failed"
+        assert view.status == "failed"
+        with Run.open(run.path) as run:
+            assert view.status == "running", "opened again"
+            assert view.ending is None
+            run.finish()
+        assert view.status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("bad reward"), "failed"),
+        (RunError("mine"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (asyncio.CancelledError(), "interrupted"),
+    ],
+)
+def test_an_error_that_leaves_the_block_is_the_outcome(
+    tmp_path: Path, error: BaseException, status: str
+) -> None:
+    with pytest.raises(type(error)), make(tmp_path) as run:
+        raise error
+    with Run.view(run.path) as view:
+        assert view.status == status
+        assert view.ending is not None
+        assert view.ending.payload["message"] == f"{type(error).__name__}: {error}"
+
+
+def test_an_error_after_finish_does_not_change_the_outcome(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), make(tmp_path) as run:
+        run.finish()
+        raise ValueError
+    with Run.view(run.path) as view:
+        assert view.status == "finished"
+
+
+def test_create_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+    make(tmp_path).close()
+    with pytest.raises(RunError, match="already holds a run: resume it"):
+        make(tmp_path)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    with pytest.raises(RunError, match=r"not a run and not empty \(it holds chapter\.tex\)"):
+        make(tmp_path, "thesis")
+    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match="Making"):
+        make(tmp_path, "file")
+    (tmp_path / "empty").mkdir()
+    make(tmp_path, "empty").close()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "two words", "."])
+def test_names_are_plain(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RunError, match="one word of letters"):
+        make(tmp_path, name)
+    with make(tmp_path) as run:
+        with pytest.raises(RunError, match="one word of letters"):
+            run.write_text(name, "x")
+        with pytest.raises(RunError, match="one word of letters"):
+            run.read_json(name)
+    assert [p.name for p in tmp_path.iterdir()] == ["poet"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "events.db", "run.lock", "metrics.jsonl", "blobs"])
+def test_the_runs_own_files_are_not_written_over(tmp_path: Path, name: str) -> None:
+    with make(tmp_path) as run, pytest.raises(RunError, match="the run writes that file itself"):
+        run.write_text(name, "x")
+
+
+def test_runs_without_a_name_get_different_ones(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path, kind="icm", config={}) for _ in range(3)]
+    assert len({run.name for run in runs}) == 3
+    assert all(run.name.startswith("icm-20") and run.path.name == run.name for run in runs)
+    for run in runs:
+        run.close()
+
+
+def test_a_config_that_is_not_json_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r'The config: \["limit"\] is inf'):
+        Run.create(tmp_path, kind="icm", name="x", config={"limit": float("inf")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_is_not_json_leaves_the_old_one(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        run.write_json("report.json", {"score": 1})
+        with pytest.raises(RunError, match="nan"):
+            run.write_json("report.json", {"score": float("nan")})
+        assert run.read_json("report.json") == {"score": 1}
+
+
+def test_a_missing_run_suggests_the_nearest(tmp_path: Path) -> None:
+    make(tmp_path).close()
+    for opening in (Run.open, Run.view):
+        with pytest.raises(RunError, match=r"no run .*poett\. Did you mean .*poet\?"):
+            opening(tmp_path / "poett")
+        with pytest.raises(RunError, match="rookery runs list"):
+            opening(tmp_path / "somewhere" / "else")
+        with pytest.raises(RunError, match=r"is not a run: it has no events\.db"):
+            opening(tmp_path)
+
+
+def test_kinds_of_the_run_itself_are_reserved(tmp_path: Path) -> None:
+    with make(tmp_path) as run, pytest.raises(RunError, match="kinds in run/"):
+        run.append("run/finished", {"outcome": "finished"})
+
+
+def test_a_wrong_outcome_is_refused(tmp_path: Path) -> None:
+    with make(tmp_path) as run, pytest.raises(RunError, match="finished, failed, interrupted"):
+        run.finish("done")  # type: ignore[arg-type]
+
+
+def test_a_closed_run_takes_nothing(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    run.close()
+    run.close()
+    with pytest.raises(RunError, match="does not own the run"):
+        run.append("label", {})
+
+
+def test_the_folder_of_the_process_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run.create(Path("runs"), kind="icm", name="x", config={}) as run:
+        monkeypatch.chdir("/")
+        run.append("label", {})
+        run.write_text("report.html", "x")
+    assert (tmp_path / "runs" / "x" / "report.html").exists()
+
+
+def test_appends_are_fast_enough_for_a_loop_to_wait(tmp_path: Path) -> None:
+    """Far above what a disk needs, to fail on something quadratic and not on a busy machine."""
+    with make(tmp_path) as run:
+        start = time.perf_counter()
+        for i in range(300):
+            run.append("label", {"tokens": list(range(50)), "i": i}, key=str(i))
+        assert time.perf_counter() - start < 6

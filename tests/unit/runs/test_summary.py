@@ -1,0 +1,78 @@
+"""Summaries: what the command line lists, shows and exports, also of a run in progress."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import RunError
+from rookery.runs import NewEvent, Run, export_events, list_runs, show
+
+
+def test_the_list_has_the_newest_first(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with Run.create(tmp_path, kind="eval", name=name, config={}) as run:
+            run.append("label", {})
+            run.finish("failed", message=f"{name} broke")
+    with Run.open(tmp_path / "a") as run:
+        listed = list_runs(tmp_path)
+        assert [(s.name, s.kind, s.status) for s in listed] == [
+            ("a", "eval", "running"),
+            ("b", "eval", "failed"),
+        ]
+        assert [(s.num_events, s.message) for s in listed] == [(4, ""), (3, "b broke")]
+        newest = run.last()
+        assert newest is not None
+        assert listed[0].last_event_s == newest.time_s
+        assert listed[0].started_s == run.created.time_s < newest.time_s
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "other").mkdir()
+    assert len(list_runs(tmp_path)) == 2
+
+
+def test_size_is_what_the_files_hold(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="eval", name="a", config={}) as run:
+        before = list_runs(tmp_path)[0].size_bytes
+        run.blobs.put_bytes(b"x" * 100_000)
+        assert list_runs(tmp_path)[0].size_bytes == before + 100_000
+
+
+def test_no_folder_has_no_runs_and_a_file_is_told(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "missing") == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match="is a file"):
+        list_runs(tmp_path / "file")
+
+
+def test_show_has_config_counts_metrics_and_events(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="eval", name="a", config={"seed": 1}) as run:
+        run.append_many([NewEvent(kind="label", payload={"i": i}) for i in range(20)])
+        run.log_metrics(1, {"a/x": 1.0, "a/y": 2.0})
+        run.log_metrics(2, {"a/x": 3.0})
+        details = show(run.path)
+    assert details.summary.status == "running"
+    assert details.config == {"seed": 1}
+    assert details.counts == {"label": 20, "run/created": 1}
+    assert details.latest_metrics == {"a/x": 3.0, "a/y": 2.0}
+    assert [event.payload["i"] for event in details.last_events] == list(range(10, 20))
+
+
+def test_export_is_a_line_per_event(tmp_path: Path) -> None:
+    target = tmp_path / "events.jsonl"
+    with Run.create(tmp_path, kind="eval", name="a", config={}) as run:
+        run.append("label", {"text": "Grüße\n", "odd": "\udcff"}, key="k")
+        with Run.view(run.path) as view:
+            assert export_events(view, target) == 2
+        events = list(run.events())
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["payload"] for line in lines] == [event.payload for event in events]
+    assert lines[1]["key"] == "k" and lines[1]["seq"] == 2
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_export_to_nowhere_is_a_sentence(tmp_path: Path) -> None:
+    with (
+        Run.create(tmp_path, kind="eval", name="a", config={}) as run,
+        pytest.raises(RunError, match=r"Writing .*missing/x\.jsonl: No such file"),
+    ):
+        export_events(run, tmp_path / "missing" / "x.jsonl")
