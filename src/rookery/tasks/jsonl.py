@@ -1,0 +1,66 @@
+"""JSON lines: one object per line, every error with its line number."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rookery.errors import TaskError
+from rookery.tasks.rows import Row
+
+__all__ = ["near_name", "read_jsonl"]
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The rows of a file; blank lines are skipped and counted."""
+    if path.is_dir():
+        raise TaskError(f"{path} is a folder; give a file of JSON lines.")
+    try:
+        # By bytes: text mode would also split lines at \u2028 inside a JSON string.
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if content.strip():
+                    where = f"{path} line {number}"
+                    yield Row(where=where, fields=_parse(content, where=where))
+    except FileNotFoundError:
+        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def near_name(path: Path) -> str:
+    """ " Did you mean ...?" when the folder has a file of a similar name, else ""."""
+    folder = path.parent
+    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {folder / near[0]}?" if near else ""
+
+
+def _parse(line: bytes, *, where: str) -> dict[str, object]:
+    try:
+        found = json.loads(line.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where}: is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise TaskError(
+            f"{where}: is not JSON ({error.msg} at column {error.colno}): {_shown(line)}. "
+            'A row is one object on one line, such as {"prompt": "2+2=", "answer": "4"}.'
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: is not JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise TaskError(
+            f"{where}: holds a JSON {type(found).__name__}, {_shown(line)}; a row is one object, "
+            'such as {"prompt": "2+2=", "answer": "4"}.'
+        )
+    return found
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON value; write null or a number")
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode().strip()
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,248 @@
+"""One row of a file or a dataset -> one Task, or an error that names the row and what it lacks.
+
+    {"prompt": "2+2=", "answer": "4"}
+    {"messages": [{"role": "user", "content": "2+2="}], "reference": 4}
+    {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "2+2=", "choices": ["3", "4"], "answer": 1}
+
+Which field is what is settled by the config, or else by the usual names on the first row; every
+other row must have the same fields.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jinja2
+
+from rookery.config import Config
+from rookery.errors import TaskError
+from rookery.tasks.prompt_template import compile_prompt_template, render_prompt_template
+from rookery.types import Json, Message, Task
+
+__all__ = ["FieldsConfig", "Row", "RowReader"]
+
+USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "problem"),
+    "messages": ("messages",),
+    "reference": ("reference", "answer", "completion"),
+    "choices": ("choices",),
+    "id": ("id",),
+    "group": (),
+}
+
+
+class FieldsConfig(Config):
+    """Names of the row's fields. An empty one is looked for under the usual names."""
+
+    prompt: str = ""
+    """The question, a text or a list of messages. Usual names: prompt, question, problem."""
+    messages: str = ""
+    """A chat instead of a prompt: a list of {role, content}. An assistant's last message is the
+    reference when there is no field for one. Usual name: messages."""
+    reference: str = ""
+    """What the scorer compares with. Usual names: reference, answer, completion."""
+    choices: str = ""
+    """A list of texts, or {text: [...], label: [...]}. Usual name: choices."""
+    id: str = ""
+    """A text or whole number, unique in the file; without one it is made from the content. Usual
+    name: id."""
+    group: str = ""
+    """Rows of equal group are in the same split: several answers to judge of one question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The fields of one row, and the place that errors name: "data.jsonl line 17"."""
+
+    where: str
+    fields: Mapping[str, object]
+
+
+class RowReader:
+    """Reads rows that have the fields of the first one."""
+
+    def __init__(self, fields: FieldsConfig, *, prompt_template: str, first: Row) -> None:
+        self._template: jinja2.Template | None = (
+            compile_prompt_template(prompt_template) if prompt_template else None
+        )
+        # A template makes the prompt: fields that look like one are then its material.
+        found = {} if self._template is None else {"prompt": "", "messages": ""}
+        for role, named in fields.model_dump(exclude=set(found)).items():
+            found[role] = _find_name(role, named, first)
+        self._names = found
+        if self._template is None:
+            self._require_one_prompt(first)
+
+    def _require_one_prompt(self, first: Row) -> None:
+        prompt, messages = self._names["prompt"], self._names["messages"]
+        if prompt and messages:
+            raise TaskError(
+                f"{first.where}: has both {prompt!r} and {messages!r}; a task has one of them. "
+                "Leave the other out."
+            )
+        if not prompt and not messages:
+            raise TaskError(
+                f"{first.where}: found no prompt among the fields {_listed(first)}. Name the field "
+                "(fields.prompt, fields.messages) or write a prompt_template."
+            )
+
+    def read(self, row: Row, *, source: str) -> Task:
+        """The task of a row; its id begins with the name of the taskset, `source`."""
+        prompt, last_turn = self._prompt(row)
+        reference = _as_json(self._value(row, "reference"), row, "reference")
+        reference = last_turn if reference is None else _unwrap_completion(reference)
+        choices, reference = self._choices(row, reference)
+        name = self._id(row) or _content_id(prompt, reference, choices)
+        return Task(
+            id=f"{source}/{name}",
+            prompt=prompt,
+            reference=reference,
+            choices=choices,
+            source=source,
+        )
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether rows carry their own ids."""
+        return bool(self._names["id"])
+
+    def group(self, row: Row) -> str:
+        """The row's group as text, "" when the data has none."""
+        if not self._names["group"]:
+            return ""
+        return json.dumps(_as_json(self._value(row, "group"), row, "group"), sort_keys=True)
+
+    def _value(self, row: Row, role: str) -> object:
+        name = self._names[role]
+        if not name:
+            return None
+        if name not in row.fields:
+            raise TaskError(f"{row.where}: has no field {name!r}; it has {_listed(row)}.")
+        return row.fields[name]
+
+    def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
+        """The prompt, and the assistant's last turn if it came with one."""
+        if self._template is not None:
+            return render_prompt_template(self._template, row.fields, where=row.where), None
+        role = "prompt" if self._names["prompt"] else "messages"
+        value, name = self._value(row, role), self._names[role]
+        if isinstance(value, str) and role == "prompt":
+            if not value.strip():
+                raise TaskError(f"{row.where}: {name!r} is empty; a prompt needs text.")
+            return value, None
+        if isinstance(value, list) and value:
+            return self._chat(row, tuple(_message(item, row, name) for item in value), name)
+        wanted = "a text or a list of messages" if role == "prompt" else "a list of messages"
+        raise TaskError(f"{row.where}: {name!r} is {_shown(value)}; it must be {wanted}.")
+
+    def _chat(
+        self, row: Row, messages: tuple[Message, ...], name: str
+    ) -> tuple[tuple[Message, ...], str | None]:
+        if messages[-1].role != "assistant":
+            return messages, None
+        if self._names["reference"] or len(messages) == 1:
+            raise TaskError(
+                f"{row.where}: {name!r} ends with the assistant's message, which leaves nothing to "
+                "answer. Drop it, or drop the reference field to make it the reference."
+            )
+        return messages[:-1], messages[-1].content
+
+    def _choices(self, row: Row, reference: Json) -> tuple[tuple[str, ...], Json]:
+        value = self._value(row, "choices")
+        if value is None and not self._names["choices"]:
+            return (), reference
+        labels: object = None
+        if isinstance(value, dict):
+            labels = value.get("label")
+            value = value.get("text")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise TaskError(
+                f"{row.where}: {self._names['choices']!r} is {_shown(value)}; it must be a list of "
+                "texts, or {text: [...], label: [...]}."
+            )
+        if isinstance(labels, list) and len(labels) == len(value) and reference in labels:
+            reference = labels.index(reference)
+        return tuple(value), reference
+
+    def _id(self, row: Row) -> str:
+        value = self._value(row, "id")
+        if value is None and not self._names["id"]:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise TaskError(
+                f"{row.where}: {self._names['id']!r} is {_shown(value)}; an id is a text or a "
+                "whole number."
+            )
+        return str(value)
+
+
+def _find_name(role: str, named: str, first: Row) -> str:
+    """The field of a role on the first row, "" when the rows have none."""
+    if named:
+        if named in first.fields:
+            return named
+        near = difflib.get_close_matches(named, list(first.fields), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise TaskError(
+            f"{first.where}: fields.{role} is {named!r} and the row has no such field; "
+            f"it has {_listed(first)}.{hint}"
+        )
+    found = [name for name in USUAL_NAMES[role] if name in first.fields]
+    if len(found) > 1:
+        raise TaskError(
+            f"{first.where}: {' and '.join(map(repr, found))} could each be the {role}. "
+            f"Say which with fields.{role}."
+        )
+    return found[0] if found else ""
+
+
+def _message(item: object, row: Row, name: str) -> Message:
+    if isinstance(item, dict):
+        role, content = item.get("role"), item.get("content")
+        if isinstance(role, str) and role and isinstance(content, str):
+            return Message(role=role, content=content)
+    raise TaskError(
+        f"{row.where}: {name!r} holds {_shown(item)}; a message is "
+        '{"role": "user", "content": "..."} with texts.'
+    )
+
+
+def _unwrap_completion(reference: Json) -> Json:
+    """[{"role": "assistant", "content": "4"}] -> "4"; everything else as it is."""
+    match reference:
+        case [{"role": "assistant", "content": str(content)}]:
+            return content
+    return reference
+
+
+def _content_id(
+    prompt: str | tuple[Message, ...], reference: Json, choices: tuple[str, ...]
+) -> str:
+    words: Json = prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt]
+    content = json.dumps([words, reference, list(choices)], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+
+
+def _as_json(value: object, row: Row, role: str) -> Json:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(item, row, role) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _as_json(item, row, role) for key, item in value.items()}
+    raise TaskError(
+        f"{row.where}: the {role} is {_shown(value)}; it must be text, a number, true, false, "
+        "null, or lists and objects of them."
+    )
+
+
+def _listed(row: Row) -> str:
+    return ", ".join(repr(name) for name in row.fields) or "no fields"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

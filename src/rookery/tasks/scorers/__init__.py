@@ -1,0 +1,73 @@
+"""Scorers: what an answer earns. One file each, one dict of all, chosen by `type` in a config.
+
+A new scorer is a file with its config and its class, one line in the union and one in the dict.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field
+
+from rookery.errors import TaskError
+from rookery.ports import Sampler, Scorer
+from rookery.tasks.scorers.choice import ChoiceConfig, ChoiceScorer
+from rookery.tasks.scorers.exact import ExactConfig, ExactScorer
+from rookery.tasks.scorers.json_schema import JsonSchemaConfig, JsonSchemaScorer
+from rookery.tasks.scorers.judge import JudgeConfig, JudgeScorer
+from rookery.tasks.scorers.math import MathConfig, MathScorer
+from rookery.tasks.scorers.numeric import NumericConfig, NumericScorer
+from rookery.tasks.scorers.python import PythonConfig, PythonScorer
+from rookery.tasks.scorers.regex import RegexConfig, RegexScorer
+from rookery.tasks.template import Template
+
+__all__ = [
+    "SCORERS",
+    "ChoiceConfig",
+    "ExactConfig",
+    "JsonSchemaConfig",
+    "JudgeConfig",
+    "MathConfig",
+    "NumericConfig",
+    "PythonConfig",
+    "RegexConfig",
+    "ScorerConfig",
+    "build_scorer",
+]
+
+ScorerConfig = Annotated[
+    ChoiceConfig
+    | ExactConfig
+    | JsonSchemaConfig
+    | JudgeConfig
+    | MathConfig
+    | NumericConfig
+    | PythonConfig
+    | RegexConfig,
+    Field(discriminator="type"),
+]
+
+SCORERS: dict[str, Callable[..., Scorer]] = {
+    "choice": ChoiceScorer,
+    "exact": ExactScorer,
+    "json_schema": JsonSchemaScorer,
+    "judge": JudgeScorer,
+    "math": MathScorer,
+    "numeric": NumericScorer,
+    "python": PythonScorer,
+    "regex": RegexScorer,
+}
+
+
+def build_scorer(
+    config: ScorerConfig, *, judge: Sampler | None = None, template: Template | None = None
+) -> Scorer:
+    """The scorer a config asks for. `judge` and `template` (the judge's) serve `type: judge`."""
+    if not isinstance(config, JudgeConfig):
+        return SCORERS[config.type](config)
+    if judge is None or template is None:
+        missing = "a sampler" if judge is None else "the template of its model"
+        raise TaskError(
+            f"The judge scorer needs {missing} to ask {config.model}, and was built without: "
+            "pass judge= and template= to build_scorer."
+        )
+    return SCORERS[config.type](config, sampler=judge, template=template)

@@ -1,0 +1,135 @@
+"""JSON: 1 when the text holds a JSON object or array that fits a schema, or is the reference.
+
+    {type: json_schema, json_schema: {type: object, required: [name]}}
+    {type: json_schema, match_reference: true}
+
+The JSON is the first object or array inside ``` fences, or else the first in the text.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from rookery.errors import TaskError, boundary
+from rookery.tasks.scorers.options import ScorerOptions, require_judgeable
+from rookery.types import Completion, Json, Task
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+__all__ = ["JsonSchemaConfig", "JsonSchemaScorer", "find_json"]
+
+MAX_STARTS = 1000
+"""How many opening brackets are tried: a text of a hundred thousand of them must not take hours."""
+
+_FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+
+class JsonSchemaConfig(ScorerOptions):
+    """The JSON must fit `json_schema`, equal the reference, or both."""
+
+    type: Literal["json_schema"] = "json_schema"
+    json_schema: dict[str, JsonValue] = Field(default_factory=dict)
+    """A JSON Schema, by its own "$schema" or else draft 2020-12. References to other documents are
+    not fetched. {} lets everything through."""
+    match_reference: bool = False
+    """Also require the JSON to equal the reference, which is JSON or a text of it. 1 equals 1.0
+    and the order of keys does not count."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.json_schema and not self.match_reference:
+            raise ValueError("give json_schema, or match_reference: true, or both")
+        return self
+
+    def complaint(self, task: Task) -> str:
+        if self.match_reference and _reference_json(task) is None:
+            return (
+                "json_schema needs a JSON object or array as reference, or a text that holds one, "
+                f"got {task.reference!r}"
+            )
+        return ""
+
+
+class JsonSchemaScorer:
+    """Finds the JSON and validates it."""
+
+    answer: Literal["sample"] = "sample"
+
+    def __init__(self, config: JsonSchemaConfig) -> None:
+        self._config = config
+        self._validator = _validator(config.json_schema)
+
+    async def reward(self, task: Task, completion: Completion) -> float:
+        require_judgeable(self._config, task)
+        found = find_json(completion.text)
+        if found is None:
+            return 0.0
+        with boundary(TaskError, f"Task {task.id}: applying the JSON Schema"):
+            if not self._validator.is_valid(found):
+                return 0.0
+        if not self._config.match_reference:
+            return 1.0
+        return float(_equal(found, _reference_json(task)))
+
+
+def find_json(text: str) -> dict[str, Json] | list[Json] | None:
+    """The first JSON object or array: of the fenced blocks if one has any, else of the text."""
+    fenced = (block for match in _FENCE.finditer(text) for block in _documents(match[1]))
+    return next(chain(fenced, _documents(text)), None)
+
+
+def _documents(text: str) -> Iterator[dict[str, Json] | list[Json]]:
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    for count, start in enumerate(re.finditer(r"[{\[]", text)):
+        if count == MAX_STARTS:
+            return
+        try:
+            found, _ = decoder.raw_decode(text, start.start())
+        except (ValueError, RecursionError):
+            continue
+        yield found
+
+
+def _refuse_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reference_json(task: Task) -> Json:
+    if isinstance(task.reference, str):
+        return find_json(task.reference)
+    return task.reference if isinstance(task.reference, dict | list) else None
+
+
+def _equal(one: Json, other: Json) -> bool:
+    """JSON's equality, where true is not 1."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _validator(schema: dict[str, JsonValue]) -> "Validator":
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError as error:
+        raise TaskError(
+            "The json_schema scorer needs the package jsonschema: pip install 'rookery[tasks]'."
+        ) from error
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise TaskError(
+            f"The json_schema scorer got a schema that is none: {error.message} "
+            f"(at {error.json_path}). Give a JSON Schema such as {{type: object}}."
+        ) from error
+    # An empty registry: the default one fetches "$ref": "http://..." from the network.
+    return kind(schema, registry=Registry())

@@ -1,0 +1,79 @@
+"""Which tasks a search, a selection and a report may see: disjoint, and the same every time.
+
+A task's split is a hash of its prompt. It does not depend on the other rows, on their order, on
+ids or on the name of the taskset, so adding rows moves none, and a question that is there twice,
+under two ids or in two files, is in one split only. Case, spacing and Unicode form are ignored.
+
+    split_of(split_key("2+2="), SplitsConfig()) -> "search"
+"""
+
+import hashlib
+import math
+import unicodedata
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.types import Message
+
+__all__ = ["SPLITS", "SplitName", "SplitsConfig", "hash_fraction", "split_key", "split_of"]
+
+SplitName = Literal["search", "select", "report"]
+SPLITS: tuple[SplitName, ...] = ("search", "select", "report")
+
+
+class SplitsConfig(Config):
+    """How much of a taskset each split gets; the three sum to 1."""
+
+    search: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Read as often as a loop likes."""
+    select: float = Field(default=0.2, ge=0.0, le=1.0)
+    """Read to choose among the candidates that were found."""
+    report: float = Field(default=0.3, ge=0.0, le=1.0)
+    """Read once, at the end."""
+    salt: str = "rookery"
+    """Another salt is another assignment, for repeating an experiment."""
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Self:
+        total = self.search + self.select + self.report
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise ValueError(
+                f"splits sum to {total:g}; search + select + report must be 1: "
+                "write for example search: 0.5, select: 0.2, report: 0.3"
+            )
+        return self
+
+    def fraction(self, name: SplitName) -> float:
+        return {"search": self.search, "select": self.select, "report": self.report}[name]
+
+
+def split_key(prompt: str | tuple[Message, ...]) -> str:
+    """What decides the split: the prompt's words. A text equals the one message that holds it."""
+    texts = (prompt,) if isinstance(prompt, str) else tuple(m.content for m in prompt)
+    return "\n".join(_same_words(text) for text in texts)
+
+
+def split_of(key: str, splits: SplitsConfig) -> SplitName:
+    """The split of a key, by where its hash falls in 0..1."""
+    place = hash_fraction(key, salt=f"split/{splits.salt}")
+    used = [name for name in SPLITS if splits.fraction(name) > 0.0]
+    reached = 0.0
+    for name in used[:-1]:
+        reached += splits.fraction(name)
+        if place < reached:
+            return name
+    return used[-1]
+
+
+def hash_fraction(text: str, *, salt: str) -> float:
+    """A number in [0, 1) that the text and the salt determine."""
+    digest = hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), key=hashlib.blake2b(salt.encode()).digest()
+    ).digest()
+    return int.from_bytes(digest[:6], "big") / (1 << 48)
+
+
+def _same_words(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

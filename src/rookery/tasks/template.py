@@ -1,0 +1,185 @@
+"""Task -> tokens of one model, and back: a tokenizer with its chat template.
+
+    template = load_template("models/smollm2")
+    template.encode(task)                          the prompt, ready to be continued
+    template.encode_choice(task, choice="red")     prompt and choice, and where the choice starts
+    template.decode(completion.tokens)
+
+Messages go through the tokenizer's chat template. A prompt that is plain text becomes one user
+message when `chat`, which is the default for tokenizers with a chat template, and is otherwise
+encoded as it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, Protocol
+
+import jinja2
+
+from rookery.errors import ModelError, TaskError, boundary
+from rookery.types import Message, Task, TokenIds
+
+__all__ = ["Template", "Tokenizer", "load_template"]
+
+MAX_CACHED_PROMPTS = 65_536
+"""A search puts the same tasks to thousands of candidates; encoding each once is enough."""
+
+
+class SpecialToken(Protocol):
+    """An entry of the tokenizer's table of added tokens."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def special(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: str | dict[str, str] | None
+    eos_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, SpecialToken]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: Literal[False],
+    ) -> str: ...
+
+
+class Template:
+    """Encodes tasks for one tokenizer. Encoded prompts are kept, equal prompts encode once."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat: bool | None = None,
+        choice_space: Literal["auto", "always", "never"] = "auto",
+    ) -> None:
+        """`chat` None: as the tokenizer has a chat template or not.
+
+        `choice_space` auto: a choice follows a chat prompt directly, since there the model starts
+        its turn; it follows a plain prompt after one space, unless the prompt ends in whitespace.
+        """
+        if chat and not tokenizer.chat_template:
+            raise ModelError(
+                "chat=True needs a chat template and this tokenizer has none: "
+                "leave chat out, or take the instruct version of the model."
+            )
+        self._tokenizer = tokenizer
+        self.chat = bool(tokenizer.chat_template) if chat is None else chat
+        self._choice_space = choice_space
+        self._cached = lru_cache(maxsize=MAX_CACHED_PROMPTS)(self._encode_prompt)
+        self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+
+    def encode(self, task: Task) -> TokenIds:
+        """The prompt's tokens, with the opening of the assistant's turn when it is a chat."""
+        with boundary(
+            TaskError, f"Task {task.id}: the chat template", foreign=(jinja2.TemplateError,)
+        ):
+            tokens = self._cached(task.prompt)
+        if not tokens:
+            raise TaskError(f"Task {task.id}: its prompt {task.prompt!r} encodes to no tokens.")
+        return tokens
+
+    def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
+        """Tokens of prompt and choice, and the index of the choice's first one.
+
+        The prompt's tokens are always an exact prefix: the choice is encoded by itself, so that no
+        token spans the border. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
+        """
+        prompt = self.encode(task)
+        tokens = self._encode_text(self._spaced(task, choice))
+        if not tokens:
+            raise TaskError(f"Task {task.id}: the choice {choice!r} encodes to no tokens.")
+        return prompt + tokens, len(prompt)
+
+    def decode(self, tokens: TokenIds) -> str:
+        """The text of tokens; end-of-text and other special tokens leave none."""
+        return self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def without_special(self, text: str) -> str:
+        """The text without the strings that this tokenizer reads as special tokens."""
+        before = ""
+        while before != text:  # a removal can join two halves into a new one
+            before = text
+            for special in self._special:
+                text = text.replace(special, "")
+        return text
+
+    def _encode_prompt(self, prompt: str | tuple[Message, ...]) -> TokenIds:
+        if isinstance(prompt, str) and not self.chat:
+            return self._encode_plain(prompt)
+        messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                "The tasks are chats (messages) and this model's tokenizer has no chat template: "
+                "give them as text (prompt), or take the instruct version of the model."
+            )
+        text = self._tokenizer.apply_chat_template(
+            [{"role": message.role, "content": message.content} for message in messages],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return self._encode_text(text)
+
+    def _encode_plain(self, text: str) -> TokenIds:
+        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=True))
+        # Some tokenizers end every text with end-of-text, after which there is nothing to say.
+        has_ended = len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id
+        return tokens[:-1] if has_ended and self._encode_text(text)[-1:] != tokens[-1:] else tokens
+
+    def _encode_text(self, text: str) -> TokenIds:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _spaced(self, task: Task, choice: str) -> str:
+        if self._choice_space == "never":
+            return choice
+        is_plain = isinstance(task.prompt, str) and not self.chat
+        follows_space = isinstance(task.prompt, str) and task.prompt[-1:].isspace()
+        if self._choice_space == "auto" and (not is_plain or follows_space):
+            return choice
+        # SentencePiece tokenizers put a space before every text by themselves.
+        return choice if self._prepends_space() else f" {choice}"
+
+    def _prepends_space(self) -> bool:
+        pieces = self._tokenizer.convert_ids_to_tokens(list(self._encode_text("a")))
+        return pieces[:1] != [] and pieces[0].startswith("▁")
+
+
+def load_template(model_folder: str | Path) -> Template:
+    """The template of a model folder's tokenizer."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ModelError(
+            "Reading a tokenizer needs the package transformers: pip install 'rookery[hf]'."
+        ) from error
+    with boundary(
+        ModelError,
+        f"Reading the tokenizer of {model_folder}",
+        remedy={OSError: "Give a folder that holds tokenizer.json, as transformers saves it"},
+    ):
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    return Template(tokenizer)
