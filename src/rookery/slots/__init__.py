@@ -1,0 +1,22 @@
+"""A torch causal LM with N adapter slots, mixed in one batch, forward and backward.
+
+Tokens are packed: one long row, no padding. Each packed row names its slot or none.
+"""
+
+from rookery.slots.attention import Attend, CausalAttend
+from rookery.slots.bank import SlotBank
+from rookery.slots.linear import SlottedLinear
+from rookery.slots.model import ModelShape, SlottedModel, load_model
+from rookery.slots.rows import Segment, SlotRows
+
+__all__ = [
+    "Attend",
+    "CausalAttend",
+    "ModelShape",
+    "Segment",
+    "SlotBank",
+    "SlotRows",
+    "SlottedLinear",
+    "SlottedModel",
+    "load_model",
+]

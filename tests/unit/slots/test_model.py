@@ -1,0 +1,77 @@
+"""The slotted model computes what transformers computes, or refuses to load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, write_tiny_model
+from transformers import AutoModelForCausalLM
+
+from rookery.errors import ModelError
+from rookery.slots import CausalAttend, load_model
+
+ARCHITECTURES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": 6},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "Gemma3": {"head_dim": 8, "sliding_window": 6},
+    "Phi": {},
+    "Phi3": {"sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_packed_sequences_give_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / kind, kind, **ARCHITECTURES[kind])
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, VOCAB, (n,), generator=generator) for n in (5, 24, 1)]
+    lengths = [len(s) for s in sequences]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    attend = CausalAttend(lengths, device=torch.device("cpu"))
+    with torch.inference_mode():
+        hidden = model.layers(model.embed(torch.cat(sequences)), positions, attend=attend)
+        logits = model.logits(hidden)
+        expected = torch.cat([reference(s[None]).logits[0] for s in sequences])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_packing_keeps_the_logits(tiny_folder: Path) -> None:
+    plain, packed = load_model(tiny_folder), load_model(tiny_folder)
+    packed.pack()
+    tokens = torch.arange(20)
+    attend = CausalAttend([20], device=torch.device("cpu"))
+    with torch.inference_mode():
+        a, b = (
+            m.logits(m.layers(m.embed(tokens), torch.arange(20), attend=attend))
+            for m in (plain, packed)
+        )
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_an_architecture_that_does_more_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "granite", "Granite", embedding_multiplier=3.0)
+    with pytest.raises(ModelError, match="probe logits differ"):
+        load_model(folder)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_nan_weights_are_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        load_model(folder)

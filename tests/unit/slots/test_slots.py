@@ -1,0 +1,136 @@
+"""Slots: mixed adapters equal each adapter alone, forward and backward."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_adapter
+
+from rookery.errors import AdapterError
+from rookery.slots import CausalAttend, Segment, SlotRows, SlottedModel, load_model
+from rookery.types import LoraFactors
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_of_any_layout_get_their_own_adapter(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 12))
+    slots = data.draw(st.lists(st.sampled_from([None, 0, 1, 2]), min_size=num_rows,
+                               max_size=num_rows))  # fmt: skip
+    block = data.draw(st.sampled_from([1, 2, 4]))
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, 6, generator=generator)
+    a = torch.randn(3, 2, 6, generator=generator)
+    b = torch.randn(3, 5, 2, generator=generator)
+    out = torch.randn(num_rows, 5, generator=generator)
+    expected = out.clone()
+    for row, slot in enumerate(slots):
+        if slot is not None:
+            expected[row] += b[slot] @ (a[slot] @ x[row])
+    segments = [
+        Segment(slot=slot, rows=[r for r, s in enumerate(slots) if s == slot], block=block)
+        for slot in sorted({s for s in slots if s is not None})
+    ]
+    got = SlotRows(segments, num_rows=num_rows, device=CPU).add(out, x, a, b)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SlottedModel:
+    return load_model(tiny_folder)
+
+
+def _logits(model: SlottedModel, tokens: list[list[int]], slots: list[int | None]) -> torch.Tensor:
+    """Logits of whole sequences laid end to end, sequence i under slot i."""
+    lengths = [len(t) for t in tokens]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    segments = [
+        Segment(slot=slot, rows=range(start, start + length), block=4)
+        for slot, start, length in zip(slots, starts, lengths, strict=True)
+        if slot is not None
+    ]
+    rows = SlotRows(segments, num_rows=sum(lengths), device=CPU)
+    hidden = model.layers(
+        model.embed(torch.tensor([t for s in tokens for t in s])),
+        torch.cat([torch.arange(n) for n in lengths]),
+        attend=CausalAttend(lengths, device=CPU),
+        rows=rows,
+    )
+    return model.logits(hidden, rows=rows)
+
+
+def test_adapters_of_other_ranks_and_targets_mix_in_one_batch(model: SlottedModel) -> None:
+    adapters = [
+        tiny_adapter("a", rank=2, seed=1),
+        tiny_adapter("b", rank=8, seed=2, targets=("self_attn.q_proj",), layers=range(2, 3)),
+        tiny_adapter("c", rank=5, seed=3, targets=("mlp.down_proj", "self_attn.v_proj")),
+    ]
+    for slot, adapter in enumerate(adapters):
+        model.bank.check(adapter, max_rank=8)
+        model.bank.put(slot, adapter)
+    tokens = [[5, 6, 7], [5, 6, 7, 8, 9], [10], [5, 6, 7]]
+    slots = [0, 1, 2, None]
+    mixed = _logits(model, tokens, slots).split([3, 5, 1, 3])
+    for tokens_alone, slot, got in zip(tokens, slots, mixed, strict=True):
+        alone = _logits(model, [tokens_alone], [slot])
+        torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-5)
+    assert (mixed[0] - mixed[3]).abs().max() > 0.1
+
+
+def test_a_reused_slot_keeps_nothing_of_its_last_adapter(model: SlottedModel) -> None:
+    model.bank.put(0, tiny_adapter("wide", rank=8, seed=1))
+    model.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
+    fresh = load_model(Path(model._model.config._name_or_path))
+    fresh.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
+    torch.testing.assert_close(_logits(model, [[5, 6]], [0]), _logits(fresh, [[5, 6]], [0]))
+
+
+def test_gradients_of_mixed_adapters_equal_those_alone(model: SlottedModel) -> None:
+    for slot in range(2):
+        model.bank.put(slot, tiny_adapter(f"a{slot}", rank=4, seed=slot))
+    layer = model.linears["model.layers.1.mlp.gate_proj"]
+    assert layer.a is not None and layer.b is not None
+
+    def gradient(tokens: list[list[int]], slots: list[int | None]) -> list[torch.Tensor]:
+        for tensor in (layer.a, layer.b):
+            tensor.requires_grad_(True)
+            tensor.grad = None
+        _logits(model, tokens, slots).logsumexp(-1).sum().backward()
+        return [layer.a.grad.clone(), layer.b.grad.clone()]
+
+    together = gradient([[5, 6, 7], [8, 9]], [0, 1])
+    first, second = gradient([[5, 6, 7]], [0]), gradient([[8, 9]], [1])
+    for both, one, other in zip(together, first, second, strict=True):
+        torch.testing.assert_close(both[0], one[0], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(both[1], other[1], atol=1e-6, rtol=1e-4)
+        assert both[0].abs().max() > 0 and not one[1].any()
+
+
+def test_adapters_that_do_not_fit_are_refused_before_anything_is_touched(
+    model: SlottedModel,
+) -> None:
+    good = tiny_adapter("good")
+    name = "model.layers.0.self_attn.q_proj"
+    factors = good.factors[name]
+    bad_shape = LoraFactors(a=factors.a[:, :-1], b=factors.b, scale=1.0)
+    nan = LoraFactors(a=factors.a * float("nan"), b=factors.b, scale=1.0)
+    cases = {
+        "was made for 'org/other-7b'": replace(good, base="org/other-7b"),
+        "has rank 4, at most 3": good,
+        "which is not a linear layer here. The nearest is": replace(
+            good, factors={name.replace("q_proj", "q_prj"): factors}
+        ),
+        r"needs \[r, 32\] and \[32, r\]": replace(good, factors={name: bad_shape}),
+        "lora_A holds NaN": replace(good, factors={name: nan}),
+        "adapts no layer": replace(good, factors={}),
+    }
+    for message, adapter in cases.items():
+        with pytest.raises(AdapterError, match=message):
+            model.bank.check(adapter, max_rank=3 if "at most 3" in message else 64)
+    assert all(linear.a is None for linear in model.linears.values())
+    model.bank.check(replace(good, base="someone/TINY"), max_rank=4)
