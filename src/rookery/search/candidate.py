@@ -1,0 +1,67 @@
+"""The records of a generation: a candidate that was measured, a plan of one that is to be made.
+
+Plans name ids, weights and seeds; whoever holds the tensors or programs carries them out.
+"""
+
+from dataclasses import dataclass
+
+from rookery.search.fitness import Fitness
+
+__all__ = ["Candidate", "ChildPlan", "Trail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trail:
+    """What a candidate that moves remembers of the places it has been."""
+
+    best: str
+    """Id of its own best place so far."""
+    best_fitness: Fitness
+    previous: str
+    """Id of the place it came from."""
+    step: float
+    """Length of the step from there: (here - previous) / step is its velocity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A member of a population. `sigma` is the strength of its last mutation, inherited."""
+
+    id: str
+    generation: int
+    fitness: Fitness
+    sigma: float
+    operator: str = "founder"
+    parents: tuple[str, ...] = ()
+    trail: Trail | None = None
+    """None for a candidate that never moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildPlan:
+    """How to make one child: merge the parents with the weights, then mutate.
+
+    `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
+    weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
+    merge None and one parent; a move has merge "move" and is a linear merge.
+    """
+
+    id: str
+    generation: int
+    merge: str | None
+    parents: tuple[str, ...]
+    weights: tuple[float, ...]
+    mutation: str | None
+    sigma: float
+    """Strength of the mutation."""
+    seed_key: int
+    """Seed of everything random in carrying the plan out."""
+    moved_from: str | None = None
+    """The candidate whose next place this is."""
+    step: float = 0.0
+    """Length of that step."""
+
+    @property
+    def operator(self) -> str:
+        """What made the child: "ties", "gaussian", "ties+gaussian" or "move"."""
+        return "+".join(name for name in (self.merge, self.mutation) if name is not None)

@@ -1,0 +1,124 @@
+"""What search sees of a measurement: a score or a failure, objectives, constraint violation.
+
+    fitness_of({"gsm8k": 0.4, "mmlu": 0.6}, weights={"gsm8k": 2, "mmlu": 1}, floors={"mmlu": 0.61})
+
+Bigger is better everywhere. A failed evaluation has no score, never a low one.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rookery.errors import ConfigError
+from rookery.search.ranks import tied_ranks
+
+__all__ = [
+    "FAILED",
+    "Fitness",
+    "best_first",
+    "comparable_scores",
+    "fitness_of",
+    "fitness_ranks",
+    "rank_key",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitness:
+    """One candidate's measurement: `Fitness(score=0.47, objectives=(0.4, 0.6), violation=0.01)`."""
+
+    score: float | None
+    """None when the evaluation failed."""
+    objectives: tuple[float, ...] = ()
+    """One value per objective, in a fixed order; empty when there is only the score."""
+    violation: float = 0.0
+    """How far constraints are missed, summed; 0 is feasible."""
+
+    def __post_init__(self) -> None:
+        given = (*self.objectives, self.violation, *(() if self.score is None else (self.score,)))
+        if not all(math.isfinite(value) for value in given):
+            raise ValueError(
+                f"Got {self}: a fitness is made of finite numbers. "
+                "A measurement that could not be made is Fitness(score=None)."
+            )
+        if self.violation < 0:
+            raise ValueError(f"Got violation {self.violation}: it is 0 (feasible) or above.")
+
+    @property
+    def is_failed(self) -> bool:
+        return self.score is None
+
+
+FAILED = Fitness(score=None)
+"""The fitness of a candidate whose evaluation failed."""
+
+
+def fitness_of(
+    means: Mapping[str, float],
+    *,
+    weights: Mapping[str, float],
+    floors: Mapping[str, float] | None = None,
+) -> Fitness:
+    """Weighted mean over sources, one objective per source in the order of `weights`.
+
+    `floors` says "do not get worse than this on that source"; a source may have a floor and
+    weight 0. Worked example: means {"a": 0.5, "b": 0.25}, weights {"a": 3, "b": 1} and floors
+    {"b": 0.375} give score 0.4375, objectives (0.5, 0.25), violation 0.125.
+    """
+    total = math.fsum(weights.values())
+    if total <= 0 or min(weights.values()) < 0:
+        raise ConfigError(
+            f"Got the source weights {dict(weights)}: they are 0 or above and at least one is "
+            "above 0. Write for example weights: {gsm8k: 1}."
+        )
+    floors = floors or {}
+    missing = sorted((set(weights) | set(floors)) - set(means))
+    if missing:
+        raise ValueError(
+            f"No mean was measured for {missing}; there are means for {sorted(means)}."
+        )
+    return Fitness(
+        score=math.fsum(weights[name] * means[name] for name in weights) / total,
+        objectives=tuple(means[name] for name in weights),
+        violation=math.fsum(max(0.0, floor - means[name]) for name, floor in floors.items()),
+    )
+
+
+def rank_key(fitness: Fitness) -> tuple[int, float]:
+    """Orders any two fitnesses: failed < infeasible (less violation is better) < feasible."""
+    if fitness.score is None:
+        return (0, 0.0)
+    if fitness.violation > 0:
+        return (1, -fitness.violation)
+    return (2, fitness.score)
+
+
+def best_first(fitnesses: Sequence[Fitness]) -> list[int]:
+    """Indices from best to worst; equal ones keep their order."""
+    return sorted(range(len(fitnesses)), key=lambda i: rank_key(fitnesses[i]), reverse=True)
+
+
+def fitness_ranks(fitnesses: Sequence[Fitness]) -> list[float]:
+    """0 for the worst to n - 1 for the best by `rank_key`; equal ones share the mean rank."""
+    keys = [rank_key(fitness) for fitness in fitnesses]
+    level = {key: float(place) for place, key in enumerate(sorted(set(keys)))}
+    return [float(rank) for rank in tied_ranks([level[key] for key in keys])]
+
+
+def comparable_scores(fitnesses: Sequence[Fitness]) -> list[float | None]:
+    """One number per candidate that selection rules can compare; None stays failed.
+
+    Feasible candidates keep their score. An infeasible one gets the worst feasible score (the
+    worst score of all when none is feasible) minus its violation, so it never beats a feasible
+    one and needs no penalty factor.
+    """
+    feasible = [f.score for f in fitnesses if f.score is not None and f.violation == 0]
+    alive = [f.score for f in fitnesses if f.score is not None]
+    base = min(feasible or alive, default=0.0)
+    return [
+        f.score
+        if f.score is None or f.violation == 0
+        else max(base - f.violation, -sys.float_info.max)
+        for f in fitnesses
+    ]

@@ -1,0 +1,62 @@
+"""Plans that need no population: pair merges to start from, random search to compare with.
+
+pair_plans(adapter_ids, count=6, seed=7)        # random pairs, random convex weights
+random_plans(adapter_ids, count=120, seed=7)    # the baseline at equal evaluations
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from rookery.search.candidate import ChildPlan
+from rookery.search.parents import convex_weights
+from rookery.search.streams import shuffled, stream, stream_seed
+
+__all__ = ["pair_plans", "random_plans"]
+
+MAX_WEIGHT = 1.5
+"""Random search draws weights up to this: sums of adapters are often better than means."""
+
+
+def pair_plans(
+    ids: Sequence[str], *, count: int, seed: int, merge: str = "linear"
+) -> tuple[ChildPlan, ...]:
+    """`count` merges of two: every pair once before any comes again, weights always fresh."""
+    if len(set(ids)) < 2:
+        raise ValueError(f"Got the founders {list(ids)}: a pair needs two different ones.")
+    pairs = shuffled(list(combinations(ids, 2)), rng=stream(seed, "pairs"))
+    plans = []
+    for index in range(count):
+        weights = convex_weights(2, rng=stream(seed, "pairs", index))
+        plan = _plan(pairs[index % len(pairs)], weights, name=f"g000-c{index:02d}", seed=seed)
+        plans.append(replace(plan, merge=merge))
+    return tuple(plans)
+
+
+def random_plans(
+    ids: Sequence[str], *, count: int, seed: int, merge: str = "linear"
+) -> tuple[ChildPlan, ...]:
+    """`count` merges of all founders, each weight drawn from 0 to 1.5 on its own."""
+    plans = []
+    for index in range(count):
+        drawn = MAX_WEIGHT * stream(seed, "random", index).random(len(ids))
+        weights = tuple(float(weight) for weight in drawn)
+        plan = _plan(tuple(ids), weights, name=f"r{index:04d}", seed=seed)
+        plans.append(replace(plan, merge=merge))
+    return tuple(plans)
+
+
+def _plan(
+    parents: tuple[str, ...], weights: tuple[float, ...], *, name: str, seed: int
+) -> ChildPlan:
+    """A linear merge without mutation."""
+    return ChildPlan(
+        id=name,
+        generation=0,
+        merge="linear",
+        parents=parents,
+        weights=weights,
+        mutation=None,
+        sigma=0.0,
+        seed_key=stream_seed(seed, "plan", name),
+    )

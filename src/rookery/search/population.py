@@ -1,0 +1,239 @@
+"""One generation of a population as a pure plan: ask for children, tell their fitness.
+
+    population = found(fitness_by_id, config=config, seed=seed)
+    while population.generation < 10:
+        plans = ask(population, config=config, seed=seed)
+        fitness = evaluate(carry_out(plans))             # every plan's id -> Fitness
+        population = tell(population, fitness, config=config, seed=seed)
+    population.best
+
+What is asked follows from (population, config, seed) alone, so `tell` asks again instead of
+remembering: a population saved after any generation goes on as if it had never stopped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.search.candidate import Candidate, ChildPlan
+from rookery.search.children import Birth, ChildrenConfig, plan_children
+from rookery.search.fitness import Fitness, comparable_scores, rank_key
+from rookery.search.pareto import crowded_scores
+from rookery.search.selection import elites
+from rookery.search.streams import stream
+from rookery.search.succession import (
+    SurvivalConfig,
+    SwarmConfig,
+    Whereabouts,
+    next_trail,
+    plan_moves,
+    survivors,
+)
+
+__all__ = [
+    "Mark",
+    "Population",
+    "PopulationConfig",
+    "ask",
+    "found",
+    "immigrate",
+    "references",
+    "tell",
+]
+
+
+class PopulationConfig(Config):
+    """How a population makes its next generation."""
+
+    size: int = Field(default=16, ge=1)
+    """How many candidates live at a time."""
+    objective: Literal["pareto", "score"] = "score"
+    """score compares the weighted score, pareto all objectives (NSGA-II)."""
+    children: ChildrenConfig = ChildrenConfig()
+    """How the next ones are made."""
+    survival: SurvivalConfig = SurvivalConfig()
+    """Who lives on of parents and children."""
+    swarm: SwarmConfig | None = None
+    """Also move every candidate each generation; null moves none."""
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> "PopulationConfig":
+        if self.survival.num_elites > self.size:
+            raise ValueError(
+                f"survival.num_elites is {self.survival.num_elites} in a population of "
+                f"{self.size}; it is at most the size."
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The best or the worst candidate ever seen, and when."""
+
+    id: str
+    fitness: Fitness
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Population:
+    """The living candidates after a generation, survivors first to last as they were picked."""
+
+    generation: int
+    members: tuple[Candidate, ...]
+    best: Mark | None
+    """None while every evaluation failed."""
+    worst: Mark | None
+    num_evaluated: int
+    """Evaluations so far, founders and failures included."""
+    island: str = ""
+    """Prefix of the ids of its children; populations that share ids need different ones."""
+
+    @property
+    def num_stale(self) -> int:
+        """Generations since the best candidate was found."""
+        return self.generation - (self.best.generation if self.best is not None else 0)
+
+
+def found(
+    fitness: Mapping[str, Fitness], *, config: PopulationConfig, seed: int, island: str = ""
+) -> Population:
+    """Generation 0: the founders with their fitness, at most `size` of them."""
+    if not fitness:
+        raise ValueError("Got no founders: a population starts with at least one candidate.")
+    founders = [
+        Candidate(id=id, generation=0, fitness=measured, sigma=config.children.sigma.start)
+        for id, measured in fitness.items()
+    ]
+    empty = Population(
+        generation=0, members=(), best=None, worst=None, num_evaluated=0, island=island
+    )
+    return _settle(empty, founders, founders, config=config, seed=seed)
+
+
+def ask(population: Population, *, config: PopulationConfig, seed: int) -> tuple[ChildPlan, ...]:
+    """The plans of the next generation: moves first, then children.
+
+    There are no children when every operator needs more living parents than there are.
+    """
+    generation, prefix = population.generation + 1, population.island
+    moves: tuple[ChildPlan, ...] = ()
+    if config.swarm is not None and population.best is not None and population.worst is not None:
+        at = Whereabouts(
+            generation=generation,
+            best=population.best.id,
+            worst=population.worst.id,
+            prefix=prefix,
+        )
+        moves = plan_moves(population.members, config=config.swarm, at=at, seed=seed)
+    children = plan_children(
+        population.members,
+        _scores([member.fitness for member in population.members], config),
+        config=config.children,
+        at=Birth(generation=generation, prefix=prefix),
+        seed=seed,
+    )
+    return (*moves, *children)
+
+
+def tell(
+    population: Population, fitness: Mapping[str, Fitness], *, config: PopulationConfig, seed: int
+) -> Population:
+    """The next generation, given the fitness of every plan asked for.
+
+    A candidate that moved is replaced by where it moved to, unless it is an elite or the move
+    failed.
+    """
+    plans = ask(population, config=config, seed=seed)
+    if set(fitness) != {plan.id for plan in plans}:
+        missing = sorted({plan.id for plan in plans} - set(fitness))
+        unknown = sorted(set(fitness) - {plan.id for plan in plans})
+        raise ValueError(f"The children {missing} are missing, {unknown} were not asked for.")
+    by_id = {member.id: member for member in population.members}
+    children = [_child(plan, fitness[plan.id], by_id) for plan in plans]
+    pool = [*population.members, *children]
+    best = elites(_scores([c.fitness for c in pool], config), count=config.survival.num_elites)
+    moved = {p.moved_from for p in plans if p.moved_from and not fitness[p.id].is_failed}
+    left = moved - {pool[index].id for index in best}
+    pool = [candidate for candidate in pool if candidate.id not in left]
+    following = replace(population, generation=population.generation + 1)
+    return _settle(following, pool, children, config=config, seed=seed)
+
+
+def immigrate(
+    population: Population, newcomers: Sequence[Candidate], *, config: PopulationConfig
+) -> Population:
+    """The population with newcomers who are not there yet, the worst pushed out above `size`.
+
+    Evaluations are counted where they were made.
+    """
+    present = {member.id for member in population.members}
+    pool = [*population.members, *(c for c in newcomers if c.id not in present)]
+    scores = _scores([candidate.fitness for candidate in pool], config)
+    kept = set(elites(scores, count=config.size))
+    marked = _mark(population, [c for c in newcomers if c.id not in present])
+    return replace(marked, members=tuple(c for index, c in enumerate(pool) if index in kept))
+
+
+def references(population: Population) -> frozenset[str]:
+    """Every id that plans of this population may name: what must be kept to carry them out."""
+    trails = [member.trail for member in population.members if member.trail is not None]
+    marks = [mark for mark in (population.best, population.worst) if mark is not None]
+    return frozenset(
+        [member.id for member in population.members]
+        + [id for trail in trails for id in (trail.best, trail.previous)]
+        + [mark.id for mark in marks]
+    )
+
+
+def _settle(
+    population: Population,
+    pool: Sequence[Candidate],
+    measured: Sequence[Candidate],
+    *,
+    config: PopulationConfig,
+    seed: int,
+) -> Population:
+    """Survivors of the pool become the members; `measured` ones are counted and marked."""
+    rng = stream(seed, "survival", population.island, population.generation)
+    scores = _scores([candidate.fitness for candidate in pool], config)
+    kept = survivors(scores, size=config.size, config=config.survival, rng=rng)
+    return replace(
+        _mark(population, measured),
+        members=tuple(pool[index] for index in kept),
+        num_evaluated=population.num_evaluated + len(measured),
+    )
+
+
+def _mark(population: Population, measured: Sequence[Candidate]) -> Population:
+    best, worst = population.best, population.worst
+    for candidate in measured:
+        if candidate.fitness.is_failed:
+            continue
+        key = rank_key(candidate.fitness)
+        mark = Mark(id=candidate.id, fitness=candidate.fitness, generation=population.generation)
+        best = mark if best is None or key > rank_key(best.fitness) else best
+        worst = mark if worst is None or key < rank_key(worst.fitness) else worst
+    return replace(population, best=best, worst=worst)
+
+
+def _child(plan: ChildPlan, fitness: Fitness, by_id: Mapping[str, Candidate]) -> Candidate:
+    source = by_id[plan.moved_from] if plan.moved_from is not None else None
+    return Candidate(
+        id=plan.id,
+        generation=plan.generation,
+        fitness=fitness,
+        sigma=plan.sigma,
+        operator=plan.operator,
+        parents=plan.parents,
+        trail=None if source is None else next_trail(source, plan, fitness=fitness),
+    )
+
+
+def _scores(fitnesses: Sequence[Fitness], config: PopulationConfig) -> list[float | None]:
+    if config.objective == "pareto":
+        return crowded_scores(fitnesses)
+    return comparable_scores(fitnesses)

@@ -1,0 +1,311 @@
+"""The generation as a pure plan: determinism, elites, failures, resume, and a toy it improves."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rookery.search.candidate import Candidate, ChildPlan
+from rookery.search.children import (
+    Birth,
+    ChildrenConfig,
+    CrossoverConfig,
+    MutationConfig,
+    SigmaConfig,
+    plan_children,
+)
+from rookery.search.fitness import FAILED, Fitness
+from rookery.search.founders import pair_plans, random_plans
+from rookery.search.parents import convex_weights, parent_weights
+from rookery.search.population import (
+    Population,
+    PopulationConfig,
+    ask,
+    found,
+    immigrate,
+    references,
+    tell,
+)
+from rookery.search.selection import RouletteConfig, TruncationConfig
+from rookery.search.state import dump, load
+from rookery.search.streams import stream
+from rookery.search.succession import SurvivalConfig, SwarmConfig
+
+TARGET = np.array([0.8, 1.4, 0.6, -0.5])
+FOUNDERS = {f"a{i}": np.eye(4)[i] * 0.5 for i in range(4)}
+SMALL = PopulationConfig(size=8, children=ChildrenConfig(count=8), swarm=SwarmConfig())
+members = st.dictionaries(
+    st.sampled_from([f"m{i}" for i in range(8)]),
+    st.just(FAILED)
+    | st.builds(
+        Fitness,
+        score=st.sampled_from([-2.0, 0.0, 0.0, 0.4]),
+        objectives=st.tuples(*[st.sampled_from([0.0, 1.0])] * 2),
+        violation=st.sampled_from([0.0, 0.0, 0.3]),
+    ),
+    min_size=1,
+)
+
+
+def carry_out(plan: ChildPlan, places: dict[str, np.ndarray]) -> np.ndarray:
+    place = sum(w * places[id] for id, w in zip(plan.parents, plan.weights, strict=True))
+    if plan.mutation is not None:
+        place = place + plan.sigma * stream(plan.seed_key).normal(size=4)
+    return place
+
+
+def measure(place: np.ndarray) -> Fitness:
+    return Fitness(score=-float(np.sum((place - TARGET) ** 2)))
+
+
+def evolve(population: Population, places: dict, *, until: int, config=SMALL, seed: int = 0):
+    while population.generation < until:
+        plans = ask(population, config=config, seed=seed)
+        places |= {plan.id: carry_out(plan, places) for plan in plans}
+        fitness = {plan.id: measure(places[plan.id]) for plan in plans}
+        assert {parent for plan in plans for parent in plan.parents} <= references(population)
+        population = tell(population, fitness, config=config, seed=seed)
+    return population
+
+
+def founded(seed: int = 0, config=SMALL) -> tuple[Population, dict]:
+    places = dict(FOUNDERS)
+    fitness = {id: measure(place) for id, place in places.items()}
+    return found(fitness, config=config, seed=seed), places
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_toy_problem_improves(seed) -> None:
+    population, places = founded(seed)
+    start = population.best.fitness.score
+    evolved = evolve(population, places, until=15, seed=seed)
+    assert evolved.best.fitness.score > start / 3
+    assert evolved.best.fitness == measure(places[evolved.best.id])
+    assert evolved.num_evaluated > 15 * 8
+
+
+def test_reload_at_any_generation_goes_on_as_if_uninterrupted() -> None:
+    population, places = founded()
+    straight = evolve(population, dict(places), until=6)
+    for stop in range(6):
+        places_here = dict(places)
+        part = evolve(population, places_here, until=stop)
+        saved = json.loads(json.dumps(dump(part)))
+        assert load(Population, saved) == part
+        assert evolve(load(Population, saved), places_here, until=6) == straight
+
+
+def test_other_seeds_and_generations_plan_otherwise() -> None:
+    population, _ = founded()
+    plans = ask(population, config=SMALL, seed=0)
+    assert plans == ask(population, config=SMALL, seed=0)
+    assert plans != ask(population, config=SMALL, seed=1)
+    assert [p.id for p in plans if p.moved_from is None] == [f"g001-c{i:02d}" for i in range(8)]
+    assert len({plan.seed_key for plan in plans}) == len(plans)
+
+
+@given(
+    fitness=members,
+    objective=st.sampled_from(["score", "pareto"]),
+    outcome=st.lists(st.sampled_from([FAILED, Fitness(score=0.1, objectives=(0.0, 2.0))])),
+    weights=st.sampled_from(["fitness", "uniform", "random", "extrapolate", "free"]),
+    swarm=st.sampled_from([None, SwarmConfig()]),
+)
+@settings(max_examples=60)
+def test_any_fitness_makes_a_next_generation(fitness, objective, outcome, weights, swarm) -> None:
+    operators = (CrossoverConfig(weights=weights), MutationConfig())
+    config = PopulationConfig(
+        size=4,
+        objective=objective,
+        children=ChildrenConfig(count=3, selection=RouletteConfig(), operators=operators),
+        survival=SurvivalConfig(num_elites=2),
+        swarm=swarm,
+    )
+    population = found(fitness, config=config, seed=0)
+    plans = ask(population, config=config, seed=0)
+    told = {p.id: outcome[i] if i < len(outcome) else FAILED for i, p in enumerate(plans)}
+    following = tell(population, told, config=config, seed=0)
+    assert 1 <= len(following.members) <= 4
+    assert following.num_evaluated == len(fitness) + len(plans)
+    everyone = [*fitness.values(), *told.values()]
+    feasible = [f.score for f in everyone if f.score is not None and f.violation == 0]
+    assert (following.best is None) == all(f.is_failed for f in everyone)
+    if feasible:
+        assert following.best.fitness.score == max(feasible)
+        if objective == "score":
+            assert following.members[0].fitness.score == max(feasible)
+    if any(not f.is_failed for f in everyone):
+        assert not any(member.fitness.is_failed for member in following.members)
+
+
+def test_elites_are_kept_when_every_child_is_worse_or_failed() -> None:
+    config = SMALL.model_copy(update={"survival": SurvivalConfig(num_elites=2, rule=None)})
+    population, _ = founded(config=config)
+    elite = {member.id for member in population.members[:2]}
+    for generation in range(4):
+        plans = ask(population, config=config, seed=0)
+        bad = FAILED if generation % 2 else Fitness(score=-1e6)
+        population = tell(population, {p.id: bad for p in plans}, config=config, seed=0)
+        assert elite <= {member.id for member in population.members}
+        assert population.best.generation == 0
+        assert population.num_stale == generation + 1
+
+
+def test_a_moved_candidate_is_replaced_unless_it_is_an_elite() -> None:
+    population, _ = founded()
+    plans = ask(population, config=SMALL, seed=0)
+    moves = {p.moved_from: p.id for p in plans if p.moved_from}
+    following = tell(population, {p.id: Fitness(score=-9.0) for p in plans}, config=SMALL, seed=0)
+    ids = {member.id for member in following.members}
+    best = population.best.id
+    assert best in ids
+    for source, target in moves.items():
+        assert source == best or source not in ids
+        trail = next((m.trail for m in following.members if m.id == target), None)
+        assert trail is None or (trail.previous, trail.best) == (source, source)
+
+
+def test_told_exactly_what_was_asked() -> None:
+    population, _ = founded()
+    with pytest.raises(ValueError, match="not asked for"):
+        tell(population, {"g001-c00": FAILED, "x": FAILED}, config=SMALL, seed=0)
+    with pytest.raises(ValueError, match="no founders"):
+        found({}, config=SMALL, seed=0)
+
+
+def living(*scores: float | None) -> tuple[list[Candidate], list[float | None]]:
+    return [
+        Candidate(id=f"m{i}", generation=0, fitness=Fitness(score=s), sigma=0.1 * (i + 1))
+        for i, s in enumerate(scores)
+    ], list(scores)
+
+
+def children(scores, *operators, count=400, **fields) -> tuple[ChildPlan, ...]:
+    config = ChildrenConfig(count=count, operators=operators, **fields)
+    return plan_children(*living(*scores), config=config, at=Birth(generation=1), seed=0)
+
+
+def test_operators_are_mixed_by_share() -> None:
+    plans = children(
+        (0.1, 0.4, 0.5),
+        CrossoverConfig(name="ties", share=2.0, weights="random"),
+        CrossoverConfig(name="slerp", share=1.0, weights="random"),
+        MutationConfig(share=1.0, after_crossover=0.25),
+    )
+    merges = Counter(plan.merge for plan in plans)
+    assert merges["ties"] / 400 == pytest.approx(0.5, abs=0.07)
+    assert merges["slerp"] / 400 == pytest.approx(0.25, abs=0.07)
+    mutated = [plan.mutation for plan in plans if plan.merge is not None]
+    assert mutated.count("gaussian") / len(mutated) == pytest.approx(0.25, abs=0.07)
+    assert all(plan.mutation == "gaussian" for plan in plans if plan.merge is None)
+
+
+def test_parents_are_different_alive_and_the_fittest_comes_first() -> None:
+    plans = children((0.1, None, 0.4, 0.5), CrossoverConfig(num_parents=3), count=40)
+    for plan in plans:
+        assert set(plan.parents) == {"m0", "m2", "m3"}
+        assert plan.parents[0] == "m3"
+        assert plan.weights == pytest.approx((0.5, 0.4, 0.1))
+
+
+def test_too_few_parents() -> None:
+    assert children((0.1, None), CrossoverConfig()) == ()
+    plans = children((0.1, None), CrossoverConfig(share=100.0), MutationConfig(share=0.01))
+    assert {plan.parents for plan in plans} == {("m0",)}
+
+
+def test_siblings_repeat_only_when_there_is_nothing_else() -> None:
+    fields = {"selection": TruncationConfig(fraction=1.0)}
+    plans = children((0.1, 0.2, 0.3, 0.4), CrossoverConfig(weights="uniform"), count=5, **fields)
+    assert len({frozenset(plan.parents) for plan in plans}) == 5
+    assert len(children((0.1, 0.2), CrossoverConfig(weights="uniform"), count=3)) == 3
+
+
+def test_sigma_is_inherited_and_adapts_within_limits() -> None:
+    sigma = SigmaConfig(factor=2.0, low=0.06, high=0.3)
+    plans = children((0.1, 0.2), MutationConfig(), sigma=sigma)
+    assert {plan.sigma for plan in plans if plan.parents == ("m0",)} == {0.06, 0.1, 0.2}
+    assert {plan.sigma for plan in plans if plan.parents == ("m1",)} == {0.1, 0.2, 0.3}
+    merged = children((0.1, 0.9), CrossoverConfig(weights="fitness"), count=5)
+    assert {plan.sigma for plan in merged} == {0.2}
+
+
+def test_parent_weights() -> None:
+    def weights(rule, shares=(0.3, 0.1), reach=0.5):
+        return parent_weights(rule, shares=shares, reach=reach, rng=stream(1))
+
+    assert weights("fitness") == pytest.approx((0.75, 0.25))
+    assert weights("fitness", shares=(0.0, 0.0)) == (0.5, 0.5)
+    assert weights("fitness", shares=(1.0, 0.0)) == pytest.approx((1 / 1.05, 0.05 / 1.05))
+    assert weights("uniform", shares=(1.0, 2.0, 5.0)) == (1 / 3,) * 3
+    first, second = weights("extrapolate")
+    assert 1.0 < first <= 1.5
+    assert first + second == pytest.approx(1.0)
+    assert all(0 <= w <= 1.5 for w in weights("free"))
+    assert weights("free")[0] + weights("free")[1] != pytest.approx(1.0)
+
+
+@given(count=st.integers(1, 6), seed=st.integers(0, 100))
+def test_convex_weights_are_on_the_simplex(count, seed) -> None:
+    weights = convex_weights(count, rng=stream(seed))
+    assert len(weights) == count
+    assert min(weights) >= 0
+    assert sum(weights) == pytest.approx(1.0)
+
+
+def test_founders_are_paired_before_pairs_repeat() -> None:
+    plans = pair_plans(["a", "b", "c"], count=5, seed=1, merge="ties")
+    assert len({plan.parents for plan in plans[:3]}) == 3
+    assert plans[3].parents == plans[0].parents
+    assert plans[3].weights != plans[0].weights
+    assert plans == pair_plans(["a", "b", "c"], count=5, seed=1, merge="ties")
+    assert {plan.merge for plan in plans} == {"ties"}
+    with pytest.raises(ValueError, match="two different"):
+        pair_plans(["a"], count=1, seed=0)
+
+
+def test_random_search_covers_the_box() -> None:
+    weights = np.array([plan.weights for plan in random_plans(["a", "b"], count=500, seed=0)])
+    assert weights.min() >= 0
+    assert weights.max() <= 1.5
+    assert weights.mean(axis=0) == pytest.approx([0.75, 0.75], abs=0.06)
+
+
+def test_newcomers_push_out_the_worst() -> None:
+    config = PopulationConfig(size=2, survival=SurvivalConfig(num_elites=1))
+    home = found({"a": Fitness(score=0.5), "b": FAILED}, config=config, seed=0)
+    away = [Candidate(id=i, generation=4, fitness=Fitness(score=s), sigma=0.1)
+            for i, s in (("c", 0.7), ("d", 0.1), ("a", 0.5))]  # fmt: skip
+    after = immigrate(home, away, config=config)
+    assert {member.id for member in after.members} == {"a", "c"}
+    assert (after.best.id, after.worst.id, after.num_evaluated) == ("c", "d", 2)
+
+
+def test_islands_have_their_own_ids_and_draws() -> None:
+    fitness = {"a": Fitness(score=0.1), "b": Fitness(score=0.2), "c": Fitness(score=0.3)}
+    config = PopulationConfig(children=ChildrenConfig(count=6))
+    plans = [
+        ask(found(fitness, config=config, seed=0, island=f"i{k}-"), config=config, seed=0)
+        for k in (0, 1)
+    ]
+    assert plans[1][0].id == "i1-g001-c00"
+    assert [p.weights for p in plans[0]] != [p.weights for p in plans[1]]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: PopulationConfig(size=2, survival=SurvivalConfig(num_elites=3)),
+        lambda: ChildrenConfig(operators=()),
+        lambda: ChildrenConfig(operators=(MutationConfig(share=0.0),)),
+        lambda: SigmaConfig(start=2.0),
+        lambda: SurvivalConfig(num_elites=0),
+    ],
+)
+def test_wrong_configs_are_refused(build) -> None:
+    with pytest.raises(ValidationError):
+        build()

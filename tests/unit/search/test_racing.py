@@ -1,0 +1,227 @@
+"""Racing: the promise holds in simulation, hopeless candidates go early, failures are undone."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.search.racing import Race, RaceConfig, start, tell
+from rookery.search.state import dump, load
+from rookery.search.streams import stream
+
+Rewards = dict[str, dict[str, float]]
+
+
+def tasks_of(count: int) -> list[str]:
+    return [f"t{i}" for i in range(count)]
+
+
+def answer(race: Race, rewards: Rewards) -> dict[str, list[float] | None]:
+    return {id: [rewards[id][task] for task in tasks] for id, tasks in race.asks.items()}
+
+
+def run(race: Race, rewards: Rewards) -> Race:
+    while race.asks:
+        race = tell(race, answer(race, rewards))
+    return race
+
+
+def right_or_wrong(accuracies: list[float], *, count: int, seed: int) -> Rewards:
+    """Answers that go together: most tasks are easy or hard for everybody."""
+    rng = stream(seed, "answers")
+    common = rng.random(count)
+    table = {}
+    for index, accuracy in enumerate(accuracies):
+        luck = np.where(rng.random(count) < 0.6, common, rng.random(count))
+        table[f"c{index}"] = dict(
+            zip(tasks_of(count), (luck < accuracy).astype(float).tolist(), strict=True)
+        )
+    return table
+
+
+def test_the_confidence_holds_where_it_is_hardest() -> None:
+    """Two equal candidates who differ on every task: each may be dropped in 20 % of the races."""
+    tasks = tasks_of(60)
+    rewards = {
+        "a": {task: float(i < 30) for i, task in enumerate(tasks)},
+        "b": {task: float(i >= 30) for i, task in enumerate(tasks)},
+    }
+    config = RaceConfig(confidence=0.8, block=10)
+    num_races, dropped = 300, {"a": 0, "b": 0}
+    for seed in range(num_races):
+        race = run(start(["a", "b"], tasks, config=config, rng=stream(seed)), rewards)
+        for id in race.dropped:
+            dropped[id] += 1
+    # Not above the promise, and not far below it: the test has power.
+    assert all(0.05 < count / num_races <= 0.2 for count in dropped.values())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_best_are_kept_and_work_is_saved(keep) -> None:
+    config = RaceConfig(confidence=0.9, block=10, keep=keep)
+    accuracies = [0.75, 0.6, 0.6, 0.5, 0.3, 0.2]
+    wrong, members, used, num_races = 0, 0, 0.0, 60
+    for seed in range(num_races):
+        rewards = right_or_wrong(accuracies, count=100, seed=seed)
+        total = {id: sum(row.values()) for id, row in rewards.items()}
+        race = start(list(rewards), tasks_of(100), config=config, rng=stream(seed, "race"))
+        race = run(race, rewards)
+        place = {id: sum(other > total[id] for other in total.values()) for id in total}
+        wrong += sum(id in race.dropped for id in total if place[id] < keep)
+        members += sum(place[id] < keep for id in total)
+        used += race.num_evaluations / 600
+    assert wrong / members <= 0.1
+    assert used / num_races < (0.55 if keep == 1 else 0.85)
+
+
+def test_many_equals_are_covered_together() -> None:
+    config = RaceConfig(confidence=0.8, block=10)
+    wrong, num_races = 0, 60
+    for seed in range(num_races):
+        rewards = right_or_wrong([0.5] * 6, count=60, seed=seed)
+        best = max(rewards, key=lambda id: sum(rewards[id].values()))
+        race = start(list(rewards), tasks_of(60), config=config, rng=stream(seed, "race"))
+        wrong += best in run(race, rewards).dropped
+    assert wrong / num_races <= 0.2
+
+
+def test_who_cannot_catch_up_is_dropped_for_certain() -> None:
+    tasks = tasks_of(10)
+    rewards = {"a": dict.fromkeys(tasks, 1.0), "b": dict.fromkeys(tasks, 0.0)}
+    config = RaceConfig(confidence=0.999999, block=1)
+    race = start(["a", "b"], tasks, config=config, rng=stream(0))
+    for _ in range(5):
+        race = tell(race, answer(race, rewards))
+    # 5 behind with 5 to go: a tie is still possible.
+    assert race.live == ("a", "b")
+    race = tell(race, answer(race, rewards))
+    assert (race.dropped["b"].reason, race.dropped["b"].num_tasks) == ("impossible", 6)
+
+
+def test_certainty_needs_no_confidence_in_any_range() -> None:
+    tasks = tasks_of(4)
+    rewards = {"a": dict.fromkeys(tasks, 0.1), "b": dict.fromkeys(tasks, -0.1)}
+    config = RaceConfig(low=-0.1, high=0.1, block=1, confidence=0.999999)
+    race = start(["b", "a"], tasks, config=config, rng=stream(0))
+    for _ in range(3):
+        race = tell(race, answer(race, rewards))
+    assert race.dropped["b"].reason == "impossible"
+
+
+def test_without_racing_everybody_sees_every_task() -> None:
+    rewards = right_or_wrong([0.9, 0.1, 0.0], count=40, seed=0)
+    config = RaceConfig(enabled=False, block=7)
+    race = run(start(list(rewards), tasks_of(40), config=config, rng=stream(0)), rewards)
+    assert race.num_evaluations == 120
+    assert race.dropped == {}
+    means = {id: sum(row.values()) / 40 for id, row in rewards.items()}
+    assert race.estimates == pytest.approx(means)
+    assert race.leader == "c0"
+
+
+def test_racing_finds_the_same_winner_with_less_work() -> None:
+    rewards = right_or_wrong([0.3, 0.85, 0.4, 0.5], count=80, seed=1)
+    races = [
+        run(start(list(rewards), tasks_of(80), config=config, rng=stream(0)), rewards)
+        for config in (RaceConfig(), RaceConfig(enabled=False))
+    ]
+    assert races[0].leader == races[1].leader == "c1"
+    assert races[0].num_evaluations < 0.7 * races[1].num_evaluations
+    estimates = races[0].estimates
+    assert max(estimates, key=lambda id: estimates[id]) == "c1"
+
+
+def test_estimates_cancel_the_luck_of_the_first_tasks() -> None:
+    tasks = tasks_of(40)
+    config = RaceConfig(block=20, confidence=0.9)
+    race = start(["a", "b"], tasks, config=config, rng=stream(0))
+    first, second = race.tasks[:20], race.tasks[20:]
+    rewards = {
+        "a": dict.fromkeys(first, 1.0) | dict.fromkeys(second, 0.5),
+        "b": dict.fromkeys(first, 0.5) | dict.fromkeys(second, 0.0),
+    }
+    race = run(race, rewards)
+    assert race.dropped["b"].num_tasks == 20
+    assert race.estimates == pytest.approx({"a": 0.75, "b": 0.25})
+
+
+def test_a_failed_candidate_is_out_and_its_proofs_with_it() -> None:
+    tasks = tasks_of(40)
+    rewards = {
+        "a": dict.fromkeys(tasks, 1.0),
+        "b": {t: float(i % 2) for i, t in enumerate(tasks)},
+        "c": dict.fromkeys(tasks, 0.0),
+    }
+    race = start(["a", "b", "c"], tasks, config=RaceConfig(block=10), rng=stream(0))
+    while len(race.live) > 1:
+        race = tell(race, answer(race, rewards))
+    race = tell(race, {"a": None})
+    assert race.dropped["a"].reason == "failed"
+    assert "b" in race.live
+    # Those who come back are asked for what they missed.
+    assert len(race.asks["b"]) >= 10
+    race = run(race, rewards)
+    assert race.leader == "b"
+    assert len(race.rewards["b"]) == 40
+    assert race.estimates["a"] is None
+    assert race.estimates["b"] == 0.5
+
+
+def test_all_failed() -> None:
+    race = start(["a", "b"], tasks_of(5), config=RaceConfig(), rng=stream(0))
+    race = tell(race, {"a": None, "b": None})
+    assert (race.asks, race.live, race.leader) == ({}, (), None)
+    assert race.estimates == {"a": None, "b": None}
+
+
+def test_save_and_reload_at_every_block() -> None:
+    rewards = right_or_wrong([0.3, 0.85, 0.4, 0.5], count=50, seed=2)
+    race = start(list(rewards), tasks_of(50), config=RaceConfig(block=5), rng=stream(0))
+    straight = run(race, rewards)
+    while race.asks:
+        race = load(Race, json.loads(json.dumps(dump(race))))
+        race = tell(race, answer(race, rewards))
+    assert race == straight
+
+
+@given(
+    table=st.lists(
+        st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=12, max_size=12), min_size=1
+    ),
+    block=st.integers(1, 12),
+    keep=st.integers(1, 3),
+)
+@settings(max_examples=40)
+def test_any_rewards_end_with_a_leader(table, block, keep) -> None:
+    tasks = tasks_of(12)
+    rewards = {f"c{i}": dict(zip(tasks, row, strict=True)) for i, row in enumerate(table)}
+    config = RaceConfig(block=block, keep=keep)
+    race = run(start(list(rewards), tasks, config=config, rng=stream(0)), rewards)
+    assert race.leader in race.live
+    assert len(race.live) >= min(keep, len(table))
+    assert all(len(race.rewards[id]) == 12 for id in race.live)
+
+
+def test_the_order_of_tasks_is_random_and_follows_the_stream() -> None:
+    races = [
+        start(["a"], tasks_of(20), config=RaceConfig(), rng=stream(seed)) for seed in (0, 0, 1)
+    ]
+    assert races[0].tasks == races[1].tasks != races[2].tasks
+    assert races[0].tasks != tuple(tasks_of(20))
+    assert sorted(races[0].tasks) == sorted(tasks_of(20))
+
+
+def test_wrong_input_gets_a_sentence() -> None:
+    race = start(["a", "b"], tasks_of(4), config=RaceConfig(block=2), rng=stream(0))
+    with pytest.raises(ValueError, match="asked for"):
+        tell(race, {"a": [1.0, 1.0]})
+    with pytest.raises(ValueError, match="2 were asked"):
+        tell(race, {"a": [1.0], "b": [1.0, 1.0]})
+    with pytest.raises(ValueError, match="largest reward"):
+        tell(race, {"a": [1.0, 1.5], "b": [1.0, 1.0]})
+    with pytest.raises(ValueError, match="no id twice"):
+        start(["a", "a"], tasks_of(4), config=RaceConfig(), rng=stream(0))
+    with pytest.raises(ValueError, match="low must be below high"):
+        RaceConfig(low=1.0, high=0.0)

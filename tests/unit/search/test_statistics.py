@@ -1,0 +1,145 @@
+"""Intervals: coverage in simulation, closed forms, strata, and honest refusals."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.search.statistics import (
+    Bootstrap,
+    Strata,
+    bootstrap_mean,
+    paired_difference,
+    wilson,
+)
+from rookery.search.streams import stream
+
+QUICK = Bootstrap(num_resamples=400)
+
+
+@pytest.mark.parametrize("method", ["bca", "percentile"])
+@pytest.mark.parametrize("kind", ["normal", "binary", "skewed"])
+def test_coverage_of_the_bootstrap(method, kind) -> None:
+    bootstrap = Bootstrap(method=method, num_resamples=400)
+    truth = {"normal": 2.0, "binary": 0.3, "skewed": 1.0}[kind]
+    hits, trials = 0, 250
+    for seed in range(trials):
+        rng = stream(seed, kind)
+        values = {
+            "normal": lambda r: r.normal(2.0, 3.0, 60),
+            "binary": lambda r: (r.random(60) < 0.3).astype(float),
+            "skewed": lambda r: r.exponential(1.0, 60),
+        }[kind](rng)
+        interval = bootstrap_mean(values.tolist(), rng=rng, bootstrap=bootstrap)
+        hits += interval.low <= truth <= interval.high
+    assert 0.90 <= hits / trials <= 0.985
+
+
+def test_coverage_of_wilson() -> None:
+    for share in (0.02, 0.5, 0.95):
+        counts = stream(0, int(share * 100)).binomial(40, share, size=1000)
+        table = {n: wilson(successes=int(n), trials=40) for n in np.unique(counts)}
+        hits = sum(table[n].low <= share <= table[n].high for n in counts)
+        assert 0.91 <= hits / 1000 <= 1.0
+
+
+def test_wilson_by_hand() -> None:
+    interval = wilson(successes=8, trials=10)
+    assert (interval.low, interval.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(successes=0, trials=10).low == 0.0
+    assert wilson(successes=0, trials=10).high == pytest.approx(0.2775, abs=1e-4)
+    assert wilson(successes=10, trials=10).high == 1.0
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_holds_its_estimate(counts) -> None:
+    interval = wilson(successes=counts[0], trials=counts[1])
+    assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
+    assert interval.low < interval.high
+
+
+def test_the_interval_has_the_width_of_the_normal_one() -> None:
+    values = stream(0).normal(1.0, 2.0, 400)
+    for method in ("bca", "percentile"):
+        interval = bootstrap_mean(
+            values.tolist(), rng=stream(1), bootstrap=Bootstrap(method=method)
+        )
+        half = 1.96 * values.std() / 20
+        assert interval.estimate == pytest.approx(values.mean())
+        assert interval.low == pytest.approx(values.mean() - half, abs=0.02)
+        assert interval.high == pytest.approx(values.mean() + half, abs=0.02)
+
+
+def test_bca_follows_the_skew() -> None:
+    values = stream(3).exponential(1.0, 40).tolist()
+    plain = bootstrap_mean(values, rng=stream(0), bootstrap=Bootstrap(method="percentile"))
+    corrected = bootstrap_mean(values, rng=stream(0))
+    assert corrected.high > plain.high
+    assert corrected.low > plain.low
+
+
+def test_pairing_removes_the_difficulty_of_tasks() -> None:
+    difficulty = stream(0).normal(0, 10, 100)
+    theirs = difficulty + stream(1).normal(0, 0.5, 100)
+    ours = difficulty + 0.5 + stream(2).normal(0, 0.5, 100)
+    interval = paired_difference(ours.tolist(), theirs.tolist(), rng=stream(3))
+    assert interval.is_above_zero
+    assert interval.low < 0.5 < interval.high
+    back = paired_difference(theirs.tolist(), ours.tolist(), rng=stream(3))
+    assert back.estimate == -interval.estimate
+    assert not back.is_above_zero
+    apart = [bootstrap_mean(v.tolist(), rng=stream(3)) for v in (ours, theirs)]
+    assert apart[0].low < apart[1].high
+
+
+def test_sources_are_averaged_first() -> None:
+    values = [1.0] * 30 + [0.0] * 10 + [1.0, 0.0]
+    strata = Strata(names=("a",) * 40 + ("b",) * 2)
+    assert bootstrap_mean(values, rng=stream(0), strata=strata).estimate == 0.625
+    weighted = Strata(names=strata.names, weights={"a": 3.0, "b": 1.0})
+    assert bootstrap_mean(values, rng=stream(0), strata=weighted).estimate == 0.6875
+    # With no spread inside the sources there is none to report, however far apart they are.
+    flat = Strata(names=("a", "a", "b", "b"))
+    interval = bootstrap_mean([1.0, 1.0, 0.0, 0.0], rng=stream(0), strata=flat)
+    assert (interval.low, interval.high) == (0.5, 0.5)
+
+
+def test_seeded_and_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = stream(0).random(50).tolist()
+    first = bootstrap_mean(values, rng=stream(1), bootstrap=QUICK)
+    assert first == bootstrap_mean(values, rng=stream(1), bootstrap=QUICK)
+    assert first != bootstrap_mean(values, rng=stream(2), bootstrap=QUICK)
+    monkeypatch.setattr("rookery.search.statistics.CHUNK", 1000)
+    assert first == bootstrap_mean(values, rng=stream(1), bootstrap=QUICK)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
+def test_any_values_have_an_interval_around_the_mean(values) -> None:
+    interval = bootstrap_mean(values, rng=stream(0), bootstrap=Bootstrap(num_resamples=50))
+    assert interval.low <= interval.estimate <= interval.high
+    assert interval.num_values == len(values)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: bootstrap_mean([], rng=stream(0)),
+        lambda: bootstrap_mean([1.0], rng=stream(0)),
+        lambda: bootstrap_mean([1.0, float("nan")], rng=stream(0)),
+        lambda: bootstrap_mean([1.0, 2.0], rng=stream(0), strata=Strata(names=("a",))),
+        lambda: bootstrap_mean(
+            [1.0, 2.0, 3.0], rng=stream(0), strata=Strata(names=("a", "a", "b"))
+        ),
+        lambda: bootstrap_mean(
+            [1.0, 2.0], rng=stream(0), strata=Strata(names=("a", "a"), weights={"b": 1.0})
+        ),
+        lambda: paired_difference([1.0, 2.0], [1.0], rng=stream(0)),
+        lambda: wilson(successes=3, trials=2),
+        lambda: wilson(successes=0, trials=0),
+        lambda: Bootstrap(confidence=95),
+        lambda: Bootstrap(num_resamples=0),
+    ],
+)
+def test_what_cannot_be_said_is_refused(call) -> None:
+    with pytest.raises(ValueError, match=r"Got|needs"):
+        call()
