@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.search.racing import Race, RaceConfig, start, tell
+from rookery.search.racing import STAKES, Race, RaceConfig, start, tell
 from rookery.search.state import dump, load
 from rookery.search.streams import stream
 
@@ -56,6 +56,41 @@ def test_the_confidence_holds_where_it_is_hardest() -> None:
             dropped[id] += 1
     # Not above the promise, and not far below it: the test has power.
     assert all(0.05 < count / num_races <= 0.2 for count in dropped.values())
+
+
+def drop_time(lead: list[float], *, alpha: float) -> int | None:
+    """The gambler, step by step: the number of tasks after which the pair is decided."""
+    wealth = dict.fromkeys(STAKES.tolist(), 1.0)
+    total = 0.0
+    for seen, d in enumerate(lead):
+        mean = -total / (len(lead) - seen)
+        for stake in wealth:
+            wealth[stake] *= 1 + stake * (d - mean) / (1 + mean) if mean > -1 else 1.0
+        total += d
+        is_certain = total > len(lead) - seen - 1
+        if seen + 1 < len(lead) and (is_certain or sum(wealth.values()) / 10 >= 1 / alpha):
+            return seen + 1
+    return None
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_the_test_against_the_gambler_step_by_step(seed) -> None:
+    rng = stream(seed)
+    better = rng.choice([0.0, 0.3, 1.0], 24, p=[0.2, 0.3, 0.5])
+    worse = rng.choice([0.0, 0.3, 1.0], 24, p=[0.5, 0.3, 0.2])
+    rows = np.stack([better, worse], axis=1).tolist()
+    config = RaceConfig(block=1, confidence=0.8)
+    race = start(["a", "b"], tasks_of(len(rows)), config=config, rng=stream(0))
+    rewards = {
+        id: {task: row[k] for task, row in zip(race.tasks, rows, strict=True)}
+        for k, id in enumerate("ab")
+    }
+    lead = [a - b for a, b in rows]
+    expected = {"b": drop_time(lead, alpha=0.2), "a": drop_time([-d for d in lead], alpha=0.2)}
+    first = min((t for t in expected.values() if t is not None), default=None)
+    assert any(time is not None for time in expected.values())
+    race = run(race, rewards)
+    assert min((d.num_tasks for d in race.dropped.values()), default=None) == first
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -167,6 +202,22 @@ def test_a_failed_candidate_is_out_and_its_proofs_with_it() -> None:
     assert len(race.rewards["b"]) == 40
     assert race.estimates["a"] is None
     assert race.estimates["b"] == 0.5
+
+
+def test_who_was_dropped_on_a_failed_account_alone_comes_back() -> None:
+    tasks = tasks_of(60)
+    rewards = {
+        id: dict.fromkeys(tasks, value) for id, value in {"a": 1.0, "b": 0.75, "c": 0.8}.items()
+    }
+    race = start(["a", "b", "c"], tasks, config=RaceConfig(block=1), rng=stream(0))
+    while "b" in race.live:
+        race = tell(race, answer(race, rewards))
+    assert race.live == ("a", "c")
+    seen = len(race.rewards["b"])
+    race = tell(race, {**answer(race, rewards), "a": None})
+    assert race.live == ("b", "c")
+    assert {id: len(asked) for id, asked in race.asks.items()} == {"b": 2, "c": 1}
+    assert race.asks["b"] == race.tasks[seen : seen + 2]
 
 
 def test_all_failed() -> None:
