@@ -1,0 +1,8 @@
+"""The command line: the only place where config becomes objects.
+
+A command's own imports are inside it, so that `--help` answers at once.
+"""
+
+from rookery.cli.app import app, main
+
+__all__ = ["app", "main"]

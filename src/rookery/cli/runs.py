@@ -1,0 +1,134 @@
+"""`rookery runs list | show | resume | export`."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+from rookery.cli.terminal import console
+from rookery.config import parse_config
+from rookery.errors import RunError
+
+__all__ = ["runs"]
+
+runs = cyclopts.App(name="runs", help="Look at runs, go on with one, take one apart.")
+
+
+@runs.command(name="list")
+def list_(
+    *,
+    runs_dir: Path = Path("runs"),
+    json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """List the runs, the newest first.
+
+    Parameters
+    ----------
+    runs_dir
+        Where runs are kept.
+    json_out
+        Print JSON instead of a table.
+    """
+    from rich.table import Table
+
+    from rookery.runs import list_runs
+
+    found = list_runs(runs_dir)
+    if json_out:
+        fields = ("name", "kind", "status", "started_s", "last_event_s", "num_events", "size_bytes")
+        console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in found]))
+        return
+    table = Table("name", "kind", "status", "started", "last event", "events", "size")
+    for run in found:
+        table.add_row(
+            run.name,
+            run.kind,
+            run.status,
+            _time(run.started_s),
+            _time(run.last_event_s),
+            str(run.num_events),
+            f"{run.size_bytes / 2**20:.1f} MB",
+        )
+    if found:
+        console.print(table)
+    else:
+        console.print(f"No runs in {runs_dir}.")
+
+
+@runs.command
+def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
+    """Show one run: its config, its state, its newest events and metrics.
+
+    Parameters
+    ----------
+    path
+        The run's folder, or its name in `runs_dir`.
+    runs_dir
+        Where runs are kept.
+    """
+    from rookery.runs import show as show_run
+
+    details = show_run(_find(path, runs_dir))
+    summary = details.summary
+    console.print(f"[bold]{summary.name}[/bold]  {summary.kind}, {summary.status}")
+    if summary.message:
+        console.print(summary.message, markup=False)
+    console.print(f"{summary.path}, {summary.size_bytes / 2**20:.1f} MB")
+    console.print(f"started {_time(summary.started_s)}, last event {_time(summary.last_event_s)}")
+    console.print("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
+    for name, value in sorted(details.latest_metrics.items()):
+        console.print(f"  {name} = {value:.6g}")
+    console.print("config:")
+    console.print_json(json.dumps(details.config))
+
+
+@runs.command
+def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
+    """Go on with an interrupted run from where its event log ends.
+
+    Parameters
+    ----------
+    path
+        The run's folder, or its name in `runs_dir`.
+    runs_dir
+        Where runs are kept.
+    """
+    from rookery.runs import Run
+
+    with Run.open(_find(path, runs_dir)) as run:
+        if run.kind == "eval":
+            from rookery.cli.evaluation import EvalConfig, run_evaluation
+
+            return run_evaluation(run, parse_config(EvalConfig, run.config, origin=str(path)))
+        raise RunError(f"{path} is a run of kind {run.kind!r}, which this version cannot resume.")
+
+
+@runs.command
+def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
+    """Write every event of a run as one line of JSON.
+
+    Parameters
+    ----------
+    path
+        The run's folder, or its name in `runs_dir`.
+    out
+        The .jsonl file to write.
+    runs_dir
+        Where runs are kept.
+    """
+    from rookery.runs import Run, export_events
+
+    with Run.view(_find(path, runs_dir)) as run:
+        num_events = export_events(run, out)
+    console.print(f"{num_events} events written to {out}")
+
+
+def _find(path: Path, runs_dir: Path) -> Path:
+    return path if path.exists() or path.is_absolute() else runs_dir / path
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"

@@ -1,0 +1,243 @@
+"""Fakes of every port, for testing loops without a model: deterministic, in memory, recording.
+
+sampler = FakeSampler(reply=lambda request, index: (5, 6))
+await my_loop(sampler, ...)
+assert sampler.num_samples == 12
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from rookery.errors import EngineError
+from rookery.types import (
+    Adapter,
+    Completion,
+    Datum,
+    Evaluation,
+    ModelRef,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+    Task,
+    TokenIds,
+)
+
+__all__ = [
+    "BASE",
+    "FakeAdapters",
+    "FakeEvaluator",
+    "FakeExecutor",
+    "FakePublisher",
+    "FakeSampler",
+    "FakeScorer",
+    "FakeTrainer",
+]
+
+BASE = ModelRef(name="base", version="fake")
+Result = TypeVar("Result")
+
+
+def _hashed(*parts: object) -> float:
+    """A number in (0, 1) that depends on the parts alone."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 1) / (2**64 + 1)
+
+
+def _hashed_reply(request: SampleRequest, index: int) -> TokenIds:
+    key = (request.model, request.prompt, request.params.seed, index)
+    return tuple(int(_hashed(key, i) * 90) + 5 for i in range(min(4, request.params.max_tokens)))
+
+
+def _hashed_logprob(model: ModelRef, prefix: TokenIds, token: int) -> float:
+    return math.log(_hashed(model, prefix, token))
+
+
+class FakeSampler:
+    """Answers by a function; without one, by a hash of the request. Counts what it was asked."""
+
+    def __init__(
+        self,
+        *,
+        reply: Callable[[SampleRequest, int], TokenIds] = _hashed_reply,
+        logprob: Callable[[ModelRef, TokenIds, int], float] = _hashed_logprob,
+        decode: Callable[[TokenIds], str] = lambda tokens: " ".join(map(str, tokens)),
+    ) -> None:
+        self._reply = reply
+        self._logprob = logprob
+        self._decode = decode
+        self.num_samples = 0
+        self.num_scores = 0
+        self.failing: set[ModelRef] = set()
+        """Requests that name one of these raise EngineError."""
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        await self._pass([request.model for request in requests])
+        self.num_samples += sum(request.params.n for request in requests)
+        return [
+            tuple(self._completion(request, index) for index in range(request.params.n))
+            for request in requests
+        ]
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        await self._pass([request.model for request in requests])
+        self.num_scores += len(requests)
+        return [self._score(request) for request in requests]
+
+    async def _pass(self, models: Sequence[ModelRef]) -> None:
+        await asyncio.sleep(0)
+        for model in models:
+            if model in self.failing:
+                raise EngineError(f"{model.served_name} was told to fail.")
+
+    def _completion(self, request: SampleRequest, index: int) -> Completion:
+        tokens = self._reply(request, index)
+        logprobs = tuple(
+            self._logprob(request.model, request.prompt + tokens[:i], token)
+            for i, token in enumerate(tokens)
+        )
+        return Completion(
+            model=request.model,
+            tokens=tokens,
+            logprobs=logprobs,
+            text=self._decode(tokens),
+            finish_reason="length" if len(tokens) >= request.params.max_tokens else "stop",
+        )
+
+    def _score(self, request: ScoreRequest) -> Score:
+        tokens = request.tokens
+        return Score(
+            model=request.model,
+            logprobs=tuple(
+                self._logprob(request.model, tokens[:i], tokens[i])
+                for i in range(request.start, len(tokens))
+            ),
+            label_logprobs=tuple(
+                self._logprob(request.model, tokens, label) for label in request.labels
+            ),
+        )
+
+
+class FakeAdapters:
+    """Remembers what is loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[ModelRef, Adapter] = {}
+        self.num_loads = 0
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        ref = ModelRef(name=adapter.name, version=adapter.version)
+        self.loaded[ref] = adapter
+        self.num_loads += 1
+        return ref
+
+    async def unload(self, ref: ModelRef) -> None:
+        if ref not in self.loaded:
+            raise EngineError(f"{ref.served_name} is not loaded.")
+        del self.loaded[ref]
+
+
+class FakePublisher:
+    """Gives every published adapter the next version of one name."""
+
+    def __init__(self, name: str = "policy") -> None:
+        self._name = name
+        self.published: list[Adapter] = []
+
+    async def publish(self, adapter: Adapter) -> ModelRef:
+        self.published.append(adapter)
+        return ModelRef(name=self._name, version=str(len(self.published)))
+
+
+class FakeTrainer:
+    """One number as a model: forward_backward sums the weighted advantages, a step adds them."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.gradient = 0.0
+        self.num_steps = 0
+
+    async def forward_backward(self, batch: Sequence[Datum], *, loss: str) -> dict[str, float]:
+        del loss
+        for datum in batch:
+            pulls = datum.advantages or (1.0,) * len(datum.tokens)
+            self.gradient += sum(w * p for w, p in zip(datum.weights, pulls, strict=True))
+        return {"train/num_data": float(len(batch))}
+
+    async def optim_step(self, *, learning_rate: float) -> dict[str, float]:
+        self.value += learning_rate * self.gradient
+        self.gradient = 0.0
+        self.num_steps += 1
+        return {"train/value": self.value}
+
+    async def save(self, path: Path) -> None:
+        state = json.dumps([self.value, self.gradient, self.num_steps])
+        await asyncio.to_thread(path.write_text, state)
+
+    async def load(self, path: Path) -> None:
+        self.value, self.gradient, self.num_steps = json.loads(
+            await asyncio.to_thread(path.read_text)
+        )
+
+    async def publish(self) -> ModelRef:
+        return ModelRef(name="policy", version=str(self.num_steps))
+
+
+class FakeScorer:
+    """Rewards by a function of task and completion."""
+
+    def __init__(
+        self,
+        reward: Callable[[Task, Completion], float],
+        *,
+        answer: Literal["sample", "choose"] = "sample",
+    ) -> None:
+        self._reward = reward
+        self.answer: Literal["sample", "choose"] = answer
+
+    async def reward(self, task: Task, completion: Completion) -> float:
+        return self._reward(task, completion)
+
+
+class FakeEvaluator:
+    """Rewards by a function of model and task; models in `failing` fail on every task."""
+
+    def __init__(self, reward: Callable[[ModelRef, Task], float]) -> None:
+        self._reward = reward
+        self.failing: set[ModelRef] = set()
+        self.num_evaluations = 0
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        self.num_evaluations += len(models) * len(tasks)
+        return [self._evaluate(model, tasks) for model in models]
+
+    def _evaluate(self, model: ModelRef, tasks: Sequence[Task]) -> Evaluation:
+        rewards: Mapping[str, float] = {}
+        errors: Mapping[str, str] = {}
+        if model in self.failing:
+            errors = {task.id: f"{model.served_name} was told to fail." for task in tasks}
+        else:
+            rewards = {task.id: self._reward(model, task) for task in tasks}
+        return Evaluation(
+            model=model, rewards=rewards, errors=errors, num_tokens=len(tasks), seconds=0.0
+        )
+
+
+class FakeExecutor:
+    """Runs everything in this process, in order."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    async def run(self, function: Callable[..., Result], *args: object) -> Result:
+        self.num_runs += 1
+        return function(*args)
+
+    async def map(
+        self, function: Callable[..., Result], items: Sequence[object]
+    ) -> Sequence[Awaitable[Result]]:
+        return [self.run(function, item) for item in items]
