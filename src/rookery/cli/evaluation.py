@@ -1,6 +1,7 @@
 """`rookery eval`: how good a model and its adapters are on a taskset, with intervals."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,9 +13,11 @@ from rookery.errors import TaskError
 
 if TYPE_CHECKING:
     from rookery.runs import Run
-    from rookery.types import Evaluation, Task
+    from rookery.tasks.taskset import Taskset
+    from rookery.tasks.template import Template
+    from rookery.types import Adapter, Evaluation, Task
 
-__all__ = ["EvalConfig", "evaluate", "run_evaluation"]
+__all__ = ["EvalConfig", "evaluate", "resume_evaluation"]
 
 
 class EvalConfig(Config):
@@ -83,15 +86,47 @@ def evaluate(
         device=device,
         dtype=dtype,
     )
-    with Run.create(runs_dir, kind="eval", config=config.model_dump(mode="json"), name=name) as run:
-        return run_evaluation(run, config, json_out=json_out)
-
-
-def run_evaluation(run: "Run", config: EvalConfig, *, json_out: bool = False) -> int:
-    """Start or go on with an evaluation; prints its report and returns the exit code."""
     quiet_libraries()
+    inputs = _read_inputs(config)
+    document = config.model_dump(mode="json")
+    with Run.create(runs_dir, kind="eval", config=document, name=name) as run:
+        return _finish(run, config, inputs, json_out=json_out)
+
+
+def resume_evaluation(run: "Run", config: EvalConfig) -> int:
+    """Go on with an evaluation; prints its report and returns the exit code."""
+    quiet_libraries()
+    return _finish(run, config, _read_inputs(config), json_out=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Everything an evaluation reads, checked before the run is made."""
+
+    taskset: "Taskset"
+    tasks: "tuple[Task, ...]"
+    adapters: "list[Adapter]"
+    template: "Template"
+
+
+def _read_inputs(config: EvalConfig) -> _Inputs:
+    from rookery.embedded import resolve_model
+    from rookery.tasks.taskset import load_taskset_file
+    from rookery.tasks.template import load_template
+    from rookery.weights import read_adapter
+
+    taskset = load_taskset_file(config.taskset)
+    tasks = taskset.split(config.split)[: config.limit]
+    if not tasks:
+        raise TaskError(f"{config.taskset} has no tasks in its {config.split} split.")
+    adapters = [read_adapter(path) for path in config.adapters]
+    template = load_template(resolve_model(config.model).path)
+    return _Inputs(taskset, tasks, adapters, template)
+
+
+def _finish(run: "Run", config: EvalConfig, inputs: _Inputs, *, json_out: bool) -> int:
     try:
-        report = run_async(_measure(run, config, is_quiet=json_out))
+        report = run_async(_measure(run, config, inputs, is_quiet=json_out))
     except KeyboardInterrupt:
         fail(f"Interrupted. Go on with: rookery runs resume {run.path}")
         raise
@@ -107,22 +142,16 @@ def run_evaluation(run: "Run", config: EvalConfig, *, json_out: bool = False) ->
     return 2 if failures else 0
 
 
-async def _measure(run: "Run", config: EvalConfig, *, is_quiet: bool) -> dict[str, Any]:
-    from rookery.embedded import EngineConfig, open_engine, resolve_model
+async def _measure(
+    run: "Run", config: EvalConfig, inputs: _Inputs, *, is_quiet: bool
+) -> dict[str, Any]:
+    from rookery.embedded import EngineConfig, open_engine
     from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
-    from rookery.tasks.taskset import load_taskset_file
-    from rookery.tasks.template import load_template
-    from rookery.weights import read_adapter
 
-    taskset = load_taskset_file(config.taskset)
-    tasks = taskset.split(config.split)[: config.limit]
-    if not tasks:
-        raise TaskError(f"{config.taskset} has no tasks in its {config.split} split.")
-    adapters = [read_adapter(path) for path in config.adapters]
+    taskset, tasks = inputs.taskset, inputs.tasks
     engine_config = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
-    template = load_template(resolve_model(config.model).path)
     async with open_engine(engine_config) as engine:
-        models = [engine.base, *[await engine.load(adapter) for adapter in adapters]]
+        models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         with token_progress(is_quiet=is_quiet) as bar:
             line = bar.add_task(taskset.name, total=len(models) * len(tasks), tokens=0)
 
@@ -132,7 +161,7 @@ async def _measure(run: "Run", config: EvalConfig, *, is_quiet: bool) -> dict[st
 
             evaluator = TasksetEvaluator(
                 engine,
-                template=template,
+                template=inputs.template,
                 tasksets=[taskset],
                 log=RolloutLog(run),
                 on_progress=advance,

@@ -100,9 +100,9 @@ def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
 
     with Run.open(_find(path, runs_dir)) as run:
         if run.kind == "eval":
-            from rookery.cli.evaluation import EvalConfig, run_evaluation
+            from rookery.cli.evaluation import EvalConfig, resume_evaluation
 
-            return run_evaluation(run, parse_config(EvalConfig, run.config, origin=str(path)))
+            return resume_evaluation(run, parse_config(EvalConfig, run.config, origin=str(path)))
         raise RunError(f"{path} is a run of kind {run.kind!r}, which this version cannot resume.")
 
 

@@ -41,6 +41,11 @@ def resolve_model(name: str) -> ModelFolder:
         return ModelFolder(name="smollm2", path=_smollm2_folder(), names=names)
     path = Path(name).expanduser()
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{name} is not a model folder: it has no config.json. Give a folder written by "
+                "save_pretrained, a Hugging Face id, or `smollm2`."
+            )
         return ModelFolder(name=name, path=path, names=frozenset({path.resolve().name}))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(

@@ -16,11 +16,15 @@ from rookery.errors import RunError
 
 __all__ = ["canonical", "decode", "encode", "is_utf8"]
 
+PLAIN = frozenset({str, int, bool, type(None)})
+"""Types that need no look: payloads are mostly these, and the look is on every append."""
+
 
 def encode(value: object, *, what: str, indent: int | None = None) -> str:
     """JSON text of dicts, lists, tuples (read back as lists), text, numbers, booleans and None."""
     try:
-        _check(value, what, "")
+        if found := _problem(value):
+            raise RunError(f"{what}: {found[0] or 'it'} {found[1]}.")
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
     except RecursionError:
         raise RunError(f"{what}: it is nested too deeply or contains itself.") from None
@@ -54,31 +58,26 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _check(value: object, what: str, where: str) -> None:
-    """Refuse, by place, what JSON cannot hold: `where` is '["scores"][3]'."""
+def _problem(value: object) -> tuple[str, str] | None:
+    """What JSON cannot hold, and where: ('["scores"][3]', "is nan; ..."). None if all is well."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise RunError(
-                    f"{what}: the key {key!r}{_inside(where)} is {type(key).__name__}; "
-                    f"keys are text: write str(key)."
-                )
-            _check(item, what, f'{where}["{key}"]')
+                kind = type(key).__name__
+                return "", f"has the key {key!r} ({kind}); keys are text: write str(key)"
+            if type(item) not in PLAIN and (found := _problem(item)):
+                return f'["{key}"]{found[0]}', found[1]
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check(item, what, f"{where}[{index}]")
+            if type(item) not in PLAIN and (found := _problem(item)):
+                return f"[{index}]{found[0]}", found[1]
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise RunError(
-                f"{what}: {where or 'it'} is {value}; JSON has only finite numbers: "
-                "write null, or say in text why there is no number."
-            )
+            remedy = "write null, or say in text why there is no number"
+            return "", f"is {value}; JSON has only finite numbers: {remedy}"
     elif value is not None and not isinstance(value, str | int):
-        raise RunError(f"{what}: {where or 'it'} is {_type_name(value)}; {_remedy(value)}.")
-
-
-def _inside(where: str) -> str:
-    return f" of {where}" if where else ""
+        return "", f"is {_type_name(value)}; {_remedy(value)}"
+    return None
 
 
 def _type_name(value: object) -> str:

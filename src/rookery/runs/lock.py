@@ -25,9 +25,9 @@ from rookery.runs.disk import disk_boundary
 
 __all__ = ["Owner", "RunLock", "is_locked", "read_owner"]
 
-ATTEMPTS = 10
+ATTEMPTS = 40
 """A reader that asks whether a run is locked holds the lock for microseconds: try again."""
-PAUSE_S = 0.01
+PAUSE_S = 0.005
 
 logger = logging.getLogger(__name__)
 

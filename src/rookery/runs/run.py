@@ -13,9 +13,9 @@
     blobs/          adapters, checkpoints, programs     report.html     else by `write_*`
     metrics.jsonl   numbers per step                    .tmp/           half-written files
 
-One process owns a run at a time; `Run.view` reads it meanwhile. Every call is synchronous and may
-be made plainly from an asyncio loop: appends, metrics and small documents take below or about a
-millisecond on a local disk, and any thread may call. Forked children may not write.
+One process owns a run at a time; `Run.view` reads it meanwhile. Every call is synchronous, from any
+thread, and made plainly from an asyncio loop: an append waits once for the disk, a fraction of a
+millisecond on an idle local one; `append_many` waits once for all. Forked children may not write.
 """
 
 import difflib

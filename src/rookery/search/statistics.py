@@ -202,17 +202,18 @@ def _bca_tails(
     influence: NDArray[np.float64],
 ) -> tuple[float, float]:
     """The tails corrected for bias and skewness (Efron 1987)."""
-    spread = float((influence**2).sum())
-    if spread == 0.0:
+    largest = float(np.abs(influence).max())
+    if largest == 0.0:
         return tails
     # Half of the ties: rewards in steps put a good part of the resamples on the estimate.
-    slack = 1e-12 * max(1.0, abs(estimate))
+    slack = 1e-12 * float(np.abs(resampled).max())
     is_tie = np.abs(resampled - estimate) <= slack
     below = (resampled < estimate - slack).mean() + 0.5 * is_tie.mean()
     normal = NormalDist()
     edge = 0.5 / len(resampled)
     bias = normal.inv_cdf(min(1.0 - edge, max(edge, float(below))))
-    acceleration = float((influence**3).sum()) / (6.0 * spread**1.5)
+    scaled = influence / largest
+    acceleration = float((scaled**3).sum()) / (6.0 * float((scaled**2).sum()) ** 1.5)
 
     def corrected(tail: float) -> float:
         z = bias + normal.inv_cdf(tail)

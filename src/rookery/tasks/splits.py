@@ -4,7 +4,7 @@ A task's split is a hash of its prompt. It does not depend on the other rows, on
 ids or on the name of the taskset, so adding rows moves none, and a question that is there twice,
 under two ids or in two files, is in one split only. Case, spacing and Unicode form are ignored.
 
-    split_of(split_key("2+2="), SplitsConfig()) -> "search"
+    split_of(split_key("2+2="), SplitsConfig()) -> "report"
 """
 
 import hashlib

@@ -282,7 +282,7 @@ def _usual_scorer(config: TasksetConfig, tasks: Sequence[Task]) -> ScorerConfig:
 
 
 def _draw(tasks: Sequence[Task], limit: int) -> list[Task]:
-    # Another salt than the splits have: else a limit would draw the search split alone.
+    # By id and not by what decides the split: else a limit would draw the search split alone.
     kept = sorted(tasks, key=lambda task: (hash_fraction(task.id, salt="limit"), task.id))[:limit]
     ids = {task.id for task in kept}
     return [task for task in tasks if task.id in ids]

@@ -161,7 +161,7 @@ class Template:
         if self._choice_space == "auto" and (not is_plain or follows_space):
             return choice
         # SentencePiece tokenizers put a space before every text by themselves.
-        return choice if self._prepends_space() else f" {choice}"
+        return f" {choice}"
 
     def _prepends_space(self) -> bool:
         pieces = self._tokenizer.convert_ids_to_tokens(list(self._encode_text("a")))
@@ -169,17 +169,24 @@ class Template:
 
 
 def load_template(model_folder: str | Path) -> Template:
-    """The template of a model folder's tokenizer."""
+    """The template of a model folder's tokenizer; a name such as owner/model is a model's id."""
+    folder = Path(model_folder).expanduser()
+    is_id = isinstance(model_folder, str) and not model_folder.startswith((".", "/", "~"))
+    if not folder.is_dir() and not is_id:
+        raise ModelError(f"There is no model folder {folder}: give one that holds tokenizer.json.")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelError(
             "Reading a tokenizer needs the package transformers: pip install 'rookery[hf]'."
         ) from error
+    remedy = "Give a folder that holds tokenizer.json, as transformers saves it"
     with boundary(
         ModelError,
         f"Reading the tokenizer of {model_folder}",
-        remedy={OSError: "Give a folder that holds tokenizer.json, as transformers saves it"},
+        remedy={OSError: remedy, ValueError: remedy},
     ):
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            str(folder if folder.is_dir() else model_folder)
+        )
     return Template(tokenizer)

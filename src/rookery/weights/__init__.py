@@ -1,4 +1,8 @@
-"""LoRA adapters as data: read and write PEFT folders, hash, stack, merge, mutate, move."""
+"""LoRA adapters as data: read and write PEFT folders, hash, stack, merge, mutate, move.
+
+Folders and versions are named here; an operator is imported from its own module, for example
+`from rookery.weights.merge import merge`.
+"""
 
 from rookery.weights.folder import read_adapter, write_adapter
 from rookery.weights.version import adapter_version, make_adapter

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 
 from rookery.errors import AdapterError, boundary
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.version import adapter_version, make_adapter
+from rookery.weights.version import make_adapter
 
-__all__ = ["adapter_version", "make_adapter", "read_adapter", "write_adapter"]
+__all__ = ["read_adapter", "write_adapter"]
 
 Value = TypeVar("Value", int, float)
 

@@ -298,7 +298,7 @@ async def test_nan_logits_are_an_error_of_that_request_alone(engine: EmbeddedEng
         (engine.sample, SampleRequest(model=ref, prompt=(1, 2)),
          SampleRequest(model=engine.base, prompt=(1, 2), params=GREEDY)),
     ):  # fmt: skip
-        with pytest.raises(EngineError, match="huge@.* gives NaN logits"):
+        with pytest.raises(EngineError, match=r"huge@.* gives NaN logits"):
             await call([bad])
         assert len(await call([good])) == 1
 

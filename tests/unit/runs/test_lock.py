@@ -38,6 +38,7 @@ run = Run.open(Path(sys.argv[1]))
 if os.fork() == 0:
     try:
         run.append("tick", {})
+        print("stored", flush=True)
     except RunError as error:
         print(error, flush=True)
     os.read(0, 1)
@@ -81,8 +82,10 @@ def process(code: str, path: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
     )
     with child:
-        yield child
-        child.kill()
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def line(child: subprocess.Popen[str]) -> str:

@@ -86,7 +86,11 @@ def _find_function(spec: str) -> Callable[[Task, Completion], Verdict]:
     module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        names = sorted(n for n, v in vars(module).items() if inspect.isfunction(v))
+        names = sorted(
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__
+        )
         found = f"its functions are {', '.join(names)}" if names else "it has no functions"
         raise TaskError(f"The scorer {spec} cannot be used: {place} has no {name}; {found}.")
     return function  # type: ignore[no-any-return]
