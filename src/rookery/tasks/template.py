@@ -161,7 +161,7 @@ class Template:
         if self._choice_space == "auto" and (not is_plain or follows_space):
             return choice
         # SentencePiece tokenizers put a space before every text by themselves.
-        return f" {choice}"
+        return choice if self._prepends_space() else f" {choice}"
 
     def _prepends_space(self) -> bool:
         pieces = self._tokenizer.convert_ids_to_tokens(list(self._encode_text("a")))
