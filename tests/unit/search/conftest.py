@@ -1,0 +1,6 @@
+"""Property tests here have no time limit per example: a busy machine is not a failure."""
+
+from hypothesis import settings
+
+settings.register_profile("search", deadline=None, max_examples=60)
+settings.load_profile("search")
