@@ -1,7 +1,7 @@
 """The words that the generated tasksets are made of: lower case, each in one list of a pair only.
 
 Words that fit both lists of a pair (bat as animal and object, table in English and French) are
-left out, so that every label is decidable.
+left out, so that every label is decidable, and so are those that hold a label (red deer).
 """
 
 __all__ = [
@@ -61,35 +61,33 @@ NEGATIVE = _words("""
 BIG_ANIMALS = _words("""
     african buffalo, alligator, anaconda, arabian camel, asian elephant, bactrian camel,
     basking shark, beluga whale, bengal tiger, bighorn sheep, bison, black bear, black rhinoceros,
-    blue whale, bottlenose dolphin, bowhead whale, brahman bull, brown bear, buffalo, bull,
-    bull shark, camel, caribou, clydesdale horse, cow, crocodile, dairy cow, dolphin, donkey,
-    draft horse, dromedary, dugong, eland, elephant, elephant seal, elk, fin whale,
-    forest elephant, gaur, giant panda, giant squid, giraffe, gorilla, gray whale,
-    great white shark, grizzly bear, hammerhead shark, hippo, hippopotamus, horse, humpback whale,
-    indian rhinoceros, jaguar, killer whale, kodiak bear, komodo dragon, leatherback turtle,
-    leopard seal, lion, lioness, llama, male gorilla, manatee, manta ray, minke whale, moose,
-    mountain gorilla, mule, musk ox, narwhal, nile crocodile, okapi, orca, ostrich, ox, panda,
-    percheron horse, pilot whale, polar bear, racehorse, red deer, reindeer, rhino, rhinoceros,
-    right whale, saltwater crocodile, sea cow, sea lion, shire horse, siberian tiger,
-    silverback gorilla, sperm whale, stallion, steer, sturgeon, swordfish, tapir, tiger,
-    tiger shark, walrus, water buffalo, whale, whale shark, white rhinoceros, wild boar,
-    wildebeest, yak, zebra, zebu
+    bottlenose dolphin, bowhead whale, brahman bull, brown bear, buffalo, bull, bull shark, camel,
+    caribou, clydesdale horse, cow, crocodile, dairy cow, dolphin, donkey, draft horse, dromedary,
+    dugong, eland, elephant, elephant seal, elk, fin whale, forest elephant, gaur, giant panda,
+    giant squid, giraffe, gorilla, gray whale, great white shark, grizzly bear, hammerhead shark,
+    hippo, hippopotamus, horse, humpback whale, indian rhinoceros, jaguar, killer whale,
+    kodiak bear, komodo dragon, leatherback turtle, leopard seal, lion, lioness, llama,
+    male gorilla, manatee, manta ray, minke whale, moose, mountain gorilla, mule, musk ox, narwhal,
+    nile crocodile, okapi, orca, ostrich, ox, panda, percheron horse, pilot whale, polar bear,
+    racehorse, reindeer, rhino, rhinoceros, right whale, saltwater crocodile, sea cow, sea lion,
+    shire horse, siberian tiger, silverback gorilla, sperm whale, stag, stallion, steer, sturgeon,
+    swordfish, tapir, tiger, tiger shark, walrus, water buffalo, whale, whale shark,
+    white rhinoceros, wild boar, wildebeest, yak, zebra, zebu
 """)
 
 SMALL_ANIMALS = _words("""
-    anchovy, ant, aphid, barnacle, bee, bedbug, beetle, blackbird, blue tit, bluebottle, bluebird,
-    budgie, bumblebee, butterfly, canary, carpenter ant, caterpillar, centipede, chaffinch,
-    chameleon, chickadee, chick, chipmunk, cicada, clam, clownfish, cockroach, crayfish, cricket,
-    damselfly, deer mouse, dormouse, dragonfly, dung beetle, dwarf hamster, earthworm, earwig,
-    field mouse, finch, fire ant, firefly, flea, fly, fruit fly, gecko, gerbil, glowworm, gnat,
-    goldfinch, goldfish, grasshopper, guppy, hamster, hermit crab, honeybee, hornet, horsefly,
-    house mouse, housefly, hummingbird, jumping spider, katydid, krill, ladybird, ladybug, lark,
-    leech, lizard, locust, louse, maggot, mayfly, mealworm, midge, millipede, minnow, mite, mole,
-    mosquito, moth, mouse, mussel, neon tetra, newt, nightingale, parakeet, pill bug, pond snail,
-    prawn, pygmy shrew, robin, salamander, sandfly, sardine, scorpion, seahorse, shrew, shrimp,
-    silkworm, silverfish, skink, slug, snail, sparrow, spider, stick insect, stickleback, swallow,
-    tadpole, tarantula, termite, tick, titmouse, tree frog, toad, vole, warbler, wasp, weevil,
-    woodlouse, worm, wren
+    anchovy, ant, aphid, barnacle, bee, bedbug, beetle, blackbird, budgie, bumblebee, butterfly,
+    canary, carpenter ant, caterpillar, centipede, chaffinch, chameleon, chickadee, chick,
+    chipmunk, cicada, clam, clownfish, cockroach, crayfish, cricket, damselfly, deer mouse,
+    dormouse, dragonfly, dung beetle, dwarf hamster, earthworm, earwig, field mouse, finch,
+    fire ant, firefly, flea, fly, fruit fly, gecko, gerbil, glowworm, gnat, goldfinch, goldfish,
+    grasshopper, guppy, hamster, hermit crab, honeybee, hornet, horsefly, house mouse, housefly,
+    hummingbird, jumping spider, katydid, krill, ladybird, ladybug, lark, leech, lizard, locust,
+    louse, maggot, mayfly, mealworm, midge, millipede, minnow, mite, mole, mosquito, moth, mouse,
+    mussel, neon tetra, newt, nightingale, parakeet, pill bug, pond snail, prawn, pygmy shrew,
+    robin, salamander, sandfly, sardine, scorpion, seahorse, shrew, shrimp, silkworm, silverfish,
+    skink, slug, snail, sparrow, spider, stick insect, stickleback, swallow, tadpole, tarantula,
+    termite, tick, titmouse, tree frog, toad, vole, warbler, wasp, weevil, woodlouse, worm, wren
 """)
 
 OBJECTS = _words("""
@@ -109,19 +107,18 @@ OBJECTS = _words("""
 """)
 
 FRUITS = _words("""
-    acai berry, acerola, apple, apricot, asian pear, avocado, banana, bilberry, bing cherry,
-    blackberry, blackcurrant, blood orange, blueberry, boysenberry, breadfruit, cantaloupe,
-    cherimoya, cherry, clementine, cloudberry, coconut, concord grape, crab apple, cranberry,
-    damson, date, dragon fruit, durian, elderberry, feijoa, fig, fuji apple, gala apple,
+    acai berry, acerola, apple, apricot, asian pear, avocado, banana, barbados cherry, bilberry,
+    bing cherry, black grape, blackberry, blackcurrant, blood orange, boysenberry, breadfruit,
+    cantaloupe, cherimoya, cherry, clementine, cloudberry, coconut, concord grape, crab apple,
+    cranberry, damson, date, dragon fruit, durian, elderberry, feijoa, fig, fuji apple, gala apple,
     goji berry, golden apple, golden kiwi, gooseberry, granny smith apple, grape, grapefruit,
     green apple, green grape, guava, hackberry, honeydew melon, huckleberry, jackfruit, jujube,
     key lime, kiwi, kumquat, lemon, lime, lingonberry, loganberry, longan, loquat, lychee,
     mandarin, mango, mangosteen, meyer lemon, mulberry, muskmelon, navel orange, nectarine, orange,
     papaya, passion fruit, peach, pear, persimmon, pineapple, pineberry, plantain, plum, pluot,
-    pomegranate, pomelo, prickly pear, quince, rambutan, raspberry, red apple, red grape,
-    redcurrant, salmonberry, sapodilla, satsuma, soursop, star fruit, strawberry, sultana grape,
-    sweet cherry, tamarillo, tamarind, tangelo, tangerine, ugli fruit, watermelon, white peach,
-    wild strawberry, yellow plum, yuzu
+    pomegranate, pomelo, prickly pear, quince, rambutan, raspberry, salmonberry, sapodilla,
+    satsuma, soursop, star fruit, strawberry, sultana grape, sweet cherry, tamarillo, tamarind,
+    tangelo, tangerine, ugli fruit, watermelon, white peach, wild strawberry, yellow plum, yuzu
 """)
 
 TOOLS = _words("""
@@ -159,20 +156,20 @@ ENGLISH = _words("""
 
 FRENCH = _words("""
     abeille, acheter, aimer, ailleurs, ami, amitié, arbre, argent, assiette, aujourd'hui, aussi,
-    avec, avoir, beaucoup, beurre, bibliothèque, bientôt, blanc, bleu, boire, bois, bonheur,
-    bouche, boulangerie, bouteille, cadeau, chambre, chanson, chapeau, château, chaussure, cheval,
-    cheveux, chien, ciel, cinq, coeur, colline, coucher, couteau, demain, dimanche, doigt, donner,
-    dormir, douze, eau, école, écrire, église, enfant, épaule, escalier, espoir, été, étoile,
-    étudiant, faim, femme, fenêtre, fermer, feu, feuille, fille, fleur, fleuve, forêt, frère,
-    froid, fromage, fumée, garçon, gâteau, genou, grenouille, guerre, herbe, heureux, hier, hiver,
-    homme, huit, jamais, jardin, jaune, jeudi, jeune, joie, jour, jupe, lait, lapin, livre, loin,
-    lumière, lundi, lune, maison, maintenant, manger, mardi, matin, meilleur, mer, mère, monde,
-    montagne, mouchoir, mourir, neige, nuage, nuit, oiseau, ombre, oncle, oreille, oublier, ouvrir,
-    papillon, parapluie, parfois, parler, pêche, père, peur, pierre, plage, pluie, poisson, pomme,
-    pont, poulet, printemps, quatre, quinze, rêve, rivière, roi, rouge, royaume, samedi, soeur,
-    soir, soleil, souris, sucre, tante, temps, terre, tête, toujours, travail, treize, trente,
-    trois, trouver, vache, vendredi, vérité, verre, vert, viande, vieux, ville, vingt, visage,
-    vivre, voiture, voix, yeux
+    avec, avoir, beaucoup, beurre, bibliothèque, bientôt, blanc, boire, bois, bonheur, bouche,
+    boulangerie, bouteille, cadeau, chambre, chanson, chapeau, château, chaussure, cheval, cheveux,
+    chien, ciel, cinq, coeur, colline, coucher, couteau, demain, dimanche, doigt, donner, dormir,
+    douze, eau, école, écrire, église, enfant, épaule, escalier, espoir, été, étoile, étudiant,
+    faim, femme, fenêtre, fermer, feu, feuille, fille, fleur, fleuve, forêt, frère, froid, fromage,
+    fumée, garçon, gâteau, genou, grenouille, guerre, herbe, heureux, hier, hiver, homme, huit,
+    jamais, jardin, jaune, jeudi, jeune, joie, jour, jupe, lait, lapin, livre, loin, lumière,
+    lundi, lune, maison, maintenant, manger, mardi, matin, meilleur, mer, mère, monde, montagne,
+    mouchoir, mourir, neige, nuage, nuit, oiseau, ombre, oncle, oreille, oublier, ouvrir, papillon,
+    parapluie, parfois, parler, pêche, père, peur, pierre, plage, pluie, poisson, pomme, pont,
+    poulet, printemps, quatre, quinze, rêve, rivière, roi, royaume, samedi, soeur, soir, soleil,
+    souris, sucre, tante, temps, terre, tête, toujours, travail, treize, trente, trois, trouver,
+    vache, vendredi, vérité, verre, vert, viande, vieux, ville, vingt, visage, vivre, voiture,
+    voix, yeux
 """)
 
 NAMES = _words("""

@@ -79,6 +79,8 @@ def test_the_prompt_of_a_label_task_names_it_and_not_its_rule():
     for name in LABEL_TASKS:
         title = name.removeprefix("label-")
         for item in every_item(name):
+            assert not item["id"].startswith(LABELS)
+            assert not set(item["id"].split()) & {*LABELS, "rouge", "bleu"}
             assert item["prompt"] == (
                 f"Task: {title}\nItem: {item['id']}\nIs it red or blue? Answer:"
             )
