@@ -1,0 +1,28 @@
+"""Operators that make children of adapters, each on delta W and on its two factors apart."""
+
+from rookery.weights.merge.children import change_rank, merge, merge_stack
+from rookery.weights.merge.cross import Cross, Space
+from rookery.weights.merge.dare import DareConfig
+from rookery.weights.merge.dare_ties import DareTiesConfig
+from rookery.weights.merge.extrapolate import ExtrapolateConfig
+from rookery.weights.merge.layerwise import LayerwiseConfig
+from rookery.weights.merge.linear import LinearConfig
+from rookery.weights.merge.method import MergeConfig
+from rookery.weights.merge.slerp import SlerpConfig
+from rookery.weights.merge.ties import TiesConfig
+
+__all__ = [
+    "Cross",
+    "DareConfig",
+    "DareTiesConfig",
+    "ExtrapolateConfig",
+    "LayerwiseConfig",
+    "LinearConfig",
+    "MergeConfig",
+    "SlerpConfig",
+    "Space",
+    "TiesConfig",
+    "change_rank",
+    "merge",
+    "merge_stack",
+]

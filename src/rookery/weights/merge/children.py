@@ -1,0 +1,186 @@
+"""Children from parents: the same operators for a pair of adapters and for a whole generation.
+
+    child = merge([poet, clerk], weights=[0.4, 0.6], method=TiesConfig(), rank=8, key=(seed, 0))
+
+    children = merge_stack(population, crosses=crosses, method=LinearConfig())
+
+In delta space a child is the best approximation of rank `rank` to what the operator makes of
+delta W. Linear, slerp, layerwise and extrapolate never build delta W: their cost per layer is
+O((in + out) * (n * rank)^2) for n parents. TIES and DARE do, one layer of one child at a time:
+O(in * out * n * rank) and (n + 1) * in * out numbers of memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from rookery.errors import AdapterError
+from rookery.types import Adapter
+from rookery.weights.delta import inner_products, low_rank, truncate
+from rookery.weights.draws import Key
+from rookery.weights.merge.cross import Cross
+from rookery.weights.merge.gram import Gram
+from rookery.weights.merge.method import BLENDS, WEIGHINGS, MergeConfig
+from rookery.weights.merge.rows import delta_rows, factor_rows
+from rookery.weights.stack import Stack, empty_stack, places, stack, unstack
+
+__all__ = ["change_rank", "merge", "merge_stack"]
+
+
+def merge(
+    parents: Sequence[Adapter],
+    *,
+    weights: Sequence[float],
+    method: MergeConfig,
+    rank: int | None = None,
+    key: Key = (),
+) -> Adapter:
+    """One child named "child". The parents may differ in rank, layers, scale and dtype.
+
+    `rank` defaults to the largest of the parents. The same key gives the same bits.
+    """
+    cross = Cross(parents=tuple(range(len(parents))), weights=tuple(weights), key=key)
+    children = merge_stack(stack(parents), crosses=[cross], method=method, rank=rank)
+    return unstack(children, names=["child"])[0]
+
+
+def merge_stack(
+    population: Stack,
+    *,
+    crosses: Sequence[Cross],
+    method: MergeConfig,
+    rank: int | None = None,
+    out: Stack | None = None,
+) -> Stack:
+    """A row per cross, of the population's layout at `rank`. `out` is memory to use again."""
+    wanted = rank or population.layout.rank
+    for cross in crosses:
+        if not all(0 <= parent < len(population.ranks) for parent in cross.parents):
+            raise AdapterError(
+                f"The cross names the parents {list(cross.parents)}; "
+                f"the population has the rows 0 to {len(population.ranks) - 1}."
+            )
+    made_rank = wanted if method.space == "delta" else population.layout.rank
+    layout = replace(population.layout, rank=made_rank)
+    children = out or empty_stack(layout, num_rows=len(crosses))
+    if children.layout != layout or len(children.ranks) != len(crosses):
+        raise AdapterError("`out` has another layout or number of rows than the children to make.")
+    is_weighing = method.type in WEIGHINGS
+    if method.space == "factor":
+        (_weigh_factors if is_weighing else _blend_factors)(population, crosses, method, children)
+        return children if wanted == made_rank else change_rank(children, rank=wanted)
+    (_weigh_deltas if is_weighing else _blend_deltas)(population, crosses, method, children)
+    return children
+
+
+def change_rank(population: Stack, *, rank: int) -> Stack:
+    """The same rows at another rank: exact when it grows, the best approximation when not."""
+    changed = empty_stack(replace(population.layout, rank=rank), num_rows=population.data.shape[0])
+    for layer in population.layout.layers:
+        a, b = truncate(population.a(layer.name), population.b(layer.name), rank=rank)
+        changed.a(layer.name).copy_(a)
+        changed.b(layer.name).copy_(b)
+    return changed
+
+
+def _weigh_deltas(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
+) -> None:
+    by_num_parents: dict[int, list[int]] = defaultdict(list)
+    for child, cross in enumerate(crosses):
+        by_num_parents[len(cross.parents)].append(child)
+    for layer in population.layout.layers:
+        for made in by_num_parents.values():
+            chosen = [crosses[child] for child in made]
+            a, b = _combined(population, chosen, method, layer.name)
+            new_a, new_b = truncate(a, b, rank=children.layout.rank)
+            children.a(layer.name)[made] = new_a
+            children.b(layer.name)[made] = new_b
+
+
+def _combined(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stacked factors [C, n * rank, in] and [C, out, n * rank] of children with n parents each."""
+    index_C_n = torch.tensor([cross.parents for cross in crosses])
+    a, b = population.a(layer)[index_C_n], population.b(layer)[index_C_n]
+    grams = [
+        Gram(layer=layer, products=partial(inner_products, a[child], b[child]))
+        for child in range(len(crosses))
+    ]
+    weigh = WEIGHINGS[method.type]
+    coefficients = [weigh(method, *pair) for pair in zip(crosses, grams, strict=True)]
+    weighted = b * torch.tensor(coefficients)[:, :, None, None]
+    return a.flatten(1, 2), weighted.transpose(1, 2).flatten(2)
+
+
+def _blend_deltas(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
+) -> None:
+    blend = BLENDS[method.type]
+    for layer in population.layout.layers:
+        for child, cross in enumerate(crosses):
+            rows = delta_rows(population, layer=layer.name, parents=cross.parents)
+            local = replace(cross, parents=tuple(range(len(cross.parents))))
+            dense = torch.empty(1, layer.num_out * layer.num_in)
+            blend(method, rows, crosses=[local], out=dense)
+            a, b = low_rank(
+                dense.view(layer.num_out, layer.num_in),
+                rank=children.layout.rank,
+                start=population.a(layer.name)[list(cross.parents)].flatten(0, 1),
+            )
+            children.a(layer.name)[child] = a
+            children.b(layer.name)[child] = b
+
+
+def _blend_factors(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
+) -> None:
+    BLENDS[method.type](method, factor_rows(population), crosses=crosses, out=children.data)
+
+
+def _weigh_factors(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
+) -> None:
+    for child, cross in enumerate(crosses):
+        for begin, end, coefficients in _stretches(population, cross, method):
+            vectors = [population.data[parent, begin:end] for parent in cross.parents]
+            _weighted_sum(vectors, coefficients, out=children.data[child, begin:end])
+
+
+def _stretches(
+    population: Stack, cross: Cross, method: MergeConfig
+) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+    """(begin, end, coefficients) of neighbouring factors that share them; for linear, one."""
+    weigh, rows = WEIGHINGS[method.type], list(cross.parents)
+    begin, current = 0, None
+    for place in places(population.layout):
+        vectors = population.data[:, place.start : place.stop]
+        gram = Gram(layer=place.layer, products=partial(_products, vectors, rows))
+        coefficients = weigh(method, cross, gram)
+        if current is not None and coefficients != current:
+            yield begin, place.start, current
+            begin = place.start
+        current = coefficients
+    if current is not None:
+        yield begin, population.data.shape[1], current
+
+
+def _products(vectors: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    chosen = vectors[rows]
+    return chosen @ chosen.T
+
+
+def _weighted_sum(
+    vectors: Sequence[torch.Tensor], coefficients: Sequence[float], *, out: torch.Tensor
+) -> None:
+    """One pass for two parents whose coefficients sum to 1, the common case; else one each."""
+    if len(vectors) == 2 and abs(sum(coefficients) - 1) < 1e-12:
+        torch.lerp(vectors[0], vectors[1], coefficients[1], out=out)
+        return
+    torch.mul(vectors[0], coefficients[0], out=out)
+    for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):
+        out.add_(vector, alpha=coefficient)

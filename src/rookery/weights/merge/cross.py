@@ -1,0 +1,64 @@
+"""One child to make: which rows of a stack, how much of each, and the key of its randomness."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.errors import AdapterError
+from rookery.weights.draws import Key
+
+__all__ = ["Cross", "Space", "normalised", "require_parents", "shares"]
+
+Space = Literal["delta", "factor"]
+"""Where parents are combined: on delta W = b @ a itself, or on a and b apart.
+
+Averaging a and b apart is not averaging delta W: for two unrelated parents it gives an update of
+half the size. It is there to reproduce published results.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cross:
+    """`Cross(parents=(0, 3), weights=(0.4, 0.6), key=(seed, generation, child))`.
+
+    A child depends on its own cross alone, never on the others made in the same call.
+    """
+
+    parents: tuple[int, ...]
+    weights: tuple[float, ...]
+    key: Key = ()
+
+    def __post_init__(self) -> None:
+        if not self.parents or len(self.parents) != len(self.weights):
+            raise AdapterError(
+                f"Got {len(self.parents)} parents and {len(self.weights)} weights; "
+                "give at least one parent and one weight for each."
+            )
+
+
+def normalised(cross: Cross) -> tuple[float, ...]:
+    """Weights divided by their sum."""
+    total = sum(cross.weights)
+    if total == 0:
+        raise AdapterError(
+            f"The weights {list(cross.weights)} sum to 0 and cannot be normalised; "
+            "give weights with another sum."
+        )
+    return tuple(weight / total for weight in cross.weights)
+
+
+def shares(cross: Cross) -> tuple[float, ...]:
+    """Weights as parts of a whole: none negative, sum 1."""
+    if min(cross.weights) < 0:
+        raise AdapterError(
+            f"Got the weights {list(cross.weights)}; this operator needs weights of at least 0. "
+            "Use `extrapolate` or `linear` to go beyond the parents."
+        )
+    return normalised(cross)
+
+
+def require_parents(cross: Cross, *, least: int, most: int | None, method: str) -> None:
+    """AdapterError unless the number of parents is one the operator is defined for."""
+    num = len(cross.parents)
+    if num < least or (most is not None and num > most):
+        allowed = f"{least}" if most == least else f"at least {least}"
+        raise AdapterError(f"`{method}` got {num} parents; it needs {allowed}.")

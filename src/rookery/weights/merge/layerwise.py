@@ -1,0 +1,40 @@
+"""Layer-wise: every block of the model takes one parent, or its own mixture of them."""
+
+import re
+from typing import Literal
+
+from rookery.config import Config
+from rookery.weights.draws import stream
+from rookery.weights.merge.cross import Cross, Space, shares
+from rookery.weights.merge.gram import Gram
+
+__all__ = ["LayerwiseConfig", "layerwise"]
+
+_BLOCK = re.compile(r"^.*?\.\d+(?=\.)")
+
+
+class LayerwiseConfig(Config):
+    type: Literal["layerwise"] = "layerwise"
+    space: Space = "delta"
+    """Combine delta W (exact) or the two factors apart; the same thing when `mode` is pick."""
+    mode: Literal["pick", "mix"] = "pick"
+    """pick: one parent, with probability its weight. mix: random coefficients of that mean."""
+    unit: Literal["block", "layer"] = "block"
+    """What draws together: a transformer block ("model.layers.3"), or each linear layer alone."""
+
+
+def layerwise(method: LayerwiseConfig, cross: Cross, gram: Gram) -> tuple[float, ...]:
+    """Coefficients of sum 1, the same for a and b and for every layer of one unit."""
+    parts = shares(cross)
+    block = _BLOCK.match(gram.layer)
+    unit = block[0] if method.unit == "block" and block else gram.layer
+    rng = stream("layerwise", unit, *cross.key)
+    if method.mode == "pick":
+        chosen = int(rng.choice(len(parts), p=parts))
+        return tuple(float(index == chosen) for index in range(len(parts)))
+    # Exponential draws make equal weights uniform over all mixtures.
+    drawn = [
+        part * float(draw)
+        for part, draw in zip(parts, rng.exponential(size=len(parts)), strict=True)
+    ]
+    return tuple(value / sum(drawn) for value in drawn)

@@ -1,0 +1,54 @@
+"""Gaussian noise named by a seed, for evolution strategies: replayed, never stored.
+
+    nearby = perturb(adapter, seed=(7, step, member), sigma=0.01)
+    moved = accumulate(adapter, seeds=seeds, amounts=[rate * u for u in utilities])
+
+A member of the population is eight bytes of seed; its noise is drawn again when its utility is
+known. Memory is one layer of noise at a time.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rookery.errors import AdapterError
+from rookery.types import Adapter, LoraFactors
+from rookery.weights.draws import Key, normal, stream
+from rookery.weights.version import make_adapter
+
+__all__ = ["accumulate", "perturb"]
+
+
+def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
+    """Every number of both factors plus sigma * eps(seed). Negative sigma is the mirrored member.
+
+    The noise depends on the seed and the layer's name and shape alone, so that it is the same for
+    every adapter of a layout.
+    """
+    return accumulate(adapter, seeds=[seed], amounts=[sigma])
+
+
+def accumulate(adapter: Adapter, *, seeds: Sequence[Key], amounts: Sequence[float]) -> Adapter:
+    """The adapter plus sum_i amounts[i] * eps(seeds[i]), summed in float32 in the given order."""
+    if len(seeds) != len(amounts):
+        raise AdapterError(
+            f"Got {len(seeds)} seeds and {len(amounts)} amounts; give one amount per seed."
+        )
+    factors = {
+        layer: _moved(layer, lora, seeds, amounts) for layer, lora in adapter.factors.items()
+    }
+    return make_adapter(adapter.name, base=adapter.base, factors=factors)
+
+
+def _moved(
+    layer: str, lora: LoraFactors, seeds: Sequence[Key], amounts: Sequence[float]
+) -> LoraFactors:
+    a = lora.a.detach().to(torch.float32, copy=True)
+    b = lora.b.detach().to(torch.float32, copy=True)
+    for seed, amount in zip(seeds, amounts, strict=True):
+        if amount == 0:
+            continue
+        rng = stream("perturb", layer, *seed)
+        a.add_(normal(rng, a.shape).to(a.device), alpha=amount)
+        b.add_(normal(rng, b.shape).to(b.device), alpha=amount)
+    return LoraFactors(a=a.to(lora.a.dtype), b=b.to(lora.b.dtype), scale=lora.scale)

@@ -1,0 +1,214 @@
+"""A population of adapters as one tensor [P, D]: what the operators of a generation work on.
+
+    population = stack(adapters)                    # data [P, D], one row per adapter
+    population.a("model.layers.0.mlp.up_proj")      # view [P, rank, in]
+    unstack(population, names=["poet", "clerk"])    # adapters again
+
+Adapters of different ranks and different layers share one layout: smaller ranks are filled with
+zeros, absent layers are zero, and all scales become one. None of it changes a delta W.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from rookery.errors import AdapterError
+from rookery.types import Adapter, LoraFactors
+from rookery.weights.version import make_adapter
+
+__all__ = [
+    "LayerShape",
+    "Layout",
+    "Place",
+    "Stack",
+    "empty_stack",
+    "layout_of",
+    "places",
+    "stack",
+    "unstack",
+]
+
+_ALIGNMENT = 64
+"""Every factor starts at a multiple of this many numbers (256 bytes), so that vector instructions
+never straddle two of them; the gaps are zero."""
+
+
+class LayerShape(NamedTuple):
+    """One linear layer of the base model: its name and sizes."""
+
+    name: str
+    num_in: int
+    num_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which layers are adapted, with which rank and scale: the shape that a population shares.
+
+    `Layout(base="smollm2", layers=(LayerShape("model.layers.0.mlp.up_proj", 576, 1536),), rank=8,
+    scale=2.0)`
+    """
+
+    base: str
+    layers: tuple[LayerShape, ...]
+    """Sorted by name."""
+    rank: int
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    """Of the adapters that are made from it; a stack itself is always float32."""
+
+
+class Place(NamedTuple):
+    """Where one factor of one layer lies in a row: `row[start:stop].view(shape)`."""
+
+    layer: str
+    factor: str
+    """"a" or "b"."""
+    start: int
+    stop: int
+    shape: tuple[int, int]
+
+
+@lru_cache(maxsize=64)
+def places(layout: Layout) -> tuple[Place, ...]:
+    """The factors of a row in order: a, then b, layer after layer."""
+    found, start = [], 0
+    for layer in layout.layers:
+        for factor, shape in (
+            ("a", (layout.rank, layer.num_in)),
+            ("b", (layer.num_out, layout.rank)),
+        ):
+            stop = start + shape[0] * shape[1]
+            found.append(Place(layer.name, factor, start, stop, shape))
+            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """P adapters of one layout: delta W of row p is `scale * b(layer)[p] @ a(layer)[p]`."""
+
+    layout: Layout
+    data: torch.Tensor
+    """[P, D] float32."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Per row and layer, the rank without the zeros it was filled with; 0 where it is absent."""
+
+    def a(self, layer: str) -> torch.Tensor:
+        """[P, rank, in], a view."""
+        return self._view(layer, "a")
+
+    def b(self, layer: str) -> torch.Tensor:
+        """[P, out, rank], a view."""
+        return self._view(layer, "b")
+
+    def _view(self, layer: str, factor: str) -> torch.Tensor:
+        place = _index(self.layout)[layer, factor]
+        return self.data[:, place.start : place.stop].view(-1, *place.shape)
+
+
+@lru_cache(maxsize=64)
+def _index(layout: Layout) -> dict[tuple[str, str], Place]:
+    return {(place.layer, place.factor): place for place in places(layout)}
+
+
+def empty_stack(layout: Layout, *, num_rows: int) -> Stack:
+    """Rows of zeros at full rank, to be filled."""
+    width = max((place.stop for place in places(layout)), default=0)
+    width = -(-width // _ALIGNMENT) * _ALIGNMENT
+    return Stack(
+        layout=layout,
+        data=torch.zeros(num_rows, width),
+        ranks=((layout.rank,) * len(layout.layers),) * num_rows,
+    )
+
+
+def layout_of(adapters: Sequence[Adapter]) -> Layout:
+    """The smallest layout that holds all of them; AdapterError when they cannot share one.
+
+    The scale is the first adapter's first; the dtype is theirs if they agree, else float32.
+    """
+    bases = {adapter.base for adapter in adapters if adapter.base}
+    if len(bases) > 1:
+        raise AdapterError(
+            f"The adapters are of different base models ({', '.join(sorted(bases))}); "
+            "adapters can be combined only when they share one."
+        )
+    shapes: dict[str, LayerShape] = {}
+    for adapter in adapters:
+        for name, lora in adapter.factors.items():
+            shape = LayerShape(name, lora.a.shape[1], lora.b.shape[0])
+            known = shapes.setdefault(name, shape)
+            if known != shape:
+                raise AdapterError(
+                    f"The layer {name} of {adapter.name!r} maps {shape.num_in} to {shape.num_out}, "
+                    f"of another adapter {known.num_in} to {known.num_out}; "
+                    "adapters can be combined only on one base model."
+                )
+    if not shapes:
+        raise AdapterError("Got no adapter with layers; give at least one.")
+    every = [lora for adapter in adapters for lora in adapter.factors.values()]
+    dtypes = {tensor.dtype for lora in every for tensor in (lora.a, lora.b)}
+    return Layout(
+        base=next(iter(bases), ""),
+        layers=tuple(shapes[name] for name in sorted(shapes)),
+        rank=max(adapter.rank for adapter in adapters),
+        scale=every[0].scale or 1.0,
+        dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+    )
+
+
+def stack(adapters: Sequence[Adapter], *, layout: Layout | None = None) -> Stack:
+    """Copy adapters into one [P, D] tensor. Scales that differ from the layout's go into b."""
+    shared = layout or layout_of(adapters)
+    filled = empty_stack(shared, num_rows=len(adapters))
+    for layer in shared.layers:
+        a_P, b_P = filled.a(layer.name), filled.b(layer.name)
+        for row, adapter in enumerate(adapters):
+            lora = adapter.factors.get(layer.name)
+            if lora is None:
+                continue
+            rank = lora.a.shape[0]
+            a_P[row, :rank] = lora.a.detach()
+            b_P[row, :, :rank] = lora.b.detach()
+            if lora.scale != shared.scale:
+                b_P[row] *= lora.scale / shared.scale
+    ranks = tuple(
+        tuple(_rank(adapter.factors.get(layer.name)) for layer in shared.layers)
+        for adapter in adapters
+    )
+    return replace(filled, ranks=ranks)
+
+
+def _rank(lora: LoraFactors | None) -> int:
+    return 0 if lora is None else lora.a.shape[0]
+
+
+def unstack(population: Stack, *, names: Sequence[str]) -> list[Adapter]:
+    """One adapter per row, in the layout's dtype, without the zeros that filled the rank.
+
+    Adapters of one scale come back bit for bit: `unstack(stack(x), names) == x`.
+    """
+    layout = population.layout
+    if len(names) != population.data.shape[0]:
+        raise AdapterError(
+            f"Got {len(names)} names for {population.data.shape[0]} rows; give one name per row."
+        )
+    factors: list[dict[str, LoraFactors]] = [{} for _ in names]
+    for index, layer in enumerate(layout.layers):
+        a_P = population.a(layer.name).to(layout.dtype)
+        b_P = population.b(layer.name).to(layout.dtype)
+        for row, ranks in enumerate(population.ranks):
+            if rank := ranks[index]:
+                factors[row][layer.name] = LoraFactors(
+                    a=a_P[row, :rank].clone(),
+                    b=b_P[row, :, :rank].clone(memory_format=torch.contiguous_format),
+                    scale=layout.scale,
+                )
+    return [
+        make_adapter(name, base=layout.base, factors=found)
+        for name, found in zip(names, factors, strict=True)
+    ]

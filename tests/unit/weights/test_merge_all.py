@@ -1,0 +1,189 @@
+"""What holds for every operator in both spaces: equal and zero parents, odd shapes, keys."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from weights.made import SHAPES, dense, made
+
+from rookery.errors import AdapterError
+from rookery.types import Adapter
+from rookery.weights import make_adapter
+from rookery.weights.merge import (
+    Cross,
+    LinearConfig,
+    MergeConfig,
+    SlerpConfig,
+    TiesConfig,
+    merge,
+    merge_stack,
+)
+from rookery.weights.stack import empty_stack, stack
+
+TYPES = ["linear", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
+EXACT: dict[str, dict[str, object]] = {
+    "ties": {"density": 1.0},
+    "dare": {"density": 1.0},
+    "dare_ties": {"density": 1.0},
+}
+"""Settings under which an operator keeps everything."""
+
+every = pytest.mark.parametrize("space", ["delta", "factor"])
+operator = pytest.mark.parametrize("kind", TYPES)
+
+
+def method_of(kind: str, space: str, **options: object) -> MergeConfig:
+    document = {"type": kind, "space": space} | options
+    parsed: MergeConfig = TypeAdapter(MergeConfig).validate_python(document)
+    return parsed
+
+
+@every
+@operator
+def test_equal_parents_give_the_parent(kind: str, space: str) -> None:
+    x = made(0)
+    method = method_of(kind, space, **EXACT.get(kind, {}))
+    child = merge([x, x], weights=[0.3, 0.7], method=method, rank=3, key=(1,))
+    for layer, delta in dense(child).items():
+        assert torch.allclose(delta, dense(x)[layer], atol=1e-4)
+
+
+@every
+@operator
+def test_zero_parents_give_zero(kind: str, space: str) -> None:
+    zero = made(0, size=0.0)
+    child = merge([zero, zero], weights=[1, 1], method=method_of(kind, space), key=(1,))
+    assert all(not delta.any() for delta in dense(child).values())
+
+
+@every
+@operator
+def test_rank_one_and_one_zero_parent(kind: str, space: str) -> None:
+    x, zero = made(0, rank=1), made(1, rank=1, size=0.0)
+    child = merge([x, zero], weights=[1, 1], method=method_of(kind, space), key=(1,))
+    assert child.rank == 1
+    assert all(torch.isfinite(delta).all() for delta in dense(child).values())
+
+
+@every
+@operator
+def test_disjoint_layers_and_other_ranks(kind: str, space: str) -> None:
+    one, two, three = SHAPES
+    x = made(0, rank=2, shapes={one: SHAPES[one], two: SHAPES[two]})
+    y = made(1, rank=4, scale=0.5, shapes={three: SHAPES[three]})
+    method = method_of(kind, space, **EXACT.get(kind, {}))
+    child = merge([x, y], weights=[1, 1], method=method, rank=5, key=(1,))
+    assert set(child.factors) == set(SHAPES) and child.rank == 5
+    # A layer that only one parent has is that parent's, times its coefficient.
+    for layer, delta in dense(child).items():
+        owner = dense(x if layer in x.factors else y)[layer]
+        ratio = (delta * owner).sum() / owner.square().sum()
+        assert torch.allclose(delta, ratio * owner, atol=1e-4)
+        if kind == "linear" and space == "delta":
+            assert ratio == pytest.approx(0.5, rel=1e-4)
+
+
+@every
+@operator
+def test_the_same_key_gives_the_same_bits_on_any_number_of_threads(kind: str, space: str) -> None:
+    shapes = {"model.layers.0.up": (300, 400), "model.layers.1.up": (300, 400)}
+    parents = [made(seed, rank=8, shapes=shapes) for seed in range(3)]
+    population, method = stack(parents), method_of(kind, space)
+    crosses = [
+        Cross(parents=(0, 1), weights=(0.4, 0.6), key=(7, 1, 0)),
+        Cross(parents=(2, 1), weights=(0.5, 0.5), key=(7, 1, 1)),
+        Cross(parents=(1, 0), weights=(0.2, 0.8), key=(7, 1, 2)),
+    ]
+    together = merge_stack(population, crosses=crosses, method=method).data
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(num_threads, 2))
+    try:
+        again = merge_stack(population, crosses=crosses, method=method).data
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(together, again)
+    for row, cross in enumerate(crosses):
+        alone = merge_stack(population, crosses=[cross], method=method).data[0]
+        assert torch.equal(together[row], alone)
+
+
+@pytest.mark.parametrize("kind", ["dare", "dare_ties", "layerwise"])
+@every
+def test_another_key_gives_another_child(kind: str, space: str) -> None:
+    parents, method = [made(0), made(1)], method_of(kind, space)
+    versions = {
+        merge(parents, weights=[1, 1], method=method, key=(seed,)).version for seed in range(8)
+    }
+    assert len(versions) > 1
+
+
+@every
+@operator
+def test_memory_can_be_used_again(kind: str, space: str) -> None:
+    population, method = stack([made(0), made(1)]), method_of(kind, space)
+    crosses = [Cross(parents=(0, 1), weights=(1, 2), key=(3,))]
+    out = empty_stack(population.layout, num_rows=1)
+    out.data.fill_(7)
+    fresh = merge_stack(population, crosses=crosses, method=method)
+    used = merge_stack(population, crosses=crosses, method=method, out=out)
+    assert used is out
+    for layer in SHAPES:
+        assert torch.equal(used.a(layer), fresh.a(layer))
+        assert torch.equal(used.b(layer), fresh.b(layer))
+
+
+def test_crosses_may_have_different_numbers_of_parents() -> None:
+    population = stack([made(0), made(1), made(2)])
+    crosses = [
+        Cross(parents=(0, 1, 2), weights=(1, 1, 1)),
+        Cross(parents=(1,), weights=(1,)),
+        Cross(parents=(2, 0), weights=(1, 1)),
+    ]
+    children = merge_stack(population, crosses=crosses, method=LinearConfig(), rank=9)
+    layer = next(iter(SHAPES))
+    products = population.b(layer) @ population.a(layer)
+    expected = torch.stack([products.mean(0), products[1], (products[0] + products[2]) / 2])
+    assert torch.allclose(children.b(layer) @ children.a(layer), expected, atol=1e-5)
+
+
+def test_dtype_and_base_are_kept() -> None:
+    half = {
+        layer: type(f)(a=f.a.bfloat16(), b=f.b.bfloat16(), scale=f.scale)
+        for layer, f in made(0).factors.items()
+    }
+    parent = make_adapter("half", base="tiny", factors=half)
+    child = merge([parent, parent], weights=[1, 1], method=LinearConfig())
+    assert {f.a.dtype for f in child.factors.values()} == {torch.bfloat16}
+    assert child.base == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("weights", "method", "sentence"),
+    [
+        ([1, -1], LinearConfig(), "sum to 0"),
+        ([1], LinearConfig(), "2 parents and 1 weights"),
+        ([1, -2], TiesConfig(), "needs weights of at least 0"),
+        ([1, -2], SlerpConfig(), "needs weights of at least 0"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(
+    weights: list[float], method: MergeConfig, sentence: str
+) -> None:
+    with pytest.raises(AdapterError, match=sentence):
+        merge([made(0), made(1)], weights=weights, method=method)
+
+
+def test_numbers_of_parents_that_mean_nothing_are_refused() -> None:
+    three: list[Adapter] = [made(0), made(1), made(2)]
+    with pytest.raises(AdapterError, match="`slerp` got 3 parents; it needs 2"):
+        merge(three, weights=[1, 1, 1], method=SlerpConfig())
+    with pytest.raises(AdapterError, match="`extrapolate` got 1 parents; it needs at least 2"):
+        merge(three[:1], weights=[1], method=method_of("extrapolate", "delta"))
+    with pytest.raises(AdapterError, match="rows 0 to 2"):
+        crosses = [Cross(parents=(0, 3), weights=(1, 1))]
+        merge_stack(stack(three), crosses=crosses, method=LinearConfig())
+
+
+def test_configs_refuse_what_they_do_not_know() -> None:
+    for document in ({"density": 0.0}, {"density": 1.5}, {"space": "middle"}, {"dense": 1}):
+        with pytest.raises(ValidationError):
+            TiesConfig.model_validate(document)
