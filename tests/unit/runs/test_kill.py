@@ -7,17 +7,21 @@ process kills it after a random number of acknowledgements and a random wait, th
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import rookery
-from rookery.runs import Run, RunView
+from rookery.runs import Run, RunView, list_runs
 
 NUM_KILLS = 220
+NUM_CREATIONS = 60
 SOURCE = Path(rookery.__file__).parents[1]
 NURSERY = """
 import os, sys
@@ -53,11 +57,15 @@ def write(path):
             run.write_json("state.json", {"number": number, "text": "y" * 5000})
             say("state", number)
 
-for line in sys.stdin:
+for name in map(str.strip, sys.stdin):
     pid = os.fork()
     if pid == 0:
         say("pid", os.getpid())
-        write(Path(sys.argv[1]))
+        root = Path(sys.argv[1])
+        if not (root / name).exists():
+            Run.create(root, kind="eval", name=name, config={"name": name}).close()
+            say("created", name)
+        write(root / name)
     os.waitpid(pid, 0)
     say("dead")
 """
@@ -85,13 +93,10 @@ def test_nothing_acknowledged_is_lost_or_doubled(tmp_path: Path) -> None:
     with Run.create(tmp_path, kind="eval", name="poet", config={"a": 1}) as run:
         path = run.path
     seen = Seen()
-    command = [sys.executable, "-S", "-c", NURSERY, str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as nursery:
+    with start_nursery(tmp_path) as nursery:
         for _ in range(NUM_KILLS):
-            kill_one(nursery, seen, dice)
+            num_waited = dice.choice([0, 0, 1, 2, 5, 10, 20])
+            kill_one(nursery, "poet", seen, num_waited, dice)
             if dice.random() < 0.5:
                 with Run.view(path) as view:
                     assert view.status == "interrupted"
@@ -100,18 +105,51 @@ def test_nothing_acknowledged_is_lost_or_doubled(tmp_path: Path) -> None:
                 with Run.open(path) as run:
                     check(run, seen)
                     assert not (path / ".tmp").exists()
-        assert nursery.stdin is not None
-        nursery.stdin.close()
     with Run.open(path) as run:
         check_whole(run, seen)
 
 
-def kill_one(nursery: subprocess.Popen[str], seen: Seen, dice: random.Random) -> None:
+def test_a_run_killed_while_it_is_created_opens_or_is_created_again(tmp_path: Path) -> None:
+    dice = random.Random(8)
+    num_again = 0
+    with start_nursery(tmp_path) as nursery:
+        for number in range(NUM_CREATIONS):
+            seen = Seen()
+            name = f"run{number}"
+            kill_one(nursery, name, seen, dice.choice([0, 0, 0, 1]), dice)
+            summaries = [summary for summary in list_runs(tmp_path) if summary.name == name]
+            if summaries and summaries[0].status == "interrupted":
+                run = Run.open(tmp_path / name)
+            else:
+                assert "created" not in seen.acknowledged
+                run = Run.create(tmp_path, kind="eval", name=name, config={"name": name})
+                num_again += 1
+            with run:
+                assert run.config == {"name": name}
+                check(run, seen)
+            shutil.rmtree(run.path)
+    assert 0 < num_again < NUM_CREATIONS, "the kills came all too early or all too late"
+
+
+@contextmanager
+def start_nursery(root: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-S", "-c", NURSERY, str(root)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as nursery:
+        yield nursery
+
+
+def kill_one(
+    nursery: subprocess.Popen[str], name: str, seen: Seen, num_waited: int, dice: random.Random
+) -> None:
+    """Start a writer, wait for a number of acknowledgements and a little more, and kill it."""
     assert nursery.stdin is not None and nursery.stdout is not None
-    nursery.stdin.write("go\n")
+    nursery.stdin.write(f"{name}\n")
     nursery.stdin.flush()
     pid = int(nursery.stdout.readline().split()[1])
-    for _ in range(dice.choice([0, 0, 1, 2, 5, 10, 20])):
+    for _ in range(num_waited):
         seen.add(nursery.stdout.readline())
     until = time.perf_counter() + dice.random() * dice.choice([0.0005, 0.003, 0.015])
     while time.perf_counter() < until:
