@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rookery.errors import RunError
-from rookery.runs.disk import disk_boundary, new_scratch, sync_file, sync_folder, write_file
+from rookery.runs.disk import disk_boundary, new_scratch, sync_folder, sync_tree, write_file
 
 __all__ = ["BlobStore", "BlobView"]
 
@@ -138,9 +138,7 @@ class BlobStore(BlobView):
             for name in _names(staged):
                 if (staged / name).is_symlink():
                     raise RunError(f"{staged / name} is a link: write the file itself.")
-                sync_file(staged / name)
-            for folder, _, _ in os.walk(staged, topdown=False):
-                sync_folder(Path(folder))
+            sync_tree(staged)
             digest = _hash_folder(staged)
             try:
                 os.rename(staged, self._place(digest))

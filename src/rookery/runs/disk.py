@@ -16,7 +16,15 @@ from pathlib import Path
 
 from rookery.errors import RunError
 
-__all__ = ["disk_boundary", "new_scratch", "sweep", "sync_file", "sync_folder", "write_file"]
+__all__ = [
+    "disk_boundary",
+    "new_scratch",
+    "sweep",
+    "sync_file",
+    "sync_folder",
+    "sync_tree",
+    "write_file",
+]
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full: free some space, then resume. Nothing already stored is lost",
@@ -87,3 +95,11 @@ def sync_folder(path: Path) -> None:
         # Some network file systems cannot sync a folder and keep names durable by themselves.
         if error.errno != errno.EINVAL:
             raise
+
+
+def sync_tree(path: Path) -> None:
+    """Force a folder to disk with everything below it."""
+    for parent, _, names in os.walk(path, topdown=False):
+        for name in names:
+            sync_file(Path(parent) / name)
+        sync_folder(Path(parent))

@@ -61,9 +61,8 @@ REMEDIES = {
     "digest",
 }
 DAMAGED = (
-    "it is damaged. Copy the run directory first; then rescue what is readable with "
-    '`sqlite3 events.db ".recover" | sqlite3 rescued.db` and put rescued.db in its place, or start '
-    "a new run"
+    "it is damaged. Restore the run directory from a copy, or start a new run; `rookery runs "
+    "export` writes the events before the damage, where they can be read"
 )
 
 
@@ -118,10 +117,23 @@ class EventView:
             return view
 
     def events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
-        """Events in order of `seq`, those of one kind or all, beginning behind seq `after`."""
+        """Events in order of `seq`, those of one kind or all, beginning behind seq `after`.
+
+        A damaged log gives the events before the damage, then a RunError.
+        """
         condition, values = ("", []) if kind is None else ("AND kind = ?", [kind])
         query = f"SELECT {COLUMNS} FROM events WHERE seq > ? {condition} ORDER BY seq LIMIT ?"
-        while rows := self._fetch(query, after, *values, PAGE_ROWS):
+        num_rows = PAGE_ROWS
+        while True:
+            try:
+                rows = self._fetch(query, after, *values, num_rows)
+            except RunError:
+                if num_rows == 1:
+                    raise
+                num_rows = 1  # one by one up to the damage
+                continue
+            if not rows:
+                return
             yield from map(self._event, rows)
             after = rows[-1][0]
 
@@ -258,6 +270,7 @@ class EventLog(EventView):
         problem = run("PRAGMA quick_check(1)").fetchone()[0]
         count, last = run("SELECT count(*), coalesce(max(seq), 0) FROM events").fetchone()
         if problem != "ok" or count != last:
+            problem = " ".join(problem.split())
             detail = problem if problem != "ok" else f"{last - count} of {last} events are missing"
             raise RunError(f"{self._path}: {DAMAGED} ({detail}).")
 

@@ -22,8 +22,9 @@ import difflib
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,7 @@ from typing import Any, Literal, Self, get_args
 
 from rookery.errors import RunError
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.disk import disk_boundary, sweep, sync_folder, write_file
+from rookery.runs.disk import disk_boundary, new_scratch, sweep, sync_folder, sync_tree, write_file
 from rookery.runs.document import decode, encode
 from rookery.runs.events import Event, EventLog, EventView, NewEvent
 from rookery.runs.lock import RunLock, is_locked
@@ -247,6 +248,26 @@ class Run(RunView):
             raise RunError(f"Got the file name {name!r}: the run writes that file itself.")
         write_file(self.path / name, text.encode(errors="backslashreplace"), scratch=self._scratch)
         return self.path / name
+
+    def write_folder(self, name: str, fill: Callable[[Path], object]) -> Path:
+        """Put a folder into the run directory, for people: `winner`. `fill` writes its files.
+
+        It is whole or absent: after a crash between the old and the new one, write it again.
+        """
+        self._lock.check()
+        _check_name(name, what="folder name")
+        if name in OWN_NAMES:
+            raise RunError(f"Got the folder name {name!r}: the run keeps its own things there.")
+        target, retired = self.path / name, new_scratch(self._scratch)
+        with self.blobs.stage() as staged, disk_boundary(f"Writing {target}"):
+            fill(staged)
+            sync_tree(staged)
+            if target.exists():
+                os.rename(target, retired)
+            os.rename(staged, target)
+            sync_folder(self.path)
+            shutil.rmtree(retired, ignore_errors=True)
+        return target
 
     def finish(self, outcome: Outcome = "finished", *, message: str = "") -> None:
         """Say how the run ended. Opening it again makes it a running one."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary, sync_folder
@@ -103,15 +103,15 @@ def summarize(run: RunView) -> RunSummary:
 
 
 def export_events(run: RunView, path: Path) -> int:
-    """Write every event as a line of JSON and return their number; `path` appears when whole."""
+    """Write every event as a line of JSON and return their number; `path` appears when whole.
+
+    Of a damaged log, the events before the damage are written, and then a RunError is raised.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    num_events = 0
     with disk_boundary(f"Writing {path}"):
         try:
             with partial.open("w", encoding="utf-8") as file:
-                for event in run.events():
-                    file.write(_line(event) + "\n")
-                    num_events += 1
+                num_events, damage = _write_lines(run, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
@@ -119,7 +119,20 @@ def export_events(run: RunView, path: Path) -> int:
             partial.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+    if damage is not None:
+        raise RunError(f"{path} has the first {num_events} events only. {damage}") from damage
     return num_events
+
+
+def _write_lines(run: RunView, file: TextIO) -> tuple[int, RunError | None]:
+    num_events = 0
+    try:
+        for event in run.events():
+            file.write(_line(event) + "\n")
+            num_events += 1
+    except RunError as damage:
+        return num_events, damage
+    return num_events, None
 
 
 def _line(event: Event) -> str:

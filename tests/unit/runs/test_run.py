@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,26 @@ def test_a_report_that_is_not_json_leaves_the_old_one(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="nan"):
             run.write_json("report.json", {"score": float("nan")})
         assert run.read_json("report.json") == {"score": 1}
+
+
+def test_a_folder_is_replaced_whole_and_disturbs_no_stage(tmp_path: Path) -> None:
+    def fill(name: str) -> Callable[[Path], object]:
+        return lambda folder: (folder / name).write_bytes(b"weights")
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise ValueError("mine")
+
+    with make(tmp_path) as run, run.blobs.stage() as staged:
+        for name in ("first", "second"):
+            winner = run.write_folder("winner", fill(name))
+            assert [p.name for p in winner.iterdir()] == [name]
+        with pytest.raises(ValueError, match="mine"):
+            run.write_folder("winner", fail)
+        assert [p.name for p in winner.iterdir()] == ["second"]
+        with pytest.raises(RunError, match="its own things"):
+            run.write_folder("blobs", fill("x"))
+        assert list((run.path / ".tmp").iterdir()) == [staged]
 
 
 def test_a_missing_run_suggests_the_nearest(tmp_path: Path) -> None:

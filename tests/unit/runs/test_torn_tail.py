@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
-from rookery.runs import EventLog, Run, list_runs
+from rookery.runs import EventLog, Run, export_events, list_runs
 
 NUM_EVENTS = 60
 
@@ -106,9 +106,30 @@ def test_real_damage_is_told_with_what_to_do(tmp_path: Path, damage: str) -> Non
         with other:
             other.execute("DELETE FROM events WHERE seq BETWEEN 10 AND 12")
         other.close()
-    with pytest.raises(RunError, match=r"damaged.*Copy the run directory.*\.recover.*new run"):
+    with pytest.raises(RunError, match=r"damaged\. Restore .* from a copy, or start a new run"):
         Run.open(path)
     assert not (path / "run.lock").read_bytes(), "the refused open left the lock"
+
+
+def test_export_of_a_damaged_log_has_the_events_before_the_damage(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    events = path / "events.db"
+    with Run.view(path) as view:
+        export_events(view, tmp_path / "whole.jsonl")
+    data = events.read_bytes()
+    at = data.index(b'"number": 300,') // 4096 * 4096
+    events.write_bytes(data[:at] + b"\xff" * 4096 + data[at + 4096 :])
+    with (
+        Run.view(path) as view,
+        pytest.raises(RunError, match=r"has the first \d+ events only.*damaged"),
+    ):
+        export_events(view, tmp_path / "rescued.jsonl")
+    whole, rescued = (
+        (tmp_path / "whole.jsonl").read_text(),
+        (tmp_path / "rescued.jsonl").read_text(),
+    )
+    assert whole.startswith(rescued)
+    assert 280 <= rescued.count("\n") <= 301
 
 
 def test_an_emptied_log_is_told_and_not_overwritten(tmp_path: Path) -> None:
