@@ -1,0 +1,49 @@
+"""The circuit breaker of one server: stops sending to it after losses, until a probe succeeds.
+
+closed --losses--> open --its pause is over--> a probe --it answers--> closed
+                     ^------------------------------ it fails: the pause doubles
+
+The clock is handed in, so that tests need none.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["Breaker"]
+
+FIRST_PAUSE_S = 0.25
+"""A restarted server is back within seconds: ask soon."""
+LONGEST_PAUSE_S = 10.0
+"""A dead server costs one small request per this many seconds."""
+
+
+@dataclass(slots=True)
+class Breaker:
+    """`threshold` slow answers in a row open it; a broken connection opens it at once."""
+
+    threshold: int = 3
+    num_losses: int = 0
+    is_open: bool = False
+    pause_s: float = FIRST_PAUSE_S
+    probe_at_s: float = 0.0
+
+    def record_success(self) -> None:
+        self.num_losses = 0
+        self.is_open = False
+        self.pause_s = FIRST_PAUSE_S
+
+    def record_loss(self, *, now_s: float, is_broken: bool) -> bool:
+        """Count a loss; True when this one opened the breaker."""
+        self.num_losses += 1
+        if self.is_open or not (is_broken or self.num_losses >= self.threshold):
+            return False
+        self.is_open = True
+        self.probe_at_s = now_s
+        return True
+
+    def record_failed_probe(self, *, now_s: float) -> None:
+        self.is_open = True
+        self.probe_at_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+    def should_probe(self, *, now_s: float) -> bool:
+        return self.is_open and now_s >= self.probe_at_s

@@ -1,0 +1,56 @@
+"""What one server can do: read from its own description and from tiny requests, not its version.
+
+Built by `probe.py`; `wire.py` and `replica.py` decide by it which routes and fields to use.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["LOGPROB_IDS_LIMIT", "Capabilities", "Route"]
+
+Route = Literal["extension", "http", "resolver", "none"]
+"""How adapters reach a server, fastest first: tensors through the worker extension, a PEFT folder
+and `load_lora_adapter`, a shared folder that the server searches by name, not at all."""
+
+LOGPROB_IDS_LIMIT = 128
+"""Most ids that vLLM takes in `logprob_token_ids`; longer lists are asked in several prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """One server, as probed. Sizes it does not tell are None."""
+
+    model: str
+    """The name it serves its base model by."""
+    root: str
+    """The folder or id it loaded the base model from; adapters are made for this."""
+    version: str
+    """For people to read; nothing is decided by it."""
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_logprobs: int
+    """How many of the likeliest tokens it reports at most; vLLM's default is 20."""
+    has_token_ids: bool
+    """Reports tokens as `token_id:17`, so that the ids it drew are known."""
+    has_label_logprobs: bool
+    """`logprob_token_ids` works: log-probabilities of any given tokens, exactly."""
+    has_prompt_logprobs: bool
+    has_processed_logprobs: bool
+    """Log-probabilities are of the distribution drawn from (temperature, top-p applied)."""
+    has_prefix_cache: bool
+    block_tokens: int
+    """Granularity of its prefix cache."""
+    routes: frozenset[str]
+    """Paths of its HTTP interface."""
+    max_loras: int | None
+    max_cpu_loras: int | None
+    max_lora_rank: int | None
+    lora_dtype: str | None
+
+    @property
+    def has_lora_loading(self) -> bool:
+        return "/v1/load_lora_adapter" in self.routes
+
+    @property
+    def has_worker_calls(self) -> bool:
+        return "/collective_rpc" in self.routes

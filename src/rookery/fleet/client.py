@@ -1,0 +1,270 @@
+"""The async client of one server: the only place of the fleet where requests, time limits and
+retries happen.
+
+    async with open_session() as session:
+        client = Client("http://127.0.0.1:8000", session=session)
+        answer = await client.complete(encode_body(model, fields, prompts))
+
+| what goes wrong                              | is raised         | and then                      |
+|----------------------------------------------|-------------------|-------------------------------|
+| 429, 503: the server did not take it         | after retries     | retried here, with back-off   |
+| no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
+| 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
+| 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import stamina
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.errors import AdapterError, FleetError
+
+__all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
+
+KEEPALIVE_S = 2.0
+"""vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
+_BUSY = frozenset({429, 503})
+_ATTEMPTS = 6
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
+
+
+class ServerLost(FleetError):
+    """The server may be dead: what was sent may be sent again, to another one."""
+
+    def __init__(self, message: str, *, is_broken: bool, status: int | None = None) -> None:
+        super().__init__(message)
+        self.is_broken = is_broken
+        """The connection failed; False: it stands, the answer is late or an internal error."""
+        self.status = status
+        """Of the answer, when there was one."""
+
+
+class ServerRefusal(FleetError):
+    """The server understood and said no; sending it again would be refused again."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Busy(Exception):
+    """429 or 503: nothing was done, so the same server may be asked again."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class ClientConfig(Config):
+    """Time limits of requests to a server."""
+
+    connect_s: float = Field(default=5.0, gt=0)
+    """How long a connection may take to open."""
+    request_s: float = Field(default=900.0, gt=0)
+    """How long a batch of completions may take."""
+    control_s: float = Field(default=60.0, gt=0)
+    """How long anything else may take: health, adapters, metrics."""
+
+
+@asynccontextmanager
+async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A connection pool for any number of clients. Its size is bounded by who sends."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        yield session
+
+
+class Client:
+    """One server by its URL (with or without a trailing /v1)."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        session: aiohttp.ClientSession,
+        config: ClientConfig | None = None,
+        api_key: str = "",
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.config = config or ClientConfig()
+        self._session = session
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def complete(self, body: bytes) -> Any:
+        """One `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
+        return await self.post("/v1/completions", body, limit_s=self.config.request_s)
+
+    async def post(self, path: str, body: bytes, *, limit_s: float | None = None) -> Any:
+        """POST and decode; a busy server is asked again, later and later."""
+        try:
+            return await self._request("POST", path, body, limit_s)
+        except _Busy as first:
+            await asyncio.sleep(first.wait_s)
+        try:
+            async for attempt in stamina.retry_context(
+                on=_Busy,
+                attempts=_ATTEMPTS,
+                timeout=None,
+                wait_initial=_FIRST_WAIT_S,
+                wait_max=_LONGEST_WAIT_S,
+            ):
+                with attempt:
+                    return await self._request("POST", path, body, limit_s)
+        except _Busy as last:
+            raise ServerLost(
+                f"{self.url} is still busy after {_ATTEMPTS + 1} attempts: {last}. Lower "
+                "max_in_flight, or add servers.",
+                is_broken=False,
+            ) from None
+        raise AssertionError("the retry loop ends by returning or raising")
+
+    async def post_json(self, path: str, document: Mapping[str, Any]) -> Any:
+        return await self.post(path, json.dumps(document).encode())
+
+    async def get(self, path: str) -> Any:
+        """GET and decode: JSON where the server says so, else text."""
+        return await self._request("GET", path, None, None)
+
+    async def is_healthy(self) -> bool:
+        """Whether `/health` answers 200 now; servers without that route count by `/v1/models`."""
+        try:
+            await self.get("/health")
+        except ServerRefusal as refusal:
+            return refusal.status == 404 and await self._lists_models()
+        except (ServerLost, _Busy):
+            return False
+        return True
+
+    async def load_adapter(self, name: str, *, path: str) -> None:
+        """Register an adapter. Names stand for contents, so one already there is a success.
+
+        AdapterError when the server cannot use it: vLLM answers 500 to an adapter that does not
+        fit, and stays well.
+        """
+        try:
+            await self.post_json("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except ServerRefusal as refusal:
+            if "already been loaded" not in str(refusal):
+                raise AdapterError(f"The adapter {name} cannot be loaded: {refusal}") from refusal
+        except ServerLost as loss:
+            if loss.status == 500 and await self.is_healthy():
+                raise AdapterError(f"The adapter {name} cannot be loaded: {loss}") from loss
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; one that is not there is a success."""
+        try:
+            await self.post_json("/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerRefusal as refusal:
+            if refusal.status != 404:
+                raise
+
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker process; JSON in, JSON out."""
+        answer = await self.post_json(
+            "/collective_rpc",
+            {"method": method, "kwargs": arguments, "timeout": self.config.control_s},
+        )
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results:
+            raise FleetError(f"{self.url} answered nothing to the worker call {method}.")
+        return results
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; needed after the base weights change, not for new adapters."""
+        await self.post_json("/reset_prefix_cache", {})
+
+    async def _lists_models(self) -> bool:
+        try:
+            await self.get("/v1/models")
+        except (ServerLost, ServerRefusal, _Busy):
+            return False
+        return True
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, limit_s: float | None
+    ) -> Any:
+        limits = aiohttp.ClientTimeout(
+            total=limit_s or self.config.control_s, sock_connect=self.config.connect_s
+        )
+        where = self.url + path
+        try:
+            async with self._session.request(
+                method, where, data=body, headers=self._headers, timeout=limits
+            ) as response:
+                content = await response.read()
+                if response.status < 400:
+                    return _decode(content, response.content_type, where)
+                raise self._error(response, content, where)
+        except aiohttp.ClientConnectionError as error:
+            raise ServerLost(_unreachable(self.url, error), is_broken=True) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise ServerLost(
+                f"{where} answered what is not HTTP: {error}", is_broken=True
+            ) from error
+        except TimeoutError:
+            raise ServerLost(
+                f"{where} did not answer within {limits.total:g} s; if that is too short for this "
+                "model, raise request_s (completions) or control_s (the rest).",
+                is_broken=False,
+            ) from None
+
+    def _error(self, response: aiohttp.ClientResponse, content: bytes, where: str) -> Exception:
+        said = _message(content)
+        if response.status in _BUSY:
+            return _Busy(said, _retry_after_s(response.headers.get("Retry-After", "")))
+        if response.status >= 500:
+            return ServerLost(
+                f"{where} failed ({response.status}): {said}",
+                is_broken=False,
+                status=response.status,
+            )
+        hint = " Check the API key." if response.status in (401, 403) else ""
+        return ServerRefusal(
+            f"{where} refused ({response.status}): {said}{hint}", status=response.status
+        )
+
+
+def _unreachable(url: str, error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"The vLLM server can't be reached at {url}: {reason}. Is it running?"
+
+
+def _decode(content: bytes, content_type: str, where: str) -> Any:
+    if content_type != "application/json":
+        return content.decode("utf-8", "replace")
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ServerLost(f"{where} answered broken JSON: {error}", is_broken=False) from error
+
+
+def _message(content: bytes) -> str:
+    """The sentence in an error answer of vLLM, of FastAPI or of OpenAI, or its first words."""
+    text = content.decode("utf-8", "replace")
+    try:
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if isinstance(document, dict):
+        inner = document.get("error", document)
+        found = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
+        text = found if isinstance(found, str) else text
+    return " ".join(text.split())[:500]
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds of a Retry-After header; dates and nonsense count as the first wait."""
+    try:
+        return min(max(float(header), 0.0), _LONGEST_WAIT_S)
+    except ValueError:
+        return _FIRST_WAIT_S

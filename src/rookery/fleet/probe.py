@@ -1,0 +1,140 @@
+"""Finds out what a server can do, by asking it.
+
+    capabilities = await probe(client)
+
+`/openapi.json` names its routes and fields, `/v1/models` its model, `/metrics` its cache,
+`/server_info` (servers in development mode) its sizes; two requests of one token show how it
+reports tokens and log-probabilities. A version string decides nothing.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rookery.errors import FleetError
+from rookery.fleet.capabilities import Capabilities
+from rookery.fleet.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.metrics import ServerMetrics, parse_metrics
+
+__all__ = ["probe", "read_metrics"]
+
+DEFAULT_MAX_LOGPROBS = 20
+"""vLLM's default of --max-logprobs, for servers that do not tell theirs."""
+DEFAULT_BLOCK_TOKENS = 16
+"""vLLM's block size on GPUs, for servers that do not tell theirs."""
+_PROMPT = [1, 2, 3]
+_LABEL = 7
+"""Tokens that every vocabulary has."""
+_HOT = 4.0
+_FLATTENED = 0.2
+"""Raw log-probabilities do not depend on the temperature; processed ones of temperature 4 move by
+more than this, half-precision rounding by less."""
+_INFO = "/server_info"
+
+
+async def probe(client: Client) -> Capabilities:
+    """Ask everything once; FleetError when this is not a completions server."""
+    models, openapi, version, metrics = await asyncio.gather(
+        client.get("/v1/models"),
+        _get(client, "/openapi.json"),
+        _get(client, "/version"),
+        read_metrics(client),
+    )
+    base = _base_model(models, client.url)
+    routes = frozenset(_dig(openapi, "paths"))
+    fields = set(_dig(openapi, "components", "schemas", "CompletionRequest", "properties"))
+    has_labels = "logprob_token_ids" in fields
+    mild = await _one_token(client, base["id"], temperature=1.0, has_labels=has_labels)
+    hot = await _one_token(client, base["id"], temperature=_HOT, has_labels=has_labels)
+    info = await _get(client, "/server_info?config_format=json") if _INFO in routes else None
+    config = _dig(info, "vllm_config")
+    lora, model = _dig(config, "lora_config"), _dig(config, "model_config")
+    return Capabilities(
+        model=base["id"],
+        root=str(base.get("root") or base["id"]),
+        version=str(_dig(version).get("version", "unknown")),
+        max_model_len=_whole(base.get("max_model_len")),
+        max_num_seqs=_whole(_dig(config, "scheduler_config").get("max_num_seqs")),
+        max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
+        has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
+        has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
+        has_prompt_logprobs="prompt_logprobs" in fields,
+        has_processed_logprobs=_is_processed(mild, hot),
+        has_prefix_cache=bool(metrics and metrics.has_prefix_cache),
+        block_tokens=(metrics and metrics.block_tokens) or DEFAULT_BLOCK_TOKENS,
+        routes=routes,
+        max_loras=_whole(lora.get("max_loras")),
+        max_cpu_loras=_whole(lora.get("max_cpu_loras")),
+        max_lora_rank=_whole(lora.get("max_lora_rank")),
+        lora_dtype=_text(lora.get("lora_dtype")),
+    )
+
+
+async def read_metrics(client: Client) -> ServerMetrics | None:
+    """The server's metrics; None when it has no such page."""
+    page = await _get(client, "/metrics")
+    return parse_metrics(page) if isinstance(page, str) else None
+
+
+async def _get(client: Client, path: str) -> Any:
+    """What a route answers; None when the server does not have it."""
+    try:
+        return await client.get(path)
+    except ServerRefusal:
+        return None
+    except ServerLost as loss:
+        if loss.is_broken:
+            raise
+        return None
+
+
+async def _one_token(
+    client: Client, model: str, *, temperature: float, has_labels: bool
+) -> dict[str, float]:
+    """The log-probabilities reported at one new position, by token as the server names it."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [_PROMPT],
+        "max_tokens": 1,
+        "temperature": temperature,
+        "seed": 1,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+    }
+    if has_labels:
+        body["logprob_token_ids"] = [_LABEL]
+    answer = await client.complete(json.dumps(body).encode())
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not choices:
+        raise FleetError(f"{client.url} does not answer /v1/completions: is it a vLLM server?")
+    tops = (choices[0].get("logprobs") or {}).get("top_logprobs")
+    return dict(tops[0]) if tops and tops[0] else {}
+
+
+def _is_processed(mild: Mapping[str, float], hot: Mapping[str, float]) -> bool:
+    return any(abs(mild[token] - hot[token]) > _FLATTENED for token in mild.keys() & hot.keys())
+
+
+def _base_model(models: Any, url: str) -> dict[str, Any]:
+    """The first model that is not an adapter of another."""
+    found = models.get("data") if isinstance(models, dict) else None
+    for model in found or []:
+        if isinstance(model, dict) and model.get("id") and not model.get("parent"):
+            return model
+    raise FleetError(f"{url}/v1/models names no model: is it an OpenAI-compatible server?")
+
+
+def _dig(document: Any, *keys: str) -> dict[str, Any]:
+    """The object at a path of keys, empty where there is none."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: Any) -> str | None:
+    return value.removeprefix("torch.") if isinstance(value, str) else None

@@ -1,0 +1,270 @@
+"""Rookery's requests as `/v1/completions` bodies, and the answers back: pure, no I/O.
+
+A body carries many prompts, but one set of parameters: equal `Fields` may share a call.
+
+    fields = sample_fields(request, capabilities=capabilities)
+    body = encode_body("poet@3fa9", fields, [request.prompt])
+    choices = read_choices(answer, num_prompts=1, n=fields.n)
+    completion = read_completion(choices[0][0], model=request.model, num_top=0)
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rookery.errors import FleetError
+from rookery.fleet.capabilities import Capabilities
+from rookery.types import (
+    Completion,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+)
+
+__all__ = [
+    "Fields",
+    "Reading",
+    "check_prompt",
+    "encode_body",
+    "likeliest",
+    "read_choices",
+    "read_completion",
+    "read_position",
+    "read_reading",
+    "sample_fields",
+]
+
+_TOKEN = "token_id:"
+_FLOOR = -9999.0
+"""What the server writes for minus infinity, which JSON has no number for."""
+
+Choice = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The parameters of a call, for all of its prompts. Equal fields may share a call."""
+
+    max_tokens: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_tokens: TokenIds = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    top: int = 0
+    """How many of the likeliest tokens to report at every new position."""
+    ids: TokenIds = ()
+    """Report exactly these tokens at every new position instead."""
+    prompt_top: int | None = None
+    """Report the prompt's own tokens too, with this many of the likeliest; None does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a one-token call said about one prompt."""
+
+    after: Mapping[int, float]
+    """Log-probabilities of tokens after the prompt."""
+    prompt: tuple[Mapping[int, float] | None, ...]
+    """Per prompt position, of its own token and the likeliest ones; the first has none."""
+
+
+def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fields:
+    """The fields of a sample request, checked; `max_tokens` is cut to what the context leaves."""
+    params = request.params
+    _check_params(params)
+    check_prompt(request.prompt, capabilities=capabilities)
+    _check_server(params, capabilities)
+    is_greedy = params.temperature == 0
+    room = math.inf if capabilities.max_model_len is None else capabilities.max_model_len
+    return Fields(
+        max_tokens=int(min(params.max_tokens, room - len(request.prompt))),
+        temperature=params.temperature,
+        top_p=1.0 if is_greedy else params.top_p,
+        top_k=0 if is_greedy else params.top_k,
+        min_p=0.0 if is_greedy else params.min_p,
+        stop=params.stop,
+        stop_tokens=params.stop_tokens,
+        ignore_eos=params.ignore_eos,
+        # Greedy draws have no randomness: without the seed more of them share a call.
+        seed=None if is_greedy else params.seed,
+        # The server refuses n greedy draws, which are all the same: one is made and copied.
+        n=1 if is_greedy else params.n,
+        top=params.top_logprobs,
+    )
+
+
+def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
+    """A prompt must leave room for one token: the server always makes one."""
+    if not prompt:
+        raise FleetError("A request has no prompt tokens; give at least one.")
+    limit = capabilities.max_model_len
+    if limit is not None and len(prompt) >= limit:
+        raise FleetError(
+            f"A prompt has {len(prompt)} tokens; {capabilities.model} reads at most {limit - 1} "
+            "and one new token: shorten it, or start the servers with a higher --max-model-len."
+        )
+
+
+def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> bytes:
+    """The JSON of one call. Every parameter is written out, so that no server default decides."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompts,
+        "max_tokens": fields.max_tokens,
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "min_p": fields.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": fields.n,
+        "logprobs": len(fields.ids) if fields.ids else fields.top,
+        # Ids come with the log-probabilities: `return_token_ids` would send the prompts back too.
+        "return_tokens_as_token_ids": True,
+    }
+    optional = {
+        "stop": list(fields.stop),
+        "stop_token_ids": list(fields.stop_tokens),
+        "ignore_eos": fields.ignore_eos,
+        "logprob_token_ids": list(fields.ids),
+    }
+    body.update({key: value for key, value in optional.items() if value})
+    if fields.seed is not None:
+        body["seed"] = fields.seed
+    if fields.prompt_top is not None:
+        body["prompt_logprobs"] = fields.prompt_top
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
+    """The choices per prompt, in order; FleetError when the answer is not complete."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != num_prompts * n:
+        given = len(choices) if isinstance(choices, list) else 0
+        raise FleetError(
+            f"A server answered {given} choices for {num_prompts} prompts times {n}: "
+            "is it an OpenAI-compatible completions server?"
+        )
+    ordered: list[Choice | None] = [None] * len(choices)
+    for choice in choices:
+        index = choice.get("index", -1)
+        if not 0 <= index < len(ordered) or ordered[index] is not None:
+            raise FleetError(f"A server answered the choice {index} twice or out of range.")
+        ordered[index] = choice
+    complete = [choice for choice in ordered if choice is not None]
+    return [complete[first : first + n] for first in range(0, len(complete), n)]
+
+
+def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
+    """One choice as a Completion; every token must come with its id and log-probability."""
+    found = choice.get("logprobs") or {}
+    tokens, logprobs = found.get("tokens"), found.get("token_logprobs")
+    if not tokens or not logprobs or len(tokens) != len(logprobs):
+        raise FleetError(
+            f"A server answered a completion of {model.served_name} without log-probabilities; "
+            "Rookery does not invent them: use a vLLM server."
+        )
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise FleetError(f"A completion of {model.served_name} ended as {reason!r}, not whole.")
+    tops = found.get("top_logprobs") or []
+    return Completion(
+        model=model,
+        tokens=tuple([_token_id(token) for token in tokens]),
+        logprobs=tuple([_logprob(value) for value in logprobs]),
+        text=choice.get("text") or "",
+        finish_reason=reason,
+        top_logprobs=tuple(_likeliest(top, num_top) for top in tops) if num_top else (),
+    )
+
+
+def read_position(choice: Choice) -> dict[int, float]:
+    """Log-probabilities of tokens at the first new position."""
+    tops = (choice.get("logprobs") or {}).get("top_logprobs")
+    if not tops or tops[0] is None:
+        raise FleetError("A server answered a score without log-probabilities: use a vLLM server.")
+    return {_token_id(token): _logprob(value) for token, value in tops[0].items()}
+
+
+def read_reading(choice: Choice) -> Reading:
+    """A one-token answer: after the prompt, and inside it where that was asked."""
+    rows = choice.get("prompt_logprobs") or []
+    return Reading(
+        after=read_position(choice),
+        prompt=tuple(
+            None
+            if row is None
+            else {int(token): _logprob(entry["logprob"]) for token, entry in row.items()}
+            for row in rows
+        ),
+    )
+
+
+def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
+    """The `num` likeliest of the tokens reported, best first, the lower id on a tie."""
+    return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
+
+
+def _likeliest(top: Mapping[str, float], num: int) -> TopLogprobs:
+    return likeliest({_token_id(token): _logprob(value) for token, value in top.items()}, num)
+
+
+def _token_id(token: str) -> int:
+    if not token.startswith(_TOKEN):
+        raise FleetError(
+            f"A server named a token {token!r} where `{_TOKEN}17` was asked for: it does not know "
+            "return_tokens_as_token_ids. Use vLLM 0.26 or newer, or the external API config."
+        )
+    return int(token[len(_TOKEN) :])
+
+
+def _logprob(value: float | None) -> float:
+    if value is None or value != value:
+        raise FleetError(
+            f"A server answered {value} for a log-probability: its weights overflow, or it is not "
+            "vLLM. Check the adapter and the dtype."
+        )
+    return -math.inf if value <= _FLOOR else value
+
+
+def _check_server(params: SamplingParams, capabilities: Capabilities) -> None:
+    if params.top_logprobs > capabilities.max_logprobs:
+        raise FleetError(
+            f"top_logprobs is {params.top_logprobs}; {capabilities.model} reports at most "
+            f"{capabilities.max_logprobs}: start it with --max-logprobs {params.top_logprobs}."
+        )
+    is_plain = params.temperature in (0, 1) and (
+        params.temperature == 0 or (params.top_p == 1 and params.top_k == 0 and params.min_p == 0)
+    )
+    if not is_plain and not capabilities.has_processed_logprobs:
+        raise FleetError(
+            f"{capabilities.model} reports log-probabilities before temperature, top_p, top_k and "
+            "min_p, which are not those of the distribution drawn from. Start it with "
+            "--logprobs-mode processed_logprobs, or sample with temperature 1 or 0 and no cuts."
+        )
+
+
+def _check_params(params: SamplingParams) -> None:
+    rules = (
+        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (params.n >= 1, "n", params.n, "1 or more"),
+        (params.top_logprobs >= 0, "top_logprobs", params.top_logprobs, "0 or more"),
+        (all(params.stop), "stop", params.stop, "non-empty strings"),
+    )
+    for is_fine, name, given, allowed in rules:
+        if not is_fine:
+            raise FleetError(f"{name} is {given!r}; it must be {allowed}.")

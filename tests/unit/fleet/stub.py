@@ -1,0 +1,246 @@
+"""A server on the loopback that speaks vLLM's routes, for tests: real HTTP, an invented model.
+
+The log-probability of a token after a prompt is a fixed function of the model's name and both, so
+that two servers agree and every answer can be checked.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 50
+FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
+
+
+def logprobs_after(model: str, prompt: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """A proper distribution over the vocabulary."""
+    digest = hashlib.shake_128(f"{model}|{list(prompt)}".encode()).digest(2 * VOCABULARY)
+    logits = [
+        int.from_bytes(digest[2 * i : 2 * i + 2], "big") / 8192 / temperature
+        for i in range(VOCABULARY)
+    ]
+    normaliser = math.log(sum(math.exp(x) for x in logits))
+    return [x - normaliser for x in logits]
+
+
+def greedy(model: str, prompt: Sequence[int], num: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num):
+        row = logprobs_after(model, tokens)
+        tokens.append(row.index(max(row)))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Stub:
+    """One server and what happened to it."""
+
+    model: str = "tiny"
+    root: str = "tiny"
+    latency_s: float = 0.0
+    capacity: int = 0
+    """How many calls it serves at a time; 0 is any number."""
+    load_s: float = 0.0
+    max_loras: int = 8
+    max_model_len: int | None = 128
+    fields: tuple[str, ...] = FIELDS
+    processed: bool = True
+    block: int = 16
+    routes: tuple[str, ...] = (
+        "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/server_info",
+        "/reset_prefix_cache",
+    )  # fmt: skip
+    failures: list[int] = field(default_factory=list)
+    """Statuses to answer to the next completions, one each."""
+    hang: bool = False
+    adapters: dict[str, str] = field(default_factory=dict)
+    loads: Counter[str] = field(default_factory=Counter)
+    unloads: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    num_served: int = 0
+    in_flight: Counter[str] = field(default_factory=Counter)
+    most_adapters: int = 0
+    """The most distinct adapters that were in flight at once."""
+    port: int = 0
+    refuse_load: str = ""
+    healthy: bool = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._gate = asyncio.Semaphore(self.capacity or 10**6)
+        app = web.Application(client_max_size=2**30)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/openapi.json", self._openapi),
+                web.get("/version", self._version),
+                web.get("/v1/models", self._models),
+                web.get("/metrics", self._metrics),
+                web.get("/server_info", self._info),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/load_lora_adapter", self._load),
+                web.post("/v1/unload_lora_adapter", self._unload),
+                web.post("/reset_prefix_cache", self._reset),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        assert site._server is not None
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        """Drop every connection at once, as a killed process does."""
+        server = self._runner.server
+        for connection in list(server.connections) if server else []:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+        self.adapters.clear()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        schema = {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
+        paths = {route: {} for route in self.routes}
+        return web.json_response({"paths": paths, "components": {"schemas": schema}})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.0-stub"})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        base = {"id": self.model, "root": self.root, "parent": None}
+        base["max_model_len"] = self.max_model_len  # type: ignore[assignment]
+        adapters = [{"id": n, "root": p, "parent": self.model} for n, p in self.adapters.items()]
+        return web.json_response({"data": [base, *adapters]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        page = (
+            f'vllm:num_requests_running{{engine="0"}} {sum(self.in_flight.values())}.0\n'
+            'vllm:num_requests_waiting{engine="0"} 0.0\n'
+            'vllm:prefix_cache_queries_total{engine="0"} 100.0\n'
+            'vllm:prefix_cache_hits_total{engine="0"} 75.0\n'
+            f'vllm:cache_config_info{{block_size="{self.block}",enable_prefix_caching="True"}} 1.0\n'
+        )
+        return web.Response(text=page)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        lora = {
+            "max_loras": self.max_loras, "max_cpu_loras": 64, "max_lora_rank": 16,
+            "lora_dtype": "torch.float32",
+        }  # fmt: skip
+        config = {"lora_config": lora, "scheduler_config": {"max_num_seqs": 64}}
+        return web.json_response({"vllm_config": {**config, "model_config": {"max_logprobs": 20}}})
+
+    async def _reset(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        document = await request.json()
+        name = document["lora_name"]
+        await asyncio.sleep(self.load_s)
+        if self.refuse_load:
+            return _error(500, self.refuse_load)
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        self.adapters[name] = document["lora_path"]
+        self.loads[name] += 1
+        return web.Response(text="ok")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        self.unloads.append(name)
+        return web.Response(text="ok")
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.bodies.append(body)
+        if self.failures:
+            return _error(self.failures.pop(0), "as asked")
+        name = body["model"]
+        if name != self.model and name not in self.adapters:
+            return _error(404, f"The model `{name}` does not exist.")
+        self.in_flight[name] += 1
+        try:
+            busy = [n for n, count in self.in_flight.items() if count and n != self.model]
+            self.most_adapters = max(self.most_adapters, len(busy))
+            async with self._gate:
+                if self.hang:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(self.latency_s)
+                self.num_served += 1
+                return web.json_response({"choices": self._choices(body)})
+        finally:
+            self.in_flight[name] -= 1
+
+    def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        found = []
+        for prompt in body["prompt"]:
+            for sample in range(body.get("n", 1)):
+                choice = self._choice(body, prompt, sample)
+                found.append({"index": len(found), **choice})
+        return found
+
+    def _choice(self, body: dict[str, Any], prompt: list[int], sample: int) -> dict[str, Any]:
+        temperature = body.get("temperature", 1.0)
+        heat = temperature if temperature and self.processed else 1.0
+        tokens: list[int] = []
+        tops: list[dict[str, float]] = []
+        for position in range(body["max_tokens"]):
+            row = logprobs_after(body["model"], [*prompt, *tokens], heat)
+            order = sorted(range(VOCABULARY), key=lambda t: -row[t])
+            seed = f"{body.get('seed')}:{sample}:{position}"
+            drawn = hashlib.blake2b(seed.encode(), digest_size=1).digest()[0] % 5
+            token = order[drawn if temperature else 0]
+            ids = body.get("logprob_token_ids") if "logprob_token_ids" in self.fields else None
+            reported = [token, *(ids or order[: body.get("logprobs") or 0])]
+            tops.append({f"token_id:{t}": row[t] for t in reported})
+            tokens.append(token)
+        rows: list[dict[str, Any] | None] | None = None
+        if body.get("prompt_logprobs") is not None:
+            rows = [None]
+            for at in range(1, len(prompt)):
+                row = logprobs_after(body["model"], prompt[:at])
+                order = sorted(range(VOCABULARY), key=lambda t: -row[t])
+                shown = [prompt[at], *order[: body["prompt_logprobs"]]]
+                rows.append({str(t): {"logprob": row[t]} for t in shown})
+        return {
+            "text": " ".join(f"w{t}" for t in tokens),
+            "finish_reason": "length",
+            "prompt_logprobs": rows,
+            "logprobs": {
+                "tokens": [f"token_id:{t}" for t in tokens],
+                "token_logprobs": [tops[i][f"token_id:{t}"] for i, t in enumerate(tokens)],
+                "top_logprobs": tops,
+            },
+        }
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+@asynccontextmanager
+async def serve(*stubs: Stub) -> AsyncIterator[tuple[Stub, ...]]:
+    for stub in stubs:
+        await stub.start()
+    try:
+        yield stubs
+    finally:
+        for stub in stubs:
+            await stub.stop()

@@ -1,0 +1,274 @@
+"""The client of one server, over real loopback HTTP."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fleet.stub import VOCABULARY, Stub, greedy, logprobs_after, serve
+
+from rookery.errors import AdapterError, FleetError
+from rookery.fleet.capabilities import Capabilities
+from rookery.fleet.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
+from rookery.fleet.probe import probe
+from rookery.fleet.scoring import assemble_score, plan_score
+from rookery.fleet.wire import (
+    encode_body,
+    read_choices,
+    read_completion,
+    read_reading,
+    sample_fields,
+)
+from rookery.types import ModelRef, SampleRequest, SamplingParams, Score, ScoreRequest
+
+BASE = ModelRef(name="base", version="tiny")
+
+
+@asynccontextmanager
+async def connect(stub: Stub, **limits: float) -> AsyncIterator[Client]:
+    async with serve(stub), open_session() as session:
+        yield Client(stub.url + "/v1/", session=session, config=ClientConfig(**limits))
+
+
+async def score_with(client: Client, capabilities: Capabilities, request: ScoreRequest) -> Score:
+    plan = plan_score(request, capabilities=capabilities)
+    readings = []
+    for part in plan.parts:
+        answer = await client.complete(encode_body("tiny", part.fields, [part.prompt]))
+        [[choice]] = read_choices(answer, num_prompts=1, n=1)
+        readings.append(read_reading(choice))
+    return assemble_score(plan, readings)
+
+
+async def test_probing_reads_what_the_server_can_do() -> None:
+    async with connect(Stub()) as client:
+        found = await probe(client)
+    assert (found.model, found.max_model_len, found.max_num_seqs) == ("tiny", 128, 64)
+    assert found.has_token_ids and found.has_label_logprobs and found.has_prompt_logprobs
+    assert found.has_processed_logprobs and found.has_prefix_cache and found.block_tokens == 16
+    assert (found.max_loras, found.max_lora_rank, found.lora_dtype) == (8, 16, "float32")
+    assert found.has_lora_loading and not found.has_worker_calls
+
+
+async def test_probing_does_not_believe_but_test() -> None:
+    stub = Stub(processed=False, fields=("model", "prompt", "logprobs"), routes=())
+    async with connect(stub) as client:
+        found = await probe(client)
+    assert not found.has_processed_logprobs and not found.has_label_logprobs
+    assert not found.has_lora_loading and found.max_loras is None and found.max_num_seqs is None
+
+
+async def test_a_batch_of_prompts_is_one_call_with_exact_tokens_and_logprobs() -> None:
+    stub = Stub()
+    params = SamplingParams(max_tokens=4, temperature=0, top_logprobs=2, seed=9)
+    prompts = [(1, 5, 6), (2, 7), (3,)]
+    async with connect(stub) as client:
+        found = await probe(client)
+        num_probes = len(stub.bodies)
+        requests = [SampleRequest(model=BASE, prompt=p, params=params) for p in prompts]
+        [fields] = {sample_fields(r, capabilities=found) for r in requests}
+        answer = await client.complete(encode_body("tiny", fields, prompts))
+    assert len(stub.bodies) == num_probes + 1
+    for prompt, [choice] in zip(prompts, read_choices(answer, num_prompts=3, n=1), strict=True):
+        completion = read_completion(choice, model=BASE, num_top=2)
+        assert list(completion.tokens) == greedy("tiny", prompt, 4)
+        row = logprobs_after("tiny", prompt)
+        assert completion.logprobs[0] == max(row)
+        assert [value for _, value in completion.top_logprobs[0]] == sorted(row)[::-1][:2]
+
+
+async def test_scores_are_exact_by_every_method() -> None:
+    stub = Stub(max_model_len=None, block=1)
+    tokens = tuple(i % VOCABULARY for i in range(3, 43))
+
+    def expected(start: int) -> list[float]:
+        return [logprobs_after("tiny", tokens[:i])[tokens[i]] for i in range(start, len(tokens))]
+
+    after = logprobs_after("tiny", tokens)
+    async with connect(stub) as client:
+        found = await probe(client)
+        for start, labels, top, method in [
+            (40, (7, 8), 0, "after"),
+            (38, (7, 8), 0, "steps"),
+            (38, (), 0, "steps"),
+            (5, (7, 8), 0, "prompt"),
+            (5, (), 0, "prompt"),
+            (38, (7,), 3, "prompt"),
+            (40, (), 3, "after"),
+        ]:
+            request = ScoreRequest(
+                model=BASE, tokens=tokens, start=start, labels=labels, top_logprobs=top
+            )
+            assert plan_score(request, capabilities=found).method == method
+            score = await score_with(client, found, request)
+            assert score.logprobs == pytest.approx(expected(start))
+            assert score.label_logprobs == pytest.approx([after[label] for label in labels])
+            if top:
+                assert len(score.top_logprobs) == len(tokens) - start + 1
+                best = sorted(range(VOCABULARY), key=lambda t: -after[t])[:top]
+                assert [t for t, _ in score.top_logprobs[-1]] == best
+
+
+async def test_labels_and_short_tails_never_ask_for_prompt_logprobs() -> None:
+    """Asking for them would make the server compute the whole prompt again."""
+    stub = Stub(max_model_len=None)
+    async with connect(stub) as client:
+        found = await probe(client)
+        for request in (
+            ScoreRequest(model=BASE, tokens=tuple(range(40)), start=40, labels=(3, 4)),
+            ScoreRequest(model=BASE, tokens=(*([9] * 100), 5, 6), start=100, labels=(3,)),
+        ):
+            await score_with(client, found, request)
+    assert not any("prompt_logprobs" in body for body in stub.bodies)
+
+
+async def test_more_labels_than_a_call_may_carry_are_split() -> None:
+    labels = tuple(i % VOCABULARY for i in range(300))
+    wide = tuple(range(300))
+    async with connect(Stub()) as client:
+        found = await probe(client)
+        request = ScoreRequest(model=BASE, tokens=(1, 2), start=2, labels=labels)
+        score = await score_with(client, found, request)
+        plan = plan_score(
+            ScoreRequest(model=BASE, tokens=(1, 2), start=2, labels=wide), capabilities=found
+        )
+    row = logprobs_after("tiny", (1, 2))
+    assert score.label_logprobs == pytest.approx([row[label] for label in labels])
+    assert [len(part.fields.ids) for part in plan.parts] == [128, 128, 44]
+
+
+async def test_without_label_logprobs_a_missing_label_is_an_error_not_a_number() -> None:
+    stub = Stub(fields=("model", "prompt", "logprobs", "prompt_logprobs"))
+    row = logprobs_after("tiny", (1, 2))
+    order = sorted(range(VOCABULARY), key=lambda t: -row[t])
+    async with connect(stub) as client:
+        found = await probe(client)
+        near = ScoreRequest(model=BASE, tokens=(1, 2), start=2, labels=(order[3], order[0]))
+        score = await score_with(client, found, near)
+        assert score.label_logprobs == (row[order[3]], row[order[0]])
+        far = ScoreRequest(model=BASE, tokens=(1, 2), start=2, labels=(order[40],))
+        with pytest.raises(FleetError, match=rf"\[{order[40]}\].*--max-logprobs"):
+            await score_with(client, found, far)
+
+
+async def test_raw_logprobs_are_refused_where_they_would_be_wrong() -> None:
+    async with connect(Stub(processed=False)) as client:
+        found = await probe(client)
+    for params in (SamplingParams(temperature=0.7), SamplingParams(top_p=0.9)):
+        with pytest.raises(FleetError, match="processed_logprobs"):
+            sample_fields(SampleRequest(model=BASE, prompt=(1,), params=params), capabilities=found)
+    for params in (SamplingParams(temperature=0, top_p=0.5), SamplingParams()):
+        sample_fields(SampleRequest(model=BASE, prompt=(1,), params=params), capabilities=found)
+
+
+async def test_bad_requests_get_a_sentence_before_anything_is_sent() -> None:
+    async with connect(Stub()) as client:
+        found = await probe(client)
+
+    def fields(prompt: tuple[int, ...], **params: Any) -> object:
+        request = SampleRequest(model=BASE, prompt=prompt, params=SamplingParams(**params))
+        return sample_fields(request, capabilities=found)
+
+    for prompt, params, said in [
+        ((), {}, "at least one"),
+        ((1,) * 128, {}, "128 tokens.*at most 127"),
+        ((1,), {"max_tokens": 0}, "max_tokens is 0"),
+        ((1,), {"temperature": -1.0}, "temperature is -1"),
+        ((1,), {"top_p": 0.0}, "top_p is 0"),
+        ((1,), {"top_logprobs": 21}, "at most 20"),
+        ((1,), {"n": 0}, "n is 0"),
+    ]:
+        with pytest.raises(FleetError, match=said):
+            fields(prompt, **params)
+    cut = sample_fields(
+        SampleRequest(model=BASE, prompt=(1,) * 120, params=SamplingParams(max_tokens=50)),
+        capabilities=found,
+    )
+    assert cut.max_tokens == 8
+
+
+async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
+    stub = Stub()
+    async with connect(stub) as client:
+        found = await probe(client)
+        body = encode_body("tiny", sample_fields(
+            SampleRequest(model=BASE, prompt=(1,), params=SamplingParams(max_tokens=1)),
+            capabilities=found,
+        ), [(1,)])  # fmt: skip
+        stub.failures = [503, 429]
+        before = len(stub.bodies)
+        await client.complete(body)
+        assert len(stub.bodies) == before + 3
+        stub.failures = [500]
+        with pytest.raises(ServerLost, match="failed .500.: as asked") as lost:
+            await client.complete(body)
+        assert lost.value.status == 500 and not lost.value.is_broken
+        stub.failures = [400]
+        with pytest.raises(ServerRefusal, match="refused .400.: as asked"):
+            await client.complete(body)
+        stub.failures = [401]
+        with pytest.raises(ServerRefusal, match="API key"):
+            await client.complete(body)
+        assert len(stub.bodies) == before + 6
+
+
+async def test_a_server_that_hangs_or_dies_is_lost_in_time() -> None:
+    stub = Stub(hang=True)
+    async with connect(stub, request_s=0.1) as client:
+        with pytest.raises(ServerLost, match="within 0.1 s") as late:
+            await client.complete(b'{"model":"tiny","prompt":[[1]],"max_tokens":1}')
+        assert not late.value.is_broken
+        patient = Client(stub.url, session=client._session)
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(_loss(patient))
+            while not stub.in_flight["tiny"]:
+                await asyncio.sleep(0)
+            await stub.stop()
+        assert call.result().is_broken
+        assert not await client.is_healthy()
+        with pytest.raises(ServerLost, match=f"can't be reached at {stub.url}") as gone:
+            await client.get("/v1/models")
+        assert gone.value.is_broken
+        await stub.start()
+
+
+async def _loss(client: Client) -> ServerLost:
+    with pytest.raises(ServerLost) as lost:
+        await client.complete(b'{"model":"tiny","prompt":[[1]],"max_tokens":1}')
+    return lost.value
+
+
+async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> None:
+    stub = Stub()
+    async with connect(stub) as client:
+        await client.load_adapter("a@1", path="/a")
+        await client.load_adapter("a@1", path="/a")
+        assert stub.loads == {"a@1": 1}
+        await client.unload_adapter("a@1")
+        await client.unload_adapter("a@1")
+        assert stub.unloads == ["a@1"]
+        stub.refuse_load = "rank 99 is greater than 16"
+        with pytest.raises(AdapterError, match="b@1 cannot be loaded.*rank 99"):
+            await client.load_adapter("b@1", path="/b")
+
+
+async def test_answers_that_are_not_whole_are_errors() -> None:
+    choice = {
+        "index": 0, "text": "x", "finish_reason": "length",
+        "logprobs": {"tokens": ["token_id:3"], "token_logprobs": [-9999.0], "top_logprobs": []},
+    }  # fmt: skip
+    assert read_completion(choice, model=BASE, num_top=0).logprobs == (-math.inf,)
+    for wrong, said in [
+        ({**choice, "finish_reason": "abort"}, "abort"),
+        ({**choice, "logprobs": None}, "without log-probabilities"),
+        ({**choice, "logprobs": {"tokens": ["x"], "token_logprobs": [-1.0]}}, "token_id:17"),
+        ({**choice, "logprobs": {"tokens": ["token_id:1"], "token_logprobs": [None]}}, "None"),
+        ({**choice, "logprobs": {"tokens": ["token_id:1"], "token_logprobs": [math.nan]}}, "nan"),
+    ]:
+        with pytest.raises(FleetError, match=said):
+            read_completion(wrong, model=BASE, num_top=0)
+    for answer in ({}, [], {"choices": [choice]}, {"choices": [choice, choice]}):
+        with pytest.raises(FleetError):
+            read_choices(answer, num_prompts=2, n=1)
