@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rookery.errors import EngineError, FleetError, RookeryError, TaskError
 from rookery.ports import Sampler, Scorer
@@ -69,11 +70,13 @@ class _Asking:
 
 
 class RolloutLog:
-    """Rollouts of a run, durable, found again by (weights, task, way of asking)."""
+    """Rollouts found again by (weights, task, way of asking); durable when they have a run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | None = None) -> None:
         self._run = run
-        self._known = {event.key: event.payload for event in run.events("rollout")}
+        self._known: dict[str, Any] = {}
+        if run is not None:
+            self._known = {event.key: event.payload for event in run.events("rollout")}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -90,10 +93,10 @@ class RolloutLog:
             error=payload["error"],
         )
 
-    def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout]]) -> None:
-        """Store a block of rollouts, all or none. Failed ones are stored too, and asked again."""
+    def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
+        """Store a block of rollouts, all or none. Failed ones are not: they are asked again."""
         events = []
-        for key, model, rollout in rollouts:
+        for key, model, rollout, num_tokens in rollouts:
             if rollout.error or key in self._known:
                 continue
             payload = {
@@ -102,10 +105,11 @@ class RolloutLog:
                 "reward": rollout.reward,
                 "error": rollout.error,
                 "completion": _write_completion(rollout.completion),
+                "num_tokens": num_tokens,
             }
             self._known[key] = payload
             events.append(NewEvent(kind="rollout", payload=payload, key=key))
-        if events:
+        if events and self._run is not None:
             self._run.append_many(events)
 
 
@@ -125,6 +129,10 @@ class TasksetEvaluator:
         self._template = template
         self._log = log
         self._on_progress = on_progress
+        self.num_rollouts = 0
+        """Answers asked for so far: those found in the log are not counted."""
+        self.num_tokens = 0
+        """Tokens of these answers and their prompts."""
         self._askings = {taskset.name: self._asking(taskset) for taskset in tasksets}
 
     def _asking(self, taskset: Taskset) -> _Asking:
@@ -164,8 +172,12 @@ class TasksetEvaluator:
         )
 
     def _num_tokens(self, group: Group) -> int:
-        answers = [len(r.completion.tokens) for r in group.rollouts if r.completion is not None]
-        return len(self._template.encode(group.task)) + sum(answers)
+        return sum(self._cost(rollout) for rollout in group.rollouts)
+
+    def _cost(self, rollout: Rollout) -> int:
+        """Tokens of a prompt and its answer."""
+        answer = rollout.completion.tokens if rollout.completion is not None else ()
+        return len(self._template.encode(rollout.task)) + len(answer)
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
         """Every task under every model: the groups of the first model, then of the second, ..."""
@@ -201,8 +213,10 @@ class TasksetEvaluator:
                 rollouts = found[model, task] or asked[model, task]
                 groups[model, task.id] = Group(task=task, model=model, rollouts=rollouts)
             self._keep(asked)
+            num_tokens = sum(self._num_tokens(groups[m, t.id]) for m, t in missing)
+            self.num_rollouts += sum(len(rollouts) for rollouts in asked.values())
+            self.num_tokens += num_tokens
             if self._on_progress is not None:
-                num_tokens = sum(self._num_tokens(groups[m, t.id]) for m, t in missing)
                 self._on_progress(Progress(num_rollouts=len(pairs), num_tokens=num_tokens))
         finally:
             places.release()
@@ -222,7 +236,7 @@ class TasksetEvaluator:
         if self._log is not None:
             self._log.add(
                 [
-                    (self._key(model, task, index), model, rollout)
+                    (self._key(model, task, index), model, rollout, self._cost(rollout))
                     for (model, task), rollouts in asked.items()
                     for index, rollout in enumerate(rollouts)
                 ]

@@ -44,7 +44,7 @@ from rookery.types import (
     TokenIds,
 )
 
-__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine"]
+__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine", "run_engine"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -141,6 +141,11 @@ class EmbeddedEngine:
             trunk_tokens=stats.trunk_tokens,
             decoded_tokens=self._batcher.num_decoded,
         )
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The layers an adapter may adapt: name -> (in, out)."""
+        return {n: (x.in_features, x.out_features) for n, x in self._model.linears.items()}
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
@@ -345,7 +350,20 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
         text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    engine = EmbeddedEngine(model, config=config, detokenize=detokenize, name=folder.name)
+    async with run_engine(model, config=config, detokenize=detokenize, name=folder.name) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def run_engine(
+    model: SlottedModel,
+    *,
+    config: EngineConfig,
+    detokenize: Callable[[Sequence[int]], str],
+    name: str,
+) -> AsyncIterator[EmbeddedEngine]:
+    """Keep an engine over a model that is loaded already running inside the block."""
+    engine = EmbeddedEngine(model, config=config, detokenize=detokenize, name=name)
     driver = asyncio.create_task(engine.drive(), name="rookery-engine")
     try:
         yield engine

@@ -1,0 +1,190 @@
+"""`rookery genome run`: evolve LoRA adapters as a config says."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from rookery.cli.terminal import console, fail, quiet_libraries, run_async, token_progress
+from rookery.config import load_config
+from rookery.errors import RunError
+
+if TYPE_CHECKING:
+    from rookery.loops.genome import GenomeConfig, GenomeResult
+    from rookery.runs import Run
+
+__all__ = ["genome", "resume_genome"]
+
+genome = cyclopts.App(name="genome", help="Evolve a population of LoRA adapters, no gradients.")
+
+
+@genome.command(name="run")
+def run_command(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    name: str = "",
+    runs_dir: Path = Path("runs"),
+    resume: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Evolve adapters as the config says, and report honestly how good the best one is.
+
+        rookery genome run configs/demo.yaml
+        rookery genome run mine.yaml --seed 3 --race.enabled false --stages.0.generations 20
+
+    Any value of the config is a flag with a dotted name. An interrupted run goes on with
+    `--resume --name NAME` or `rookery runs resume NAME`.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file; paths in it are relative to it.
+    name
+        The run's name; made of the time when empty.
+    runs_dir
+        Where runs are kept.
+    resume
+        Go on with the run of this name.
+    """
+    from rookery.loops.genome import GenomeConfig
+    from rookery.runs import Run
+
+    quiet_libraries()
+    if resume:
+        if not name:
+            raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
+        with Run.open(runs_dir / name) as run:
+            return resume_genome(run)
+    loaded = load_config(GenomeConfig, config, overrides=overrides).from_folder(config.parent)
+    inputs = _read_inputs(loaded)
+    document = loaded.model_dump(mode="json")
+    with Run.create(runs_dir, kind="genome", config=document, name=name) as run:
+        return _finish(run, loaded, inputs)
+
+
+def resume_genome(run: "Run") -> int:
+    """Go on with an evolution from where its event log ends."""
+    from rookery.config import parse_config
+    from rookery.loops.genome import GenomeConfig
+
+    quiet_libraries()
+    config = parse_config(GenomeConfig, run.config, origin=str(run.path / "config.json"))
+    return _finish(run, config, _read_inputs(config))
+
+
+def _read_inputs(config: "GenomeConfig") -> dict[str, Any]:
+    """Everything the loop reads, checked before a run is made."""
+    from rookery.embedded import resolve_model
+    from rookery.loops.genome.founders import FileInit, read_founders
+    from rookery.tasks.taskset import load_taskset
+    from rookery.tasks.template import load_template
+
+    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
+    template = load_template(resolve_model(config.engine.model).path)
+    return {"tasksets": tasksets, "founders": founders, "template": template}
+
+
+def _finish(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) -> int:
+    from rookery.ui.page import render_page
+
+    try:
+        result = run_async(_evolve(run, config, inputs))
+    except KeyboardInterrupt:
+        fail(f"Interrupted. Go on with: rookery runs resume {run.path}")
+        raise
+    page = run.write_text("report.html", render_page(result.report))
+    run.finish("finished")
+    _print_report(result.report)
+    console.print(f"winner   {run.path / 'winner'}", highlight=False, soft_wrap=True)
+    console.print(f"report   {page}", highlight=False, soft_wrap=True)
+    return 0
+
+
+async def _evolve(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) -> "GenomeResult":
+    from rookery.embedded import open_engine
+    from rookery.loops.genome import evolve
+    from rookery.loops.genome.founders import FileInit, make_founders
+    from rookery.loops.genome.journal import Generation
+    from rookery.loops.genome.loop import Hatchery
+    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+
+    tasksets = inputs["tasksets"]
+    async with open_engine(config.engine) as engine:
+        founders = inputs["founders"]
+        if not isinstance(config.init, FileInit):
+            layers, base = engine.linear_layers, config.engine.model
+            founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
+        with token_progress() as bar:
+            line = bar.add_task("founders", total=None, tokens=0)
+
+            def answered(progress: Progress) -> None:
+                tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
+                bar.update(line, advance=progress.num_rollouts, tokens=tokens)
+
+            def generation_done(generation: Generation) -> None:
+                bar.console.print(_generation_line(generation), highlight=False)
+                bar.update(line, description=f"after {generation.stage} {generation.generation}")
+
+            evaluator = TasksetEvaluator(
+                engine,
+                template=inputs["template"],
+                tasksets=tasksets,
+                log=RolloutLog(run),
+                on_progress=answered,
+            )
+            bar.update(line, total=_expected_rollouts(config, len(founders), tasksets))
+            return await evolve(
+                config,
+                founders=founders,
+                tasksets=tasksets,
+                hatchery=Hatchery(evaluator, engine, engine.base, config.engine.max_rank),
+                run=run,
+                on_generation=generation_done,
+            )
+
+
+def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: list[Any]) -> int:
+    """An upper bound for the bar: racing makes it less."""
+    search, select, report = (
+        sum(len(taskset.split(name)) for taskset in tasksets)
+        for name in ("search", "select", "report")
+    )
+    candidates = num_founders + sum(stage.num_candidates for stage in config.stages)
+    rounds = 2 if config.finals.random_search and num_founders > 1 else 1
+    finalists = config.finals.num_finalists * rounds
+    entrants = 6 + 2 * config.finals.num_voters
+    return candidates * rounds * search + finalists * select + entrants * report
+
+
+def _generation_line(generation: Any) -> str:
+    def show(value: float | None) -> str:
+        return "  -  " if value is None else f"{value:.3f}"
+
+    dropped = f", {generation.num_dropped} dropped early" if generation.num_dropped else ""
+    failed = f", {generation.num_failed} failed" if generation.num_failed else ""
+    return (
+        f"{generation.stage:>8} {generation.generation:>3}   best {show(generation.best)}   "
+        f"mean {show(generation.mean)}   {generation.num_candidates} candidates{dropped}{failed}"
+    )
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from rookery.ui.table import report_rows
+
+    num_tasks = sum(taskset["num_report"] for taskset in report["tasksets"])
+    table = Table(title=f"{num_tasks} tasks that the search never saw")
+    for column in ("", "accuracy", "95 % interval", "gain over best founder", "failed"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in report_rows(report):
+        table.add_row(*row)
+    console.print(table)
+    for warning in report["warnings"]:
+        console.print(f"[yellow]{warning}[/yellow]")
+    console.print(
+        f"{report['num_candidates']} candidates, {report['num_rollouts']:,} answers, "
+        f"{report['num_tokens']:,} tokens, {report['seconds']:.0f} s",
+        highlight=False,
+    )

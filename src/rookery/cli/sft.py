@@ -1,0 +1,96 @@
+"""`rookery sft`: make an adapter from a taskset with known answers."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from rookery.cli.terminal import console, quiet_libraries, run_async, token_progress
+from rookery.config import load_config
+
+__all__ = ["sft"]
+
+
+def sft(
+    model: str,
+    taskset: str,
+    out: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Path | None = None,
+    split: Literal["all", "search", "select", "report"] = "search",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
+
+        rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
+        rookery sft smollm2 gsm8k.jsonl out/gsm8k --config sft.yaml --learning-rate 0.0005
+
+    Any value of the training config is a flag: --rank, --alpha, --targets, --layers, --epochs,
+    --steps, --batch-size, --learning-rate, --schedule, --warmup, --seed, --init-from.
+    An interrupted training goes on when the same command is given again.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face id, a local folder, or `smollm2`.
+    taskset
+        A .jsonl file, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME.
+    out
+        The PEFT folder to write.
+    config
+        A YAML or TOML file with the training config.
+    split
+        Which part of the taskset to train on.
+    device
+        Where to compute; `auto` takes a GPU when there is one.
+    """
+    from rookery.train.sft import SftConfig
+
+    quiet_libraries()
+    settings = load_config(SftConfig, config, overrides=overrides)
+    adapter = run_async(_train(model, taskset, out, settings, split=split, device=device))
+    console.print(
+        f"{out}: rank {adapter.rank}, {len(adapter.factors)} layers, version {adapter.version}",
+        highlight=False,
+    )
+
+
+async def _train(
+    model_name: str, taskset_name: str, out: Path, config: Any, *, split: Any, device: str
+) -> Any:
+    import torch
+
+    from rookery.embedded import resolve_model
+    from rookery.slots import load_model
+    from rookery.tasks.taskset import load_taskset_file
+    from rookery.tasks.template import load_template
+    from rookery.train.sft import SftStep, sft_data
+    from rookery.train.sft import sft as train
+    from rookery.weights import read_adapter, write_adapter
+
+    taskset = load_taskset_file(taskset_name)
+    folder = resolve_model(model_name)
+    init = read_adapter(config.init_from) if config.init_from is not None else None
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(folder.path, device=device, names=folder.names)
+    eos = model.shape.eos_tokens
+    data = sft_data(
+        taskset.split(split), load_template(folder.path), end_token=eos[0] if eos else None
+    )
+    with token_progress() as bar:
+        line = bar.add_task(taskset.name, total=None, tokens=0)
+
+        def stepped(step: SftStep) -> None:
+            tokens = bar.tasks[line].fields["tokens"] + step.num_tokens
+            text = f"{taskset.name}  loss {step.loss:.3f}"
+            bar.update(
+                line, total=step.num_steps, completed=step.step, tokens=tokens, description=text
+            )
+
+        adapter = await train(
+            model, data, config, name=out.name, base=model_name, init=init,
+            checkpoints=out.parent / ".checkpoints", on_step=stepped,
+        )  # fmt: skip
+    write_adapter(adapter, out)
+    return adapter

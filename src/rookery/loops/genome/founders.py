@@ -1,0 +1,132 @@
+"""Where a population starts: adapters from files, from zero, or from random numbers.
+
+init: {type: file, path: founders, pairs: 4}      # a folder of PEFT folders, and pair merges
+init: {type: zero, count: 8, rank: 8, layers: 4}  # delta W = 0, distinct by seed
+init: {type: random, count: 8, size: 0.001}       # small random deltas
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.errors import AdapterError
+from rookery.types import Adapter
+from rookery.weights import read_adapter
+from rookery.weights.init import random_adapter, zero_adapter
+from rookery.weights.stack import LayerShape, Layout
+
+__all__ = [
+    "FileInit",
+    "InitConfig",
+    "RandomInit",
+    "ZeroInit",
+    "choose_layers",
+    "make_founders",
+    "read_founders",
+]
+
+
+class FileInit(Config):
+    """Start from adapters that exist."""
+
+    type: Literal["file"] = "file"
+    path: Path
+    """A folder of PEFT folders, in any names; relative to the config file."""
+    use: Literal["adapters", "pairs", "both"] = "adapters"
+    """Begin with the adapters themselves, with random pair merges of them, or with both."""
+    num_pairs: int = Field(default=8, ge=1)
+    """How many pair merges, where `use` asks for them."""
+
+
+class _Fresh(Config):
+    """What adapters made from nothing have in common."""
+
+    count: int = Field(default=8, ge=1)
+    """How many."""
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """The last part of the linear layers' names."""
+    layers: int | None = Field(default=None, ge=1)
+    """Only the last so many decoder layers; null adapts all."""
+
+
+class ZeroInit(_Fresh):
+    """Start from adapters that change nothing yet."""
+
+    type: Literal["zero"] = "zero"
+
+
+class RandomInit(_Fresh):
+    """Start from small random adapters."""
+
+    type: Literal["random"] = "random"
+    size: float = Field(default=1e-3, gt=0)
+    """Standard deviation of the entries of delta W."""
+
+
+InitConfig = Annotated[FileInit | ZeroInit | RandomInit, Field(discriminator="type")]
+
+
+def read_founders(config: FileInit) -> dict[str, Adapter]:
+    """Every PEFT folder below `path`, by folder name, in the order of the names."""
+    root = config.path.expanduser()
+    if not root.is_dir():
+        raise AdapterError(f"There is no folder {root}: init.path holds one PEFT folder each.")
+    folders = sorted(f.parent for f in root.glob("*/adapter_config.json"))
+    if not folders:
+        raise AdapterError(
+            f"{root} holds no adapters: each is a folder with adapter_config.json and "
+            "adapter_model.safetensors."
+        )
+    return {folder.name: read_adapter(folder, name=folder.name) for folder in folders}
+
+
+def make_founders(
+    config: ZeroInit | RandomInit, *, layers: Mapping[str, tuple[int, int]], base: str, seed: int
+) -> dict[str, Adapter]:
+    """`count` distinct adapters. `layers` are the model's linear layers: name -> (in, out)."""
+    chosen = choose_layers(layers, targets=config.targets, last=config.layers)
+    layout = Layout(
+        base=base,
+        layers=tuple(LayerShape(name, *layers[name]) for name in chosen),
+        rank=config.rank,
+        scale=config.alpha / config.rank,
+    )
+    founders = {}
+    for index in range(config.count):
+        name, key = f"{config.type}-{index:02d}", (seed, "founder", index)
+        founders[name] = (
+            zero_adapter(layout, name=name, seed=key)
+            if isinstance(config, ZeroInit)
+            else random_adapter(layout, name=name, seed=key, size=config.size)
+        )
+    return founders
+
+
+def choose_layers(
+    layers: Mapping[str, tuple[int, int]], *, targets: tuple[str, ...], last: int | None
+) -> list[str]:
+    """The linear layers with a target's name, in the last so many decoder layers."""
+    numbers = {name: _layer_number(name) for name in layers}
+    top = max((n for n in numbers.values() if n is not None), default=0)
+    chosen = []
+    for name in layers:
+        number = numbers[name]
+        is_high = last is None or (number is not None and number > top - last)
+        if name.rpartition(".")[2] in targets and is_high:
+            chosen.append(name)
+    if not chosen:
+        kinds = sorted({name.rpartition(".")[2] for name in layers})
+        raise AdapterError(
+            f"No linear layer is called {' or '.join(targets)}; this model has {', '.join(kinds)}."
+        )
+    return chosen
+
+
+def _layer_number(name: str) -> int | None:
+    parts = name.split(".")
+    return next((int(part) for part in parts if part.isdigit()), None)

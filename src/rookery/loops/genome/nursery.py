@@ -1,0 +1,178 @@
+"""Plans -> adapters. Every adapter is its recipe: what is not in memory is made again.
+
+nursery = Nursery(founders, merges=..., mutations=..., rank=8)
+nursery.plan([ChildPlan(...), Drift(...)])
+adapter = nursery.adapter("g003-c07")        # the same bits every time
+rebuild(lineage_document, founders, "g003-c07")
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rookery.errors import AdapterError
+from rookery.search.candidate import ChildPlan
+from rookery.types import Adapter
+from rookery.weights.merge import LinearConfig, MergeConfig, merge
+from rookery.weights.mutate import MutateConfig, mutate
+from rookery.weights.perturb import accumulate
+
+__all__ = ["Drift", "Nursery", "Recipe", "rebuild"]
+
+_MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
+_MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
+_MOVE = LinearConfig(normalise=False)
+"""A move of a swarm is a linear combination whose weights mean what they say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES."""
+
+    id: str
+    generation: int
+    parent: str
+    seeds: tuple[int, ...]
+    amounts: tuple[float, ...]
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        return (self.parent,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,)
+
+    @property
+    def operator(self) -> str:
+        return "es"
+
+
+Recipe = ChildPlan | Drift
+
+
+class Nursery:
+    """Makes candidates and keeps the adapters that are needed."""
+
+    def __init__(
+        self,
+        founders: Mapping[str, Adapter],
+        *,
+        merges: Mapping[str, MergeConfig],
+        mutations: Mapping[str, MutateConfig],
+        rank: int,
+    ) -> None:
+        self._founders = dict(founders)
+        self._merges = dict(merges)
+        self._mutations = dict(mutations)
+        self._rank = rank
+        self._recipes: dict[str, Recipe] = {}
+        self._made: dict[str, Adapter] = {}
+        self._versions = {name: adapter.version for name, adapter in founders.items()}
+
+    @property
+    def founders(self) -> tuple[str, ...]:
+        return tuple(self._founders)
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """How each candidate that is no founder is made, oldest first."""
+        return self._recipes
+
+    def plan(self, recipes: Iterable[Recipe]) -> None:
+        """Learn how to make candidates; nothing is made yet."""
+        self._recipes.update({recipe.id: recipe for recipe in recipes})
+
+    def adapter(self, candidate: str) -> Adapter:
+        """The candidate's weights, named after it; made again if they were let go."""
+        if candidate in self._founders:
+            return replace(self._founders[candidate], name=candidate)
+        if candidate not in self._made:
+            self._made[candidate] = self._make(self._recipes[candidate])
+            self._versions[candidate] = self._made[candidate].version
+        return self._made[candidate]
+
+    def keep(self, candidates: Iterable[str]) -> None:
+        """Let every adapter go but these."""
+        kept = set(candidates)
+        self._made = {name: adapter for name, adapter in self._made.items() if name in kept}
+
+    def lineage(self) -> dict[str, Any]:
+        """Everything `rebuild` needs beside the founders' weights."""
+        return {
+            "rank": self._rank,
+            "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
+            "mutations": {
+                n: _MUTATE.dump_python(m, mode="json") for n, m in self._mutations.items()
+            },
+            "founders": {name: self._versions[name] for name in self._founders},
+            "candidates": [
+                {"kind": type(recipe).__name__, **asdict(recipe), "version": self._versions[name]}
+                for name, recipe in self._recipes.items()
+                if name in self._versions
+            ],
+        }
+
+    def _make(self, recipe: Recipe) -> Adapter:
+        parents = [self.adapter(parent) for parent in recipe.parents]
+        if isinstance(recipe, Drift):
+            seeds = [(seed,) for seed in recipe.seeds]
+            drifted = accumulate(parents[0], seeds=seeds, amounts=recipe.amounts)
+            return replace(drifted, name=recipe.id)
+        adapter = parents[0]
+        if recipe.merge is not None:
+            method = _MOVE if recipe.merge == "move" else self._merge(recipe.merge)
+            adapter = merge(
+                parents,
+                weights=recipe.weights,
+                method=method,
+                rank=self._rank,
+                key=(recipe.seed_key,),
+            )
+        if recipe.mutation is not None:
+            change = self._mutations[recipe.mutation]
+            key = (recipe.seed_key, "mutation")
+            adapter = mutate(adapter, method=change, key=key, sigma=recipe.sigma).adapter
+        return replace(adapter, name=recipe.id)
+
+    def _merge(self, name: str) -> MergeConfig:
+        if name not in self._merges:
+            raise AdapterError(
+                f"A plan names the merge {name!r}; there are {', '.join(self._merges)}."
+            )
+        return self._merges[name]
+
+
+def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: str) -> Adapter:
+    """Make any candidate of a finished run again from `lineage.json` and its founders.
+
+    Raises AdapterError when the founders are not the run's, or the result is not bit-equal.
+    """
+    known = {adapter.name: adapter for adapter in founders}
+    for name, version in lineage["founders"].items():
+        if name not in known or known[name].version != version:
+            given = known[name].version if name in known else "not given"
+            raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+    nursery = Nursery(
+        known,
+        merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
+        mutations={n: _MUTATE.validate_python(m) for n, m in lineage["mutations"].items()},
+        rank=lineage["rank"],
+    )
+    versions = dict(lineage["founders"])
+    for entry in lineage["candidates"]:
+        fields = dict(entry)
+        versions[fields["id"]] = fields.pop("version")
+        kind = {"ChildPlan": ChildPlan, "Drift": Drift}[fields.pop("kind")]
+        nursery.plan([TypeAdapter(kind).validate_python(fields)])
+    if candidate not in versions:
+        raise AdapterError(f"{candidate!r} is not in this lineage of {len(versions)} candidates.")
+    adapter = nursery.adapter(candidate)
+    if adapter.version != versions[candidate]:
+        raise AdapterError(
+            f"{candidate} came out as {adapter.version}, the run recorded {versions[candidate]}: "
+            "rebuild it with the versions of torch and numpy that made it."
+        )
+    return adapter

@@ -1,0 +1,26 @@
+"""The ways to search. A stage starts from everything measured so far and measures more.
+
+    stages: [{type: ga, generations: 8}, {type: es, steps: 5}]
+
+A new one is a file with its config and its function, a line in the union and one in the dict.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rookery.loops.genome.stages.cmaes import CmaesStage, run_cmaes
+from rookery.loops.genome.stages.es import EsStage, run_es
+from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.loops.genome.stages.scene import Scene
+
+__all__ = ["STAGES", "CmaesStage", "EsStage", "GaStage", "Scene", "StageConfig"]
+
+StageConfig = Annotated[GaStage | EsStage | CmaesStage, Field(discriminator="type")]
+
+STAGES: Mapping[str, Callable[[Any, Scene], Awaitable[None]]] = {
+    "cmaes": run_cmaes,
+    "es": run_es,
+    "ga": run_ga,
+}

@@ -1,0 +1,60 @@
+"""CMA-ES over merge coefficients: a candidate is a weighted sum of the founders' deltas.
+
+repeat: points = coefficients from a normal distribution; measure the sums; adapt it
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.errors import ConfigError
+from rookery.loops.genome.stages.scene import Scene
+from rookery.search.candidate import ChildPlan
+from rookery.search.cmaes import Cmaes, CmaesConfig, CmaesState
+from rookery.search.streams import stream_seed
+
+__all__ = ["CmaesStage", "run_cmaes"]
+
+
+class CmaesStage(CmaesConfig, Config):
+    """CMA-ES over one coefficient per founder, from their uniform average."""
+
+    type: Literal["cmaes"] = "cmaes"
+    generations: int = Field(default=6, ge=1)
+
+
+async def run_cmaes(config: CmaesStage, scene: Scene) -> None:
+    """Search the coefficients of the founders."""
+    founders = scene.nursery.founders
+    if len(founders) < 2:
+        raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
+    plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
+    start = min(plain.high or 1.0, max(plain.low or 0.0, 1.0 / len(founders)))
+    state = CmaesState(
+        config=plain,
+        seed=stream_seed(scene.seed, "cmaes", scene.index),
+        start=(start,) * len(founders),
+    )
+    search = Cmaes(state)
+    for _ in range(config.generations):
+        generation = len(scene.journal.generations)
+        plans = [
+            ChildPlan(
+                id=f"{scene.prefix}m{generation:03d}-p{index:02d}",
+                generation=generation,
+                merge="sum",
+                parents=founders,
+                weights=point,
+                mutation=None,
+                sigma=0.0,
+                seed_key=0,
+            )
+            for index, point in enumerate(search.ask())
+        ]
+        best = scene.best()
+        fitness = await scene.measure(
+            plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="cmaes"
+        )
+        search.tell([fitness[plan.id] for plan in plans])
+        scene.nursery.keep([best] if best else [])

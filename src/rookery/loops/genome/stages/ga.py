@@ -1,0 +1,164 @@
+"""Genetic search: select, cross over, mutate, (move), measure, keep the survivors.
+
+    population = founders
+    repeat: children = mutate(cross over(select(population))); measure; population = survivors
+
+Islands search apart and send their best around a ring; an archive keeps the best of every cell of
+a grid and sends some of them back as parents.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.loops.genome.stages.scene import Scene
+from rookery.search import archive as grid
+from rookery.search import islands as ring
+from rookery.search import population as ga
+from rookery.search.archive import Archive, ArchiveConfig
+from rookery.search.candidate import Candidate
+from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationConfig
+from rookery.search.fitness import comparable_scores
+from rookery.search.islands import Islands, IslandsConfig
+from rookery.search.population import Population, PopulationConfig
+from rookery.search.streams import stream
+
+__all__ = ["GaStage", "run_ga"]
+
+_CHILDREN = ChildrenConfig(
+    count=16,
+    operators=(
+        CrossoverConfig(name="sum", share=2.0, weights="free"),
+        CrossoverConfig(name="linear", share=1.0, weights="extrapolate"),
+        CrossoverConfig(name="ties", share=0.5, weights="fitness"),
+        MutationConfig(name="gaussian", share=1.0),
+    ),
+)
+"""Convex crossover alone cannot leave the hull of the founders, where sums are often better."""
+
+
+class GaStage(Config):
+    """A genetic algorithm."""
+
+    type: Literal["ga"] = "ga"
+    generations: int = Field(default=8, ge=1)
+    """How many after the founders."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after so many generations without a better best; null never stops early."""
+    population: PopulationConfig = PopulationConfig(children=_CHILDREN)
+    islands: IslandsConfig = IslandsConfig()
+    archive: ArchiveConfig | None = None
+    """Quality-diversity: the best of every cell; features are named after tasksets."""
+    archive_parents: int = Field(default=2, ge=0)
+    """How many of the archive join the population each generation."""
+
+    @property
+    def merges(self) -> set[str]:
+        """The merges its operators name."""
+        operators = self.population.children.operators
+        return {o.name for o in operators if isinstance(o, CrossoverConfig)}
+
+    @property
+    def mutations(self) -> set[str]:
+        operators = self.population.children.operators
+        return {o.name for o in operators if isinstance(o, MutationConfig)}
+
+
+async def run_ga(config: GaStage, scene: Scene) -> None:
+    """Evolve from everything measured so far."""
+    settings = config.population
+    populations = _settle(config, scene)
+    archive = Archive(config=config.archive) if config.archive is not None else None
+    for generation in range(1, config.generations + 1):
+        if _is_stale(populations, config.patience):
+            return
+        plans = [ga.ask(p, config=settings, seed=scene.seed) for p in populations]
+        fitness = await scene.measure(
+            [plan for island in plans for plan in island],
+            rivals=dict.fromkeys(m.id for p in populations for m in p.members),
+            keep=settings.size * len(populations),
+            stage="ga",
+        )
+        populations = [
+            ga.tell(p, {plan.id: fitness[plan.id] for plan in island}, config=settings,
+                    seed=scene.seed)
+            for p, island in zip(populations, plans, strict=True)
+        ]  # fmt: skip
+        populations = _migrate(populations, config, generation)
+        if archive is not None:
+            archive = _archive(archive, list(fitness), scene)
+            populations = _recall(archive, populations, config, scene, generation)
+        scene.nursery.keep(id for p in populations for id in ga.references(p))
+
+
+def _settle(config: GaStage, scene: Scene) -> list[Population]:
+    """One population per island, the candidates so far dealt out in turn."""
+    fitness = scene.fitness()
+    islands = ring.settle(list(fitness), config=config.islands)
+    return [
+        ga.found(
+            {id: fitness[id] for id in members},
+            config=config.population,
+            seed=scene.seed,
+            island=scene.prefix + (f"i{k}-" if config.islands.num_islands > 1 else ""),
+        )
+        for k, members in enumerate(islands.members)
+    ]
+
+
+def _is_stale(populations: list[Population], patience: int | None) -> bool:
+    return patience is not None and min(p.num_stale for p in populations) >= patience
+
+
+def _migrate(populations: list[Population], config: GaStage, generation: int) -> list[Population]:
+    if not ring.is_due(generation, config=config.islands):
+        return populations
+    by_id: dict[str, Candidate] = {m.id: m for p in populations for m in p.members}
+    scores = dict(zip(by_id, comparable_scores([c.fitness for c in by_id.values()]), strict=True))
+    islands = Islands(members=tuple(tuple(m.id for m in p.members) for p in populations))
+    moves = ring.migrations(islands, scores, config=config.islands, generation=generation)
+    for move in moves:
+        newcomers = [by_id[id] for id in move.ids]
+        populations[move.target] = ga.immigrate(
+            populations[move.target], newcomers, config=config.population
+        )
+    return populations
+
+
+def _archive(archive: Archive, ids: list[str], scene: Scene) -> Archive:
+    names = {feature.name for feature in archive.config.features}
+    for id in ids:
+        measured = scene.trials.measured[id]
+        means = scene.trials.means(id)
+        if names <= set(means) and measured.fitness.violation == 0:
+            features = {name: means[name] for name in names}
+            score = measured.fitness.score
+            archive, _ = grid.insert(archive, id, score=score, features=features)
+    return archive
+
+
+def _recall(
+    archive: Archive,
+    populations: list[Population],
+    config: GaStage,
+    scene: Scene,
+    generation: int,
+) -> list[Population]:
+    """Let some of the archive join each population as members."""
+    recalled = []
+    for k, population in enumerate(populations):
+        rng = stream(scene.seed, "archive", k, generation)
+        ids = grid.sample(archive, count=config.archive_parents, rng=rng)
+        newcomers = [
+            Candidate(
+                id=id,
+                generation=population.generation,
+                fitness=scene.trials.measured[id].fitness,
+                sigma=config.population.children.sigma.start,
+                operator="archive",
+            )
+            for id in ids
+        ]
+        recalled.append(ga.immigrate(population, newcomers, config=config.population))
+    return recalled

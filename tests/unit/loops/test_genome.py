@@ -1,0 +1,288 @@
+"""The genome loop end to end on a tiny model: every start, operator and stage; resume; honesty."""
+
+import json
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from rookery.errors import AdapterError, TaskError
+from rookery.loops.genome import GenomeConfig, rebuild
+from rookery.runs import Run
+from rookery.weights import read_adapter
+
+
+def _run(root: Path, name: str) -> Run:
+    return Run.create(root, kind="genome", config={}, name=name)
+
+
+async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
+    genome, tmp_path: Path, tiny_folder: Path
+) -> None:
+    with _run(tmp_path, "a") as run:
+        result = await genome(run)
+        names = [row["name"] for row in result.report["rows"]]
+        assert names == [
+            "evolved", "best founder", "uniform average", "plain sum", "random search",
+            "base model", "vote of founders", "vote of finalists",
+        ]  # fmt: skip
+        evolved, best = result.report["rows"][:2]
+        assert evolved["low"] <= evolved["mean"] <= evolved["high"]
+        assert best["gain"] is None and evolved["gain"]["low"] <= evolved["gain"]["high"]
+        assert set(evolved["by_source"]) == {"first", "second"}
+        assert result.report["num_candidates"] == 4 + 2 * 4
+        assert len(result.report["generations"]) == 3
+        assert result.report["num_tokens"] > 0
+        winner = read_adapter(run.path / "winner")
+        assert winner.version == result.winner.version
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        PeftModel.from_pretrained(model, run.path / "winner")
+        lineage = json.loads((run.path / "lineage.json").read_text())
+        founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
+        for entry in lineage["candidates"]:
+            assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
+        with pytest.raises(AdapterError, match="this lineage began with"):
+            rebuild(lineage, founders[1:], entry["id"])
+
+
+async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_search(
+    genome, tmp_path: Path
+) -> None:
+    reports = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        with _run(tmp_path, name) as run:
+            reports.append((await genome(run, seed=seed)).report)
+    first, second, other = [
+        {k: v for k, v in r.items() if k not in {"run", "seconds", "seed"}} for r in reports
+    ]
+    assert first == second
+    assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
+
+
+async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path: Path) -> None:
+    with _run(tmp_path, "whole") as run:
+        expected = (await genome(run)).report
+    total = expected["num_rollouts"]
+
+    class Killed(BaseException):
+        pass
+
+    with _run(tmp_path, "killed") as run:
+        path = run.path
+    num_kills = 0
+    for generation in (0, 1, 2):
+
+        def die(record, at=generation) -> None:
+            if record.generation == at:
+                raise Killed
+
+        run = Run.open(path)
+        try:
+            with pytest.raises(Killed):
+                await genome(run, on_generation=die)
+            num_kills += 1
+        finally:
+            run.close()
+    with Run.open(path) as run:
+        report = (await genome(run)).report
+        assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
+    same = {"rows", "lineage", "winner", "generations", "num_rollouts", "num_tokens"}
+    assert {k: report[k] for k in same} == {k: expected[k] for k in same}
+    assert num_kills == 3
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        {"type": "zero", "count": 3, "rank": 2, "layers": 2},
+        {"type": "random", "count": 3, "rank": 2, "targets": ["down_proj"], "size": 0.05},
+    ],
+)
+async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -> None:
+    with _run(tmp_path, "a") as run:
+        result = await genome(run, init=init)
+        founders = [read_adapter(f) for f in (run.path / "founders").iterdir()]
+        assert len({f.version for f in founders}) == 3
+        zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
+        assert all(zero) == (init["type"] == "zero")
+        assert result.report["num_candidates"] == 3 + 8
+
+
+@pytest.mark.parametrize("use", ["pairs", "both"])
+async def test_pair_merges_join_the_founders(genome, founders_folder, tmp_path, use: str) -> None:
+    init = {"type": "file", "path": str(founders_folder), "use": use, "num_pairs": 3}
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, init=init)).report
+    pairs = [n for n in report["lineage"] if n["id"].startswith("g000-")]
+    assert len(pairs) == 3 and all(len(p["parents"]) == 2 for p in pairs)
+
+
+MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
+
+
+@pytest.mark.parametrize("space", ["delta", "factor"])
+@pytest.mark.parametrize("merge", MERGES)
+async def test_every_crossover_runs_in_both_spaces(
+    genome, tmp_path: Path, merge: str, space: str
+) -> None:
+    kind = "linear" if merge == "sum" else merge
+    extra = {"normalise": False} if merge == "sum" else {}
+    weights = "free" if merge == "sum" else "fitness"
+    stage = {
+        "type": "ga", "generations": 1,
+        "population": {"size": 4, "children": {
+            "count": 3,
+            "operators": [{"type": "crossover", "name": merge, "weights": weights}],
+        }},
+    }  # fmt: skip
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[stage],
+            merges={merge: {"type": kind, "space": space, **extra}},
+            finals={"random_search": False},
+        )
+    children = [n for n in result.report["lineage"] if n["generation"] == 1]
+    assert [c["operator"] for c in children] == [merge] * 3
+    assert all(c["score"] is not None for c in children)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"type": "es", "steps": 2, "num_pairs": 2},
+        {"type": "cmaes", "generations": 2, "population": 4},
+        {"type": "ga", "generations": 3, "population": {"size": 4, "children": {"count": 3},
+                                                         "swarm": {}}},
+        {"type": "ga", "generations": 3, "population": {"size": 3, "children": {"count": 2}},
+         "islands": {"num_islands": 2, "interval": 1}},
+        {"type": "ga", "generations": 2, "population": {"size": 4, "children": {"count": 3}},
+         "archive": {"features": [{"name": "first", "bins": 4}, {"name": "second", "bins": 4}]}},
+        {"type": "ga", "generations": 2, "population": {"size": 4, "objective": "pareto",
+                                                         "children": {"count": 3}}},
+        {"type": "ga", "generations": 1, "population": {"size": 4, "children": {
+            "count": 3, "operators": [{"type": "mutation", "name": "svd"}]}}},
+    ],
+    ids=["es", "cmaes", "swarm", "islands", "archive", "pareto", "svd"],
+)  # fmt: skip
+async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
+    genome, tmp_path: Path, stage: dict
+) -> None:
+    pareto = stage.get("population", {}).__class__ is dict and "objective" in stage.get(
+        "population", {}
+    )
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[stage],
+            race={"enabled": not pareto},
+            finals={"random_search": False},
+        )
+        lineage = json.loads((run.path / "lineage.json").read_text())
+        founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
+        for entry in lineage["candidates"]:
+            assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
+    assert len(lineage["candidates"]) > 2
+    assert result.report["num_candidates"] == 4 + len(lineage["candidates"])
+
+
+async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
+    ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
+    with _run(tmp_path, "a") as run:
+        report = (
+            await genome(
+                run,
+                stages=[ga, {"type": "es", "steps": 1, "num_pairs": 1}, ga],
+                finals={"random_search": False},
+            )
+        ).report
+    assert [g["stage"] for g in report["generations"]] == ["founders", "ga", "es", "es", "ga"]
+    ids = [n["id"] for n in report["lineage"]]
+    assert len(ids) == len(set(ids))
+
+
+async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: Path) -> None:
+    reports = {}
+    for enabled in (True, False):
+        with _run(tmp_path, f"race-{enabled}") as run:
+            race = {"enabled": enabled, "block": 4}
+            reports[enabled] = (
+                await genome(run, race=race, seed=3, finals={"random_search": False})
+            ).report
+    assert reports[True]["num_rollouts"] <= reports[False]["num_rollouts"]
+    assert reports[True]["winner"] == reports[False]["winner"]
+
+
+async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Path) -> None:
+    """A mutation of absurd strength makes weights that are not finite."""
+    stage = {
+        "type": "ga", "generations": 1,
+        "population": {"size": 4, "children": {
+            "count": 3, "operators": [{"type": "mutation", "name": "wild"}],
+            "sigma": {"start": 1000.0, "high": 1000.0},
+        }},
+    }  # fmt: skip
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[stage],
+            mutations={"wild": {"type": "svd"}},
+            finals={"random_search": False},
+        )
+        failed = [e.payload for e in run.events("candidate") if e.payload["error"]]
+    assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
+    assert f"{len(failed)} candidates failed and lost" in result.report["warnings"][0]
+    assert result.report["winner"].startswith("f")
+
+
+async def test_floors_make_candidates_infeasible(genome, tmp_path: Path) -> None:
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run, floors={"first": "founder"}, finals={"random_search": False, "num_finalists": 1}
+        )
+        search = [e.payload for e in run.events("candidate")]
+    best = max(p["score"] for p in search if p["violation"] == 0)
+    winner = next(p for p in search if p["id"] == result.report["winner"])
+    assert winner["violation"] == 0 and winner["score"] == best
+
+
+async def test_when_every_candidate_fails_the_run_says_why(
+    genome, tmp_path: Path, tasks_folder: Path
+) -> None:
+    tasksets = [{"type": "jsonl", "path": str(tasks_folder / "first.jsonl"), "name": "first",
+                 "scorer": {"type": "python", "function": f"{tasks_folder}/bad.py:reward"}}]  # fmt: skip
+    (tasks_folder / "bad.py").write_text("def reward(task, completion):\n    return 'nine'\n")
+    with _run(tmp_path, "a") as run, pytest.raises(TaskError, match="candidates failed"):
+        await genome(run, tasksets=tasksets)
+
+
+def test_the_report_split_is_disjoint_and_read_once() -> None:
+    config = GenomeConfig.model_validate(
+        {"init": {"type": "zero"}, "tasksets": [{"type": "generated", "generator": "label-kind"}]}
+    )
+    from rookery.tasks.taskset import load_taskset
+
+    taskset = load_taskset(config.tasksets[0])
+    splits = [{t.id for t in taskset.split(s)} for s in ("search", "select", "report")]
+    assert not splits[0] & splits[1] and not splits[1] & splits[2] and not splits[0] & splits[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": [{"type": "ga", "population": {"children": {
+            "operators": [{"type": "crossover", "name": "tiess"}]}}}]}, "'tiess' is not known"),
+        ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
+        ({"tasksets": []}, "at least 1 item"),
+        ({"populaton": 3}, "populaton"),
+    ],
+)  # fmt: skip
+def test_bad_configs_are_refused(change: dict, message: str) -> None:
+    document = {
+        "init": {"type": "zero"},
+        "tasksets": [{"type": "generated", "generator": "label-kind"}],
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        GenomeConfig.model_validate(document)
