@@ -6,7 +6,9 @@ import cyclopts
 
 from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
+from rookery.cli.genome import genome
 from rookery.cli.runs import runs
+from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.errors import RookeryError
 
@@ -19,6 +21,8 @@ app = cyclopts.App(
     help_on_error=False,
 )
 app.command(evaluate, name="eval")
+app.command(genome)
+app.command(sft)
 app.command(runs)
 app.command(doctor)
 

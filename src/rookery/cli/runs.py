@@ -103,6 +103,10 @@ def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
             from rookery.cli.evaluation import EvalConfig, resume_evaluation
 
             return resume_evaluation(run, parse_config(EvalConfig, run.config, origin=str(path)))
+        if run.kind == "genome":
+            from rookery.cli.genome import resume_genome
+
+            return resume_genome(run)
         raise RunError(f"{path} is a run of kind {run.kind!r}, which this version cannot resume.")
 
 

@@ -250,8 +250,9 @@ async def test_floors_make_candidates_infeasible(genome, tmp_path: Path) -> None
 async def test_when_every_candidate_fails_the_run_says_why(
     genome, tmp_path: Path, tasks_folder: Path
 ) -> None:
-    tasksets = [{"type": "jsonl", "path": str(tasks_folder / "first.jsonl"), "name": "first",
-                 "scorer": {"type": "python", "function": f"{tasks_folder}/bad.py:reward"}}]  # fmt: skip
+    scorer = {"type": "python", "function": f"{tasks_folder}/bad.py:reward"}
+    path = str(tasks_folder / "first.jsonl")
+    tasksets = [{"type": "jsonl", "path": path, "name": "first", "scorer": scorer}]
     (tasks_folder / "bad.py").write_text("def reward(task, completion):\n    return 'nine'\n")
     with _run(tmp_path, "a") as run, pytest.raises(TaskError, match="candidates failed"):
         await genome(run, tasksets=tasksets)

@@ -23,6 +23,11 @@ class CmaesStage(CmaesConfig, Config):
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
 
+    @property
+    def num_candidates(self) -> int:
+        """How many it measures, at the library's usual population of eight founders."""
+        return self.generations * (self.population or 10)
+
 
 async def run_cmaes(config: CmaesStage, scene: Scene) -> None:
     """Search the coefficients of the founders."""

@@ -30,6 +30,11 @@ class EsStage(EsConfig, Config):
     steps: int = Field(default=5, ge=1)
     """Updates of the centre."""
 
+    @property
+    def num_candidates(self) -> int:
+        """How many it measures: trials and centres."""
+        return self.steps * (2 * self.num_pairs + 1) + 1
+
 
 async def run_es(config: EsStage, scene: Scene) -> None:
     """Climb from the best candidate."""

@@ -54,6 +54,13 @@ class GaStage(Config):
     """How many of the archive join the population each generation."""
 
     @property
+    def num_candidates(self) -> int:
+        """How many it measures at most."""
+        moves = self.population.size if self.population.swarm is not None else 0
+        each = self.population.children.count + moves
+        return self.generations * self.islands.num_islands * each
+
+    @property
     def merges(self) -> set[str]:
         """The merges its operators name."""
         operators = self.population.children.operators
