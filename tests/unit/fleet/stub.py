@@ -77,7 +77,13 @@ class Stub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    async def wait_in_flight(self, num: int) -> None:
+        """Until that many completions are being served."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: sum(self.in_flight.values()) >= num)
+
     async def start(self) -> None:
+        self._changed = asyncio.Condition()
         self._gate = asyncio.Semaphore(self.capacity or 10**6)
         app = web.Application(client_max_size=2**30)
         app.add_routes(
@@ -133,7 +139,8 @@ class Stub:
             'vllm:num_requests_waiting{engine="0"} 0.0\n'
             'vllm:prefix_cache_queries_total{engine="0"} 100.0\n'
             'vllm:prefix_cache_hits_total{engine="0"} 75.0\n'
-            f'vllm:cache_config_info{{block_size="{self.block}",enable_prefix_caching="True"}} 1.0\n'
+            f'vllm:cache_config_info{{block_size="{self.block}",'
+            'enable_prefix_caching="True"} 1.0\n'
         )
         return web.Response(text=page)
 
@@ -176,6 +183,8 @@ class Stub:
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
         self.in_flight[name] += 1
+        async with self._changed:
+            self._changed.notify_all()
         try:
             busy = [n for n, count in self.in_flight.items() if count and n != self.model]
             self.most_adapters = max(self.most_adapters, len(busy))

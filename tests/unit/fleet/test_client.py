@@ -202,11 +202,11 @@ async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
         await client.complete(body)
         assert len(stub.bodies) == before + 3
         stub.failures = [500]
-        with pytest.raises(ServerLost, match="failed .500.: as asked") as lost:
+        with pytest.raises(ServerLost, match=r"failed .500.: as asked") as lost:
             await client.complete(body)
         assert lost.value.status == 500 and not lost.value.is_broken
         stub.failures = [400]
-        with pytest.raises(ServerRefusal, match="refused .400.: as asked"):
+        with pytest.raises(ServerRefusal, match=r"refused .400.: as asked"):
             await client.complete(body)
         stub.failures = [401]
         with pytest.raises(ServerRefusal, match="API key"):
@@ -217,14 +217,13 @@ async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
 async def test_a_server_that_hangs_or_dies_is_lost_in_time() -> None:
     stub = Stub(hang=True)
     async with connect(stub, request_s=0.1) as client:
-        with pytest.raises(ServerLost, match="within 0.1 s") as late:
+        with pytest.raises(ServerLost, match=r"within 0.1 s") as late:
             await client.complete(b'{"model":"tiny","prompt":[[1]],"max_tokens":1}')
         assert not late.value.is_broken
         patient = Client(stub.url, session=client._session)
         async with asyncio.TaskGroup() as group:
             call = group.create_task(_loss(patient))
-            while not stub.in_flight["tiny"]:
-                await asyncio.sleep(0)
+            await stub.wait_in_flight(1)
             await stub.stop()
         assert call.result().is_broken
         assert not await client.is_healthy()
@@ -250,7 +249,7 @@ async def test_adapters_are_loaded_once_and_refusals_are_adapter_errors() -> Non
         await client.unload_adapter("a@1")
         assert stub.unloads == ["a@1"]
         stub.refuse_load = "rank 99 is greater than 16"
-        with pytest.raises(AdapterError, match="b@1 cannot be loaded.*rank 99"):
+        with pytest.raises(AdapterError, match=r"b@1 cannot be loaded.*rank 99"):
             await client.load_adapter("b@1", path="/b")
 
 

@@ -1,0 +1,200 @@
+"""Runs inside vLLM's worker processes: loads adapters from memory instead of from PEFT files.
+
+It is given to vLLM by `--worker-extension-cls` and called through `/collective_rpc`. It imports
+nothing of Rookery, and torch and vLLM only when called: `launch.py` puts a copy of this one file
+where the server's Python finds it.
+
+Stock `load_lora_adapter` reads a tensor per factor and pins each in page-locked memory, which takes
+most of its time. An arena is one file in shared memory (or one CUDA allocation of the sender) with
+all factors in it: it is mapped, moved to the device in one copy, and written into the adapter's
+slot from there. Everything else (names, ids, slots, eviction) stays vLLM's own.
+
+    arena folder:  rookery_arena.json   {"format": 1, "dtype": "float32", "bytes": 3686400,
+                                         "layers": [["model.layers.0.self_attn.q_proj",
+                                                     rank, in, out, offset_a, offset_b], ...]}
+                   rookery_arena.bin    unless "cuda" in the manifest names the sender's memory
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WorkerExtension"]
+
+MANIFEST, ARENA = "rookery_arena.json", "rookery_arena.bin"
+FORMAT = 1
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class. Their names must not meet any of vLLM's."""
+
+    model_runner: Any
+    device: Any
+
+    def rookery_attach(self) -> dict[str, Any]:
+        """Take over the loading of arena folders; what this worker can do. Twice is harmless."""
+        manager = self.model_runner.lora_manager
+        if manager is not None and not isinstance(manager.__dict__.get("_rookery"), _Loader):
+            loader = _Loader(manager, device=self.device)
+            manager._rookery = loader
+            manager._load_adapter = loader.load_adapter
+            manager.add_adapter = loader.add_adapter
+        return self.rookery_report()
+
+    def rookery_report(self) -> dict[str, Any]:
+        """Sizes, and the adaptable layers of the model by their Hugging Face names."""
+        config = self.model_runner.vllm_config
+        lora = config.lora_config
+        report: dict[str, Any] = {
+            "format": FORMAT,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_logprobs": config.model_config.max_logprobs,
+            "device": str(self.device).partition(":")[0],
+        }
+        if lora is not None:
+            report |= {
+                "max_loras": lora.max_loras,
+                "max_cpu_loras": lora.max_cpu_loras,
+                "max_lora_rank": lora.max_lora_rank,
+                "lora_dtype": str(lora.lora_dtype).removeprefix("torch."),
+                "layers": _layers(self.model_runner.lora_manager)
+                if config.parallel_config.tensor_parallel_size == 1
+                else {},
+            }
+        return report
+
+
+class _Loader:
+    """Stands in for two methods of one worker's adapter manager."""
+
+    def __init__(self, manager: Any, *, device: Any) -> None:
+        self._manager = manager
+        self._device = device
+        self._stock_load = manager._load_adapter
+        self._stock_add = manager.add_adapter
+        self._staged: dict[int, torch.Tensor] = {}
+
+    def load_adapter(self, request: Any) -> Any:
+        """An arena folder as vLLM's LoRAModel, on the device; other folders the stock way."""
+        folder = Path(request.lora_path)
+        if not (folder / MANIFEST).is_file():
+            return self._stock_load(request)
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        layers = manifest["layers"]
+        rank = max(layer[1] for layer in layers)
+        self._check(request, manifest, rank)
+        kept = _open_arena(folder, manifest, self._device)
+        hot = kept.to(self._device)
+        weights: dict[str, Any] = {}
+        for name, layer_rank, size_in, size_out, offset_a, offset_b in layers:
+            module = self._module_name(name)
+            factors = []
+            for offset, shape in (
+                (offset_a, (layer_rank, size_in)),
+                (offset_b, (size_out, layer_rank)),
+            ):
+                view = _view(hot, offset, shape, manifest["dtype"])
+                if hot is not kept:
+                    self._staged[id(view)] = _view(kept, offset, shape, manifest["dtype"])
+                factors.append(view)
+            # The scale is in B already: vLLM must not multiply it in, the memory is shared.
+            weights[module] = LoRALayerWeights(
+                module, layer_rank, layer_rank, factors[0], factors[1], 1.0
+            )
+        return LoRAModel(request.lora_int_id, rank, weights)
+
+    def add_adapter(self, request: Any) -> bool:
+        """Stock, then let go of the device copy: the slot has the weights, the arena keeps them."""
+        try:
+            return bool(self._stock_add(request))
+        finally:
+            if self._staged:
+                self._let_go(request.lora_int_id)
+
+    def _let_go(self, lora_id: int) -> None:
+        model = self._manager._adapter_manager.list_adapters().get(lora_id)
+        for layer in model.loras.values() if model is not None else ():
+            layer.lora_a = self._kept(layer.lora_a)
+            layer.lora_b = self._kept(layer.lora_b)
+        self._staged.clear()
+
+    def _kept(self, factor: Any) -> Any:
+        if isinstance(factor, list):
+            return [self._kept(part) for part in factor]
+        return self._staged.get(id(factor), factor)
+
+    def _check(self, request: Any, manifest: dict[str, Any], rank: int) -> None:
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"arena format {manifest['format']}, this worker reads {FORMAT}")
+        if rank > self._manager.lora_config.max_lora_rank:
+            limit = self._manager.lora_config.max_lora_rank
+            raise ValueError(f"{request.lora_name} has rank {rank}, at most {limit} is allowed")
+        packed = self._manager._adapter_manager.packed_modules_mapping
+        known: set[str] = set()
+        for module in self._manager._adapter_manager.supported_lora_modules:
+            known.update(packed.get(module, (module,)))
+        wrong = [layer[0] for layer in manifest["layers"] if layer[0].split(".")[-1] not in known]
+        if wrong:
+            raise ValueError(f"{request.lora_name} adapts {wrong[0]}; known are {sorted(known)}")
+
+    def _module_name(self, layer: str) -> str:
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None and hasattr(mapper, "get_rename_mapper"):
+            mapper = mapper.get_rename_mapper()
+        name = f"base_model.model.{layer}.lora_A.weight"
+        return str(parse_fine_tuned_lora_name(name, mapper)[0])
+
+
+def _open_arena(folder: Path, manifest: dict[str, Any], device: Any) -> torch.Tensor:
+    """The arena as bytes: the sender's CUDA memory, or a private mapping of the file."""
+    import torch
+
+    if "cuda" in manifest:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        handle = manifest["cuda"]
+        return rebuild_cuda_tensor(  # type: ignore[no-any-return, no-untyped-call]
+            torch.Tensor, (manifest["bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8, index,
+            base64.b64decode(handle["handle"]), handle["size_bytes"], handle["offset_bytes"],
+            False, base64.b64decode(handle["counter"]), handle["counter_offset"],
+            base64.b64decode(handle["event"]), handle["event_sync"],
+        )  # fmt: skip
+    size = manifest["bytes"]
+    return torch.from_file(str(folder / ARENA), shared=False, size=size, dtype=torch.uint8)
+
+
+def _view(arena: torch.Tensor, offset: int, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+    import torch
+
+    kind = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
+    num_bytes = shape[0] * shape[1] * kind.itemsize
+    return arena[offset : offset + num_bytes].view(kind).view(shape)
+
+
+def _layers(manager: Any) -> dict[str, list[int]]:
+    """[in, out] of every layer that takes adapters, such as `model.layers.0.self_attn.q_proj`."""
+    found: dict[str, list[int]] = {}
+    inner = manager._adapter_manager
+    for name, module in inner.modules.items():
+        stacked = getattr(module, "lora_a_stacked", None)
+        if not isinstance(stacked, tuple):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        parts = inner.packed_modules_mapping.get(leaf, [leaf])
+        if len(parts) != len(stacked):
+            continue
+        for part, a, b in zip(parts, stacked, module.lora_b_stacked, strict=True):
+            found[f"{parent}.{part}"] = [a.shape[-1], b.shape[-2]]
+    return found

@@ -1,0 +1,211 @@
+"""How servers are started: the config, and the command line and environment it stands for.
+
+config = LaunchConfig(model="Qwen/Qwen2.5-7B-Instruct", max_lora_rank=32)
+command_line(config, port=18000)      # ["/usr/bin/python3", "-m", "vllm...", "--model", ...]
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+
+__all__ = [
+    "EXTENSION_MODULE",
+    "LORA_RANKS",
+    "LaunchConfig",
+    "command_line",
+    "environment",
+    "num_replicas",
+    "visible_gpus",
+]
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
+EXTENSION_MODULE = "rookery_worker"
+EXTENSION_CLASS = f"{EXTENSION_MODULE}.WorkerExtension"
+_SINGLE = "vllm.entrypoints.openai.api_server"
+_SEVERAL = "vllm.entrypoints.cli.main"
+"""Several API processes behind one port exist only in the full command line."""
+
+
+class LaunchConfig(Config):
+    """Servers to start on this machine, all alike."""
+
+    model: str
+    """A folder with config.json and safetensors, or a Hugging Face id."""
+    python: str = sys.executable
+    """The interpreter that has vLLM; Rookery need not be installed there."""
+    replicas: int | None = Field(default=None, ge=1)
+    """How many servers; by default as many as the GPUs allow, one on the CPU."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that one copy of the model is spread over."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Copies of the model behind one port, balanced by vLLM itself."""
+    api_servers: int = Field(default=1, ge=1)
+    """API processes behind one port. More than one takes no adapters (vLLM refuses it)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Context in tokens; by default the model's own."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences computed together; by default vLLM's choice for the GPU."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step; by default vLLM's choice."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    cpu_cache_gib: int = Field(default=4, ge=1)
+    """Key-value cache of a server on the CPU."""
+    max_loras: int = Field(default=8, ge=0)
+    """Adapters computed together; 0 serves the base model alone, which is faster."""
+    max_cpu_loras: int = Field(default=64, ge=1)
+    """Adapters kept in the server's memory: more than these are loaded again when they return."""
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    prefix_caching: bool = True
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts sooner, runs slower."""
+    max_logprobs: int = Field(default=20, ge=0)
+    extension: bool = True
+    """Load adapters through Rookery's worker extension, straight from memory."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=18000, ge=1, le=65535)
+    """Ports are searched from here upwards."""
+    startup_s: float = Field(default=1200.0, gt=0)
+    """How long a server may take to be ready; 405B-class models take ten minutes."""
+    restarts: int = Field(default=3, ge=0)
+    """How often a server that died is started again."""
+    args: tuple[str, ...] = ()
+    """Further flags of vLLM, as on its command line."""
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Further environment variables of the servers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LaunchConfig":
+        if self.api_servers > 1 and self.max_loras:
+            raise ValueError(
+                f"api_servers is {self.api_servers} and max_loras is {self.max_loras}; vLLM loads "
+                "adapters only with one API process: write max_loras: 0, or api_servers: 1 and "
+                "more replicas."
+            )
+        if self.max_loras > self.max_cpu_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, "
+                f"{self.max_loras}."
+            )
+        if self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                f"host is {self.host}; Rookery's servers accept adapters from anyone who reaches "
+                "them, so they listen on 127.0.0.1 only. Reach them from elsewhere by an ssh "
+                "tunnel, or start vLLM yourself with --api-key and give its URL in urls."
+            )
+        return self
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank to start the server with."""
+        return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
+
+
+def command_line(config: LaunchConfig, *, port: int) -> list[str]:
+    """The server's command, without the interpreter."""
+    head = ["-m", _SEVERAL, "serve"] if config.api_servers > 1 else ["-m", _SINGLE]
+    flags: dict[str, object] = {
+        "--model": config.model,
+        "--host": config.host,
+        "--port": port,
+        "--dtype": config.dtype,
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": config.max_logprobs,
+        # A line per request costs the API process more than the request is worth.
+        "--uvicorn-log-level": "warning",
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
+        "--tensor-parallel-size": config.tensor_parallel if config.tensor_parallel > 1 else None,
+        "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
+        "--api-server-count": config.api_servers if config.api_servers > 1 else None,
+        "--worker-extension-cls": EXTENSION_CLASS if config.extension else None,
+    }
+    if config.max_loras:
+        flags["--max-loras"] = config.max_loras
+        flags["--max-cpu-loras"] = config.max_cpu_loras
+        flags["--max-lora-rank"] = config.lora_rank
+    if _device(config) == "cuda":
+        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+    words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
+    caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
+    words += [caching]
+    words += ["--enable-lora"] if config.max_loras else []
+    words += ["--enforce-eager"] if config.enforce_eager else []
+    return [*head, *words, *config.args]
+
+
+def environment(
+    config: LaunchConfig, *, index: int, num_servers: int, modules: Path, adapters: Path | None
+) -> dict[str, str]:
+    """The server's environment: ours, what Rookery needs, and what the config adds."""
+    env = dict(os.environ)
+    # vLLM reads its own variables from the same names as the client: ours are not meant for it.
+    for name in ("VLLM_HOST", "VLLM_PORT"):
+        env.pop(name, None)
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["VLLM_SERVER_DEV_MODE"] = "1"
+    if config.max_loras:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.max_loras and adapters is not None:
+        plugins = [p for p in env.get("VLLM_PLUGINS", "").split(",") if p]
+        env["VLLM_PLUGINS"] = ",".join({*plugins, "lora_filesystem_resolver"})
+        env["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(adapters)
+    path = [str(modules), *([env["PYTHONPATH"]] if env.get("PYTHONPATH") else [])]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env.update(
+        _cuda(config, index) if _device(config) == "cuda" else _cpu(config, index, num_servers)
+    )
+    env.update(config.env)
+    return env
+
+
+def num_replicas(config: LaunchConfig) -> int:
+    """How many servers the config starts."""
+    if config.replicas is not None:
+        return config.replicas
+    if _device(config) == "cpu":
+        return 1
+    return max(1, len(visible_gpus()) // (config.tensor_parallel * config.data_parallel))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that programs started here may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
+    devices = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
+    return tuple(sorted((name.removeprefix("nvidia") for name in devices), key=int))
+
+
+def _device(config: LaunchConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if visible_gpus() else "cpu"
+
+
+def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
+    size = config.tensor_parallel * config.data_parallel
+    own = visible_gpus()[index * size : (index + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+
+
+def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
+    """Each server gets cores of its own: two that spin on the same ones halve each other twice."""
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gib)}
+    if num_servers > 1 and sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // num_servers
+        own = cores[index * size : (index + 1) * size]
+        bind = ",".join(str(core) for core in own) if own else "nobind"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = bind
+    return env

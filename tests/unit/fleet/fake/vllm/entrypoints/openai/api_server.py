@@ -1,0 +1,44 @@
+"""Stands in for vLLM's server process in the tests: serves /health, or fails as told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import rookery_worker  # the launcher must have put it there
+
+MODE = os.environ.get("FAKE_VLLM", "")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        told = {"argv": sys.argv[1:], "pid": os.getpid(), "child": child}
+        told["env"] = {k: v for k, v in os.environ.items() if "VLLM" in k or "CUDA" in k}
+        content = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+child = 0
+assert rookery_worker.WorkerExtension
+sys.stdout.write("loading the model\n")
+sys.stdout.flush()
+if MODE == "memory":
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+if MODE == "hang":
+    time.sleep(600)
+if MODE == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if MODE == "child":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -1,0 +1,261 @@
+"""Server processes: started, owned, stopped. A small program stands in for vLLM's."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.config import parse_config
+from rookery.errors import ConfigError, FleetError
+from rookery.fleet import launch as launching
+from rookery.fleet.diagnosis import explain_failure, last_lines
+from rookery.fleet.launch import LaunchProgress, launch, reap_orphans
+from rookery.fleet.ledger import Ledger, ServerRecord, find_ledgers, process_start
+from rookery.fleet.ports import reserve_port
+from rookery.fleet.settings import LaunchConfig, command_line, environment
+
+FAKE = Path(__file__).parent / "fake"
+CONFIG = LaunchConfig(model="tiny", device="cpu", port=18500)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setattr(launching, "POLL_S", 0.02)
+    return tmp_path / "fleet"
+
+
+async def ask(url: str) -> dict[str, Any]:
+    def get() -> dict[str, Any]:
+        with urllib.request.urlopen(url + "/health") as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    return await asyncio.to_thread(get)
+
+
+def wait_for(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state: Path) -> None:
+    seen: list[LaunchProgress] = []
+    config = CONFIG.model_copy(update={"replicas": 2, "max_lora_rank": 20, "args": ("--seed", "3")})
+    async with launch(config, progress=seen.append, adapters=state) as servers:
+        told = [await ask(server.url) for server in servers]
+        assert len({server.url for server in servers}) == 2
+        assert all(server.is_alive for server in servers)
+        [ledger] = find_ledgers(state)
+        assert ledger.has_owner and ledger.owner_pid == os.getpid()
+        assert [r.pid for r in ledger.records] == [t["pid"] for t in told]
+    assert all(process_start(t["pid"]) == "" for t in told)
+    assert find_ledgers(state) == [] and os.listdir(state) == []
+    argv = told[0]["argv"]
+    for flag, value in [
+        ("--model", "tiny"), ("--max-lora-rank", "32"), ("--seed", "3"),
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--worker-extension-cls", "rookery_worker.WorkerExtension"),
+    ]:  # fmt: skip
+        assert argv[argv.index(flag) + 1] == value
+    assert {"--enable-lora", "--enable-prefix-caching"} <= set(argv)
+    assert told[0]["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert told[0]["env"]["VLLM_LORA_RESOLVER_CACHE_DIR"] == str(state)
+    assert {(p.index, p.is_ready) for p in seen} >= {(0, True), (1, True)}
+
+
+async def test_a_server_that_cannot_start_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, state: Path
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "memory")
+    with pytest.raises(FleetError) as failed:
+        async with launch(CONFIG):
+            pass
+    said = str(failed.value)
+    assert "ended with status 1" in said and "Tried to allocate 2.00 GiB" in said
+    assert "launch.gpu_memory_utilization" in said and "loading the model" in said
+    [folder] = os.listdir(state)
+    assert f"{state / folder}/server-0.log" in said
+
+
+async def test_a_python_without_vllm_gets_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(FleetError, match=r"pip install 'rookery\[vllm\]'"):
+        async with launch(CONFIG):
+            pass
+    missing = CONFIG.model_copy(update={"python": "/nowhere/python"})
+    with pytest.raises(FleetError, match=r"/nowhere/python.*launch\.python"):
+        async with launch(missing):
+            pass
+
+
+async def test_a_server_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "hang")
+    with pytest.raises(FleetError, match=r"not ready after .*launch\.startup_s allows 0\.2"):
+        async with launch(CONFIG.model_copy(update={"startup_s": 0.2})):
+            pass
+
+
+async def test_an_error_stops_the_servers_and_their_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "child")
+    with pytest.raises(ZeroDivisionError):
+        async with launch(CONFIG) as [server]:
+            told = await ask(server.url)
+            assert process_start(told["child"])
+            raise ZeroDivisionError
+    wait_for(lambda: not process_start(told["child"]) and not process_start(told["pid"]))
+
+
+async def test_cancelling_stops_even_a_stubborn_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "stubborn")
+    monkeypatch.setattr(launching, "STOP_S", 0.2)
+    running = asyncio.Event()
+    pids: list[int] = []
+
+    async def hold() -> None:
+        async with launch(CONFIG) as [server]:
+            pids.append(server.pid)
+            running.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert process_start(pids[0]) == ""
+
+
+async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
+    async with launch(CONFIG.model_copy(update={"restarts": 1})) as [server]:
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: process_start(first) == "")
+        await server.restart()
+        assert server.is_alive and server.pid != first
+        assert (await ask(server.url))["pid"] == server.pid
+        with pytest.raises(FleetError, match="died 2 times"):
+            await server.restart()
+
+
+def test_servers_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import asyncio\n"
+        "from rookery.fleet.launch import launch\n"
+        "from rookery.fleet.settings import LaunchConfig\n"
+        "async def main():\n"
+        "    config = LaunchConfig(model='tiny', device='cpu', port=18500)\n"
+        "    async with launch(config) as [server]:\n"
+        "        print(server.pid, flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    assert process_start(pid)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    wait_for(lambda: process_start(pid) == "")
+
+
+def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
+    def sleeper() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+    def record(process: subprocess.Popen[bytes], start: str | None = None) -> ServerRecord:
+        started = process_start(process.pid) if start is None else start
+        return ServerRecord(pid=process.pid, start=started, url="", model="", log="")
+
+    orphan, stranger, owned = sleeper(), sleeper(), sleeper()
+    try:
+        left = Ledger.create(state, purpose="run")
+        left.write([record(orphan), record(stranger, start="12345")])
+        os.close(left._descriptor)
+        held = Ledger.create(state, purpose="run")
+        held.write([record(owned)])
+        assert reap_orphans(state) == 1
+        assert orphan.wait(5) == -signal.SIGTERM
+        assert stranger.poll() is None and owned.poll() is None
+        assert [ledger.has_owner for ledger in find_ledgers(state)] == [True]
+        held.close(keep_logs=False)
+    finally:
+        for process in (orphan, stranger, owned):
+            process.kill()
+            process.wait()
+
+
+def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
+    first = reserve_port("127.0.0.1", first=18600)
+    second = reserve_port("127.0.0.1", first=18600)
+    assert first.port != second.port
+    first.release()
+    third = reserve_port("127.0.0.1", first=18600)
+    assert third.port == first.port
+    for reservation in (second, third):
+        reservation.release()
+
+
+def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log) == [] and explain_failure(log) == ""
+    log.write_text("\n".join(f"line {i}" for i in range(50_000)) + "\n\n50 %\r100 %\n")
+    assert last_lines(log, num=3) == ["line 49999", "50 %", "100 %"]
+    for text, said in [
+        ("error: unrecognized arguments: --nope", "launch.args"),
+        ("ValueError: No available memory for the cache blocks.", "max_model_len"),
+        ("[Errno 98] error while attempting to bind", "launch.port"),
+    ]:
+        log.write_text(text)
+        assert said in explain_failure(log)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host": "0.0.0.0"}, "127.0.0.1 only"),
+        ({"api_servers": 4}, "max_loras: 0"),
+        ({"max_loras": 99}, "at least max_loras"),
+        ({"max_lora": 8}, "Did you mean max_loras"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config(LaunchConfig, {"model": "tiny", **given}, origin="x")
+
+
+def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    config = LaunchConfig(model="m", tensor_parallel=2, env={"A": "b"})
+    assert launching.num_replicas(config) == 2
+    env = environment(config, index=1, num_servers=2, modules=tmp_path, adapters=None)
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,7" and env["A"] == "b"
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    assert "--gpu-memory-utilization" in command_line(config, port=1)
+    cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    envs = [
+        environment(cpu, index=i, num_servers=2, modules=tmp_path, adapters=None) for i in (0, 1)
+    ]
+    assert [e["VLLM_CPU_OMP_THREADS_BIND"] for e in envs] == ["0,1", "2,3"]
+    assert "--enable-lora" not in command_line(cpu, port=1)
+    several = LaunchConfig(model="m", device="cpu", api_servers=4, max_loras=0)
+    assert command_line(several, port=1)[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
