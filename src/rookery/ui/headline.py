@@ -1,0 +1,99 @@
+"""The result of a run in one number and one sentence that says what it does and does not show.
+
+headline = make_headline(report)
+headline.verdict    # "better": the whole interval of the gain is above zero
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.ui import wording
+from rookery.ui.report import Estimate, GenomeReport, ReportRow
+
+__all__ = ["Headline", "Verdict", "make_headline"]
+
+Verdict = Literal["better", "unclear", "worse", "unmeasured", "unfinished"]
+
+SENTENCES: dict[Verdict, str] = {
+    "better": "Better than the best founder. The whole 95 % interval of the gain lies above "
+    "zero: chance alone is an unlikely explanation.",
+    "unclear": "Not distinguishable from chance. The 95 % interval of the gain includes zero: "
+    "this run does not show that the winner beats the best founder.",
+    "worse": "Worse than the best founder. The whole 95 % interval of the gain lies below zero.",
+    "unmeasured": "No gain over the best founder was measured.",
+    "unfinished": "No result yet. The report tasks are read once, when the search is over.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """What the top of the page says."""
+
+    verdict: Verdict
+    sentence: str
+    winner: ReportRow | None
+    context: str
+    """How the number came about: "Chosen among 46 candidates; measured on 60 report tasks."."""
+
+
+def make_headline(report: GenomeReport) -> Headline:
+    """The winner against the best founder, or how far an unfinished search has come."""
+    winner = report.winner
+    if winner is None:
+        return Headline(
+            verdict="unfinished",
+            sentence=SENTENCES["unfinished"],
+            winner=None,
+            context=_progress(report),
+        )
+    verdict = _verdict(winner.gain)
+    sentence = SENTENCES[verdict]
+    if verdict in {"unclear", "unmeasured"} and _is_founder(report):
+        sentence = "The winner is a founder: no candidate of the search was chosen over it."
+    return Headline(
+        verdict=verdict, sentence=sentence, winner=winner, context=_context(report, winner)
+    )
+
+
+def _verdict(gain: Estimate | None) -> Verdict:
+    if gain is None or gain.low is None or gain.high is None:
+        return "unmeasured"
+    if gain.low > 0:
+        return "better"
+    return "worse" if gain.high < 0 else "unclear"
+
+
+def _is_founder(report: GenomeReport) -> bool:
+    return any(c.is_winner and not c.parents and c.generation == 0 for c in report.lineage)
+
+
+def _context(report: GenomeReport, winner: ReportRow) -> str:
+    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
+    origin = []
+    if report.num_candidates:
+        origin.append(f"Chosen among {wording.plural(report.num_candidates, 'candidate')}")
+    if num_tasks:
+        origin.append(f"measured once on {wording.plural(num_tasks, 'report task')}")
+    sentences = ["; ".join(origin)] if origin else []
+    if _is_founder(report):
+        sentences.append("The winner is a founder: no candidate of the search was chosen over it")
+    higher = [row for row in report.rows if _is_higher(row, winner)]
+    if higher:
+        names = ", ".join(f"{row.name} ({wording.score(row.mean)})" for row in higher)
+        sentences.append(f"Higher on the same tasks: {names}")
+    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+
+
+def _is_higher(row: ReportRow, winner: ReportRow) -> bool:
+    return row.mean is not None and winner.mean is not None and row.mean > winner.mean
+
+
+def _progress(report: GenomeReport) -> str:
+    scored = [g for g in report.generations if g.best is not None]
+    if not scored:
+        return ""
+    best = max(scored, key=lambda g: g.best or 0.0)
+    return (
+        f"Best score on the search tasks so far: {wording.score(best.best)}, "
+        f"in generation {best.generation}."
+    )

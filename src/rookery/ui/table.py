@@ -1,0 +1,34 @@
+"""The comparison on the report tasks as plain strings, for a terminal table.
+
+    for cells in report_rows(report):
+        table.add_row(*cells)       # under the names in COLUMNS
+
+The page shows the same strings in the same order.
+"""
+
+from collections.abc import Mapping
+
+from rookery.types import Json
+from rookery.ui import wording
+from rookery.ui.report import parse_report
+
+__all__ = ["COLUMNS", "report_rows"]
+
+COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
+
+
+def report_rows(report: Mapping[str, Json]) -> list[tuple[str, ...]]:
+    """One tuple per row, one string per column of COLUMNS; empty when nothing is reported yet.
+
+    `("evolved", "0.910", "0.880 to 0.940", "+0.200 (+0.150 to +0.250)", "0")`
+    """
+    return [
+        (
+            row.name,
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+            wording.count(row.num_failed),
+        )
+        for row in parse_report(report).rows
+    ]

@@ -1,0 +1,68 @@
+"""Numbers as people read them, the same in the terminal and on the page.
+
+score(0.91)             "0.910"                       count(12345)    "12,345"
+interval(row)           "0.880 to 0.940"              duration(65.2)  "1 min 5 s"
+gain(row.gain)          "+0.200 (+0.150 to +0.250)"   plural(1, "candidate")  "1 candidate"
+
+A number that is missing is a hyphen, never a zero.
+"""
+
+from rookery.ui.report import Estimate
+
+__all__ = ["MISSING", "count", "duration", "gain", "interval", "plural", "score", "signed"]
+
+MISSING = "-"
+
+
+def score(value: float | None) -> str:
+    """A mean reward, three decimals."""
+    return MISSING if value is None else f"{_rounded(value):.3f}"
+
+
+def signed(value: float | None) -> str:
+    """A difference, three decimals, always with its sign."""
+    return MISSING if value is None else f"{_rounded(value):+.3f}"
+
+
+def interval(estimate: Estimate) -> str:
+    """The interval of a mean."""
+    if estimate.low is None or estimate.high is None:
+        return MISSING
+    return f"{score(estimate.low)} to {score(estimate.high)}"
+
+
+def gain(estimate: Estimate | None) -> str:
+    """A difference with its interval; empty when there is nothing to compare with."""
+    if estimate is None:
+        return ""
+    if estimate.low is None or estimate.high is None:
+        return signed(estimate.mean)
+    return f"{signed(estimate.mean)} ({signed(estimate.low)} to {signed(estimate.high)})"
+
+
+def count(value: int) -> str:
+    """An amount, with thousands separated."""
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """An amount of something whose plural ends in s."""
+    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+
+
+def duration(seconds: float | None) -> str:
+    """A time in its two largest units; tenths below a minute."""
+    if seconds is None:
+        return MISSING
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{count(hours)} h {minutes} min"
+
+
+def _rounded(value: float) -> float:
+    """To three decimals; adding zero turns -0.0 into 0.0, so that no "-0.000" is shown."""
+    return round(value, 3) + 0.0
