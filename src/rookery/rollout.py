@@ -40,6 +40,7 @@ from rookery.types import (
     Score,
     ScoreRequest,
     Task,
+    TokenIds,
 )
 
 __all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source"]
@@ -133,6 +134,8 @@ class TasksetEvaluator:
         """Answers asked for so far: those found in the log are not counted."""
         self.num_tokens = 0
         """Tokens of these answers and their prompts."""
+        self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
+        """Prompts with their choices by task id: a search puts them to many models."""
         self._askings = {taskset.name: self._asking(taskset) for taskset in tasksets}
 
     def _asking(self, taskset: Taskset) -> _Asking:
@@ -306,7 +309,10 @@ class TasksetEvaluator:
 
     def _choice_requests(self, model: ModelRef, task: Task) -> list[ScoreRequest]:
         """One request when every choice is one token, else one per choice."""
-        encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
+        encoded = self._encoded.get(task.id)
+        if encoded is None:
+            encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
+            self._encoded[task.id] = encoded
         start = encoded[0][1]
         if all(len(tokens) == start + 1 for tokens, _ in encoded):
             labels = tuple(tokens[-1] for tokens, _ in encoded)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rookery.embedded.pool import zero_pages
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.slots.attention import Heads, attend_heads
 
@@ -58,6 +59,8 @@ class DecodeBatch:
             length = self._lengths[last]
             self._pool[:, :, row, :, :length] = self._pool[:, :, last, :, :length]
             self._lengths[row], self._slots[row] = length, self._slots[last]
+        # Masked keys are read: nothing of an ended row, NaN least of all, may stay behind.
+        self._pool[:, :, last, :, : self._lengths[last]] = 0
         self._lengths.pop()
         self._slots.pop()
         self._is_planned = False
@@ -94,16 +97,11 @@ class DecodeBatch:
         return self._plan
 
     def _make_pool(self, num_tokens: int) -> torch.Tensor:
-        """[layers, 2, rows, KV, tokens, D], zeros: masked keys are read, so they must be finite.
-
-        On the CPU untouched pages cost no memory.
-        """
+        """[layers, 2, rows, KV, tokens, D], zeros: masked keys are read, so they must be finite."""
         shape = self._model.shape
-        return torch.zeros(
-            (shape.num_layers, 2, self._max_rows, shape.num_kv_heads, num_tokens, shape.head_dim),
-            dtype=self._model.dtype,
-            device=self._model.device,
-        )
+        like = torch.empty(0, dtype=self._model.dtype, device=self._model.device)
+        rows = (self._max_rows, shape.num_kv_heads, num_tokens, shape.head_dim)
+        return zero_pages((shape.num_layers, 2, *rows), like=like)
 
     def _reserve(self, num_tokens: int) -> None:
         have = self._pool.shape[4]

@@ -10,19 +10,16 @@ together; a node sees its ancestors' keys and values, whether computed earlier o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from rookery.embedded.pool import TokenPool
 from rookery.embedded.prefix import Node, PrefixTree
+from rookery.embedded.tree_attention import TreeAttend
 from rookery.slots import Segment, SlotRows, SlottedModel
-from rookery.slots.attention import Heads, attend_heads, causal_mask
 
 __all__ = ["Prefill", "PrefillStats", "Prompt"]
-
-QUERY_BLOCK = 8
-"""Queries are attended in blocks aligned to absolute positions, so that a token's bits do not
-depend on where its node was cut; 8 wastes little on short nodes and fills the kernel."""
 
 SLOT_BLOCK = 16
 """Prompt rows per adapter block: long enough to be a matrix product, short enough to pad."""
@@ -40,6 +37,8 @@ class Prompt:
     """The deepest branch node so far, pinned."""
     trunk: Node | None = None
     """The trunk node of the same tokens, pinned; None when there is no trunk."""
+    pools: tuple[TokenPool, TokenPool] | None = None
+    """Where trunk and leaf are kept: those of the cut under which they were computed."""
 
     @property
     def is_planned(self) -> bool:
@@ -58,11 +57,8 @@ class PrefillStats:
     """Tokens run through the layers above the cut: the prompt tokens really computed."""
 
 
-@dataclass(slots=True)
-class _Pass:
-    trunk: list[Node] = field(default_factory=list)
-    branch: list[tuple[Node, int | None, tuple[int, ...]]] = field(default_factory=list)
-    """Branch node, its slot, and the whole prefix up to its end."""
+_Planned = list[tuple[Node, int | None, tuple[int, ...]]]
+"""Branch node, its slot, and the whole prefix up to its end."""
 
 
 class Prefill:
@@ -78,25 +74,30 @@ class Prefill:
     def set_cut(self, cut: int) -> None:
         """Forget everything and put the border between trunk and branches at layer `cut`."""
         self.cut = cut
-        self._trunk = self._make_tree(cut)
+        self._trunk_pool = self._make_pool(cut)
+        self._branch_pool = self._make_pool(self._model.shape.num_layers - cut)
+        self._trunk = PrefixTree(self._trunk_pool)
         self._branches: dict[int | None, PrefixTree] = {}
 
     def forget(self, slot: int) -> None:
         """Drop a slot's branch: its weights are about to change."""
-        self._branches.pop(slot, None)
+        branch = self._branches.pop(slot, None)
+        if branch is not None:
+            branch.clear()
 
-    def _make_tree(self, layers: int) -> PrefixTree:
+    def _make_pool(self, layers: int) -> TokenPool:
         shape = self._model.shape
-        return PrefixTree(
+        return TokenPool(
             kv_shape=(layers, shape.num_kv_heads, shape.head_dim),
             hidden_size=shape.hidden_size,
             like=self._like,
+            capacity=self._cache_tokens if layers else 1,
         )
 
     def advance(self, prompts: Sequence[Prompt], *, budget: int) -> None:
         """Plan the prompts in order until `budget` new tokens, and compute what was planned."""
-        self._evict()
-        planned = _Pass()
+        self._evict(headroom=budget)
+        planned: _Planned = []
         for prompt in prompts:
             if budget <= 0:
                 break
@@ -105,12 +106,10 @@ class Prefill:
         self._run_trunk(planned)
         self._run_branches(planned)
 
-    def _plan(self, prompt: Prompt, planned: _Pass, budget: int) -> int:
+    def _plan(self, prompt: Prompt, planned: _Planned, budget: int) -> int:
         tree = self._branches.get(prompt.slot)
         if tree is None:
-            tree = self._branches[prompt.slot] = self._make_tree(
-                self._model.shape.num_layers - self.cut
-            )
+            tree = self._branches[prompt.slot] = PrefixTree(self._branch_pool)
         node, matched = tree.match(prompt.tokens)
         stop = min(len(prompt.tokens), matched + budget)
         if matched < stop:
@@ -122,12 +121,13 @@ class Prefill:
                 trunk = self._trunk.extend(trunk, prompt.tokens[known:stop])
         self._hold(prompt, node, trunk)
         prompt.num_planned = stop
-        planned.branch.append((node, prompt.slot, prompt.tokens[:stop]))
+        planned.append((node, prompt.slot, prompt.tokens[:stop]))
         return stop - matched
 
     def _hold(self, prompt: Prompt, leaf: Node, trunk: Node | None) -> None:
         self.release(prompt)
         prompt.leaf, prompt.trunk = leaf, trunk
+        prompt.pools = (self._trunk_pool, self._branch_pool)
         leaf.pins += 1
         if trunk is not None:
             trunk.pins += 1
@@ -141,35 +141,35 @@ class Prefill:
 
     def hidden(self, prompt: Prompt, start: int) -> torch.Tensor:
         """What the last layer made of the tokens from `start` to the end: [tokens, hidden]."""
-        assert prompt.leaf is not None
-        parts = [node.hidden[max(0, start - node.start) :] for node in prompt.leaf.path()]
-        return torch.cat([part for part in parts if len(part)])
+        assert prompt.leaf is not None and prompt.pools is not None
+        return prompt.pools[1].hidden[prompt.leaf.path_places()[start:]]
 
     def keys_and_values(self, prompt: Prompt) -> torch.Tensor:
         """[layers, 2, KV heads, tokens, head size] of the whole prompt, all layers, copied."""
-        assert prompt.leaf is not None
-        upper = torch.cat([node.kv for node in prompt.leaf.path()], dim=3)
+        assert prompt.leaf is not None and prompt.pools is not None
+        trunk, branch = prompt.pools
+        upper = branch.kv[:, :, :, prompt.leaf.path_places()]
         if prompt.trunk is None:
             return upper
-        return torch.cat([torch.cat([n.kv for n in prompt.trunk.path()], dim=3), upper])
+        return torch.cat([trunk.kv[:, :, :, prompt.trunk.path_places()], upper])
 
-    def _run_trunk(self, planned: _Pass) -> None:
+    def _run_trunk(self, planned: _Planned) -> None:
         if not self.cut:
             return
         fresh: dict[int, Node] = {}
-        for _, _, tokens in planned.branch:
+        for _, _, tokens in planned:
             node, _ = self._trunk.match(tokens)
             fresh.update({id(n): n for n in node.path() if not n.is_computed})
         nodes = list(fresh.values())
         if nodes:
             tokens_T = torch.tensor([t for n in nodes for t in n.tokens], device=self._like.device)
             hidden = self._model.embed(tokens_T)
-            self._run(nodes, hidden, first=0, stop=self.cut, rows=None)
+            self._run(nodes, hidden, self._trunk_pool, first=0, rows=None)
             self.stats.trunk_tokens += len(tokens_T)
 
-    def _run_branches(self, planned: _Pass) -> None:
+    def _run_branches(self, planned: _Planned) -> None:
         fresh: dict[int, tuple[Node, int | None, tuple[int, ...]]] = {}
-        for leaf, slot, tokens in planned.branch:
+        for leaf, slot, tokens in planned:
             for node in leaf.path():
                 if not node.is_computed:
                     fresh.setdefault(id(node), (node, slot, tokens))
@@ -179,13 +179,8 @@ class Prefill:
         work = sorted(fresh.values(), key=lambda item: -1 if item[1] is None else item[1])
         nodes = [node for node, _, _ in work]
         hidden = torch.cat([self._below(node, tokens) for node, _, tokens in work])
-        self._run(
-            nodes,
-            hidden,
-            first=self.cut,
-            stop=self._model.shape.num_layers,
-            rows=self._slot_rows([(node, slot) for node, slot, _ in work]),
-        )
+        rows = self._slot_rows([(node, slot) for node, slot, _ in work])
+        self._run(nodes, hidden, self._branch_pool, first=self.cut, rows=rows)
         self.stats.branch_tokens += hidden.shape[0]
 
     def _below(self, node: Node, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -193,8 +188,7 @@ class Prefill:
         if not self.cut:
             return self._model.embed(torch.tensor(node.tokens, device=self._like.device))
         trunk, _ = self._trunk.match(tokens[: node.stop])
-        parts = [n.hidden[max(0, node.start - n.start) :] for n in trunk.path()]
-        return torch.cat([part for part in parts if len(part)])
+        return self._trunk_pool.hidden[trunk.path_places()[node.start :]]
 
     def _slot_rows(self, work: Sequence[tuple[Node, int | None]]) -> SlotRows | None:
         rows_by_slot: dict[int, list[int]] = {}
@@ -214,111 +208,36 @@ class Prefill:
         self,
         nodes: Sequence[Node],
         hidden: torch.Tensor,
+        pool: TokenPool,
         *,
         first: int,
-        stop: int,
         rows: SlotRows | None,
     ) -> None:
-        positions = torch.cat(
-            [torch.arange(n.start, n.stop, device=self._like.device) for n in nodes]
-        )
-        attend = _TreeAttend(nodes, first_layer=first, dtype=hidden.dtype)
-        hidden = self._model.layers(
-            hidden, positions, attend=attend, rows=rows, span=range(first, stop)
-        )
-        start = 0
+        positions = torch.cat([torch.arange(n.start, n.stop) for n in nodes]).to(hidden.device)
+        attend = TreeAttend(nodes, pool=pool, first_layer=first)
+        span = range(first, first + len(pool.kv))
+        hidden = self._model.layers(hidden, positions, attend=attend, rows=rows, span=span)
+        pool.hidden[torch.cat([node.places for node in nodes])] = hidden
         for node in nodes:
-            node.hidden.copy_(hidden[start : start + len(node.tokens)])
             node.is_computed = True
-            start += len(node.tokens)
 
-    def _evict(self) -> None:
-        """Drop the least recently used leaves nobody needs until the cache fits."""
-        trees = [self._trunk, *self._branches.values()]
-        kept = sum(len(node.tokens) for tree in trees for node in tree.nodes())
-        while kept > self._cache_tokens:
-            leaves = [
-                (node.last_used, tree, node)
-                for tree in trees
-                for node in tree.nodes()
-                if not node.children and not node.pins
-            ]
-            if not leaves:
-                return
-            for _, tree, node in sorted(leaves, key=lambda leaf: leaf[0]):
-                if kept <= self._cache_tokens:
-                    return
-                tree.remove(node)
-                kept -= len(node.tokens)
-
-
-class _TreeAttend:
-    """Attention of a pass: stores each node's keys and values, then lets it see its path."""
-
-    def __init__(self, nodes: Sequence[Node], *, first_layer: int, dtype: torch.dtype) -> None:
-        self._first_layer = first_layer
-        self._dtype = dtype
-        self._parts: list[_Part] = []
-        row = 0
-        for node in nodes:
-            self._parts.append(_Part(node, row=row))
-            row += len(node.tokens)
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor:
-        layer = heads.layer - self._first_layer
-        for part in self._parts:
-            kv = part.node.kv[layer]
-            kv[0] = k[:, part.rows]
-            kv[1] = v[:, part.rows]
-        out = torch.empty_like(q)
-        for part in self._parts:
-            part.attend(q, out, layer, heads, self._dtype)
-        return out
-
-
-class _Part:
-    """One node of a pass, its queries padded to whole aligned blocks."""
-
-    def __init__(self, node: Node, *, row: int) -> None:
-        self.node = node
-        self.rows = slice(row, row + len(node.tokens))
-        first = node.start // QUERY_BLOCK * QUERY_BLOCK
-        self._num_blocks = -(-(node.stop - first) // QUERY_BLOCK)
-        self._offset = node.start - first
-        self._num_keys = first + self._num_blocks * QUERY_BLOCK
-        self._path = node.path()
-        self._positions = torch.arange(first, self._num_keys, device=node.kv.device).view(
-            self._num_blocks, 1, QUERY_BLOCK
-        )
-        self._masks: dict[int | None, torch.Tensor] = {}
-
-    def attend(
-        self, q: torch.Tensor, out: torch.Tensor, layer: int, heads: Heads, dtype: torch.dtype
-    ) -> None:
-        """Write the attention of this node's rows q [H, rows, D] into `out`."""
-        mask = self._masks.get(heads.window)
-        if mask is None:
-            mask = self._masks[heads.window] = causal_mask(
-                self._positions, self._num_keys, window=heads.window, dtype=dtype
-            )
-        own = q[:, self.rows]
-        padded = own.new_zeros(own.shape[0], self._num_blocks * QUERY_BLOCK, own.shape[2])
-        padded[:, self._offset : self._offset + own.shape[1]] = own
-        blocks = padded.view(own.shape[0], self._num_blocks, QUERY_BLOCK, -1).transpose(0, 1)
-        kv = self._keys_and_values(layer)
-        keys = kv[0].expand(self._num_blocks, -1, -1, -1)
-        values = kv[1].expand(self._num_blocks, -1, -1, -1)
-        mixed = attend_heads(blocks, keys, values, mask, heads).transpose(0, 1)
-        mixed = mixed.reshape(padded.shape)
-        out[:, self.rows] = mixed[:, self._offset : self._offset + own.shape[1]]
-
-    def _keys_and_values(self, layer: int) -> torch.Tensor:
-        """[2, KV, keys, D] of the whole path, zeros after its end."""
-        parts = [node.kv[layer] for node in self._path]
-        missing = self._num_keys - self.node.stop
-        if missing:
-            last = parts[-1]
-            parts.append(last.new_zeros(2, last.shape[1], missing, last.shape[3]))
-        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    def _evict(self, *, headroom: int) -> None:
+        """Drop the least recently used leaves nobody needs until `headroom` tokens fit."""
+        groups = [
+            (self._trunk_pool, [self._trunk]),
+            (self._branch_pool, [*self._branches.values()]),
+        ]
+        for pool, trees in groups:
+            while pool.num_taken > self._cache_tokens - headroom:
+                leaves = [
+                    (node.last_used, tree, node)
+                    for tree in trees
+                    for node in tree.nodes()
+                    if not node.children and not node.pins
+                ]
+                if not leaves:
+                    break
+                for _, tree, node in sorted(leaves, key=lambda leaf: leaf[0]):
+                    if pool.num_taken <= self._cache_tokens - headroom:
+                        break
+                    tree.remove(node)

@@ -1,11 +1,11 @@
 """The prefix tree: token sequences that share a beginning share the nodes that hold its KV cache.
 
-    tree = PrefixTree(...)
-    node, matched = tree.match(tokens)        # the longest known prefix
+    tree = PrefixTree(pool)
+    node, matched = tree.match(tokens)          # the longest known prefix
     node = tree.extend(node, tokens[matched:])  # what is left to compute
 
-A node's tensors belong to its own tokens; a sequence is the path from the root. Matching part of
-a node splits it in two, without copying.
+A node holds the places of its own tokens in a pool; a sequence is the path from the root.
+Matching part of a node splits it in two, without copying.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,33 +13,27 @@ from itertools import count
 
 import torch
 
+from rookery.embedded.pool import TokenPool
+
 __all__ = ["Node", "PrefixTree"]
 
 _clock = count()
 
 
 class Node:
-    """Consecutive tokens of a sequence, with what one range of layers computed of them."""
+    """Consecutive tokens of a sequence and where they are kept."""
 
-    __slots__ = ("children", "hidden", "is_computed", "kv", "last_used", "parent", "pins", "start",
+    __slots__ = ("children", "is_computed", "last_used", "parent", "pins", "places", "start",
                  "tokens")  # fmt: skip
 
     def __init__(
-        self,
-        tokens: tuple[int, ...],
-        *,
-        parent: "Node | None",
-        kv: torch.Tensor,
-        hidden: torch.Tensor,
+        self, tokens: tuple[int, ...], *, parent: "Node | None", places: torch.Tensor
     ) -> None:
         self.tokens = tokens
         self.parent = parent
         self.start: int = parent.stop if parent is not None else 0
         self.children: dict[int, Node] = {}
-        self.kv = kv
-        """[layers, 2, KV heads, tokens, head size]: keys and values"""
-        self.hidden = hidden
-        """[tokens, hidden]: what comes out of the last layer of the range"""
+        self.places = places
         self.is_computed = False
         self.pins = 0
         """Work in progress that needs this node: it and its ancestors stay."""
@@ -58,16 +52,18 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def path_places(self) -> torch.Tensor:
+        """The places of the whole sequence that ends here."""
+        nodes = self.path()
+        return nodes[0].places if len(nodes) == 1 else torch.cat([n.places for n in nodes])
+
 
 class PrefixTree:
     """All sequences known to one set of weights over one range of layers."""
 
-    def __init__(self, *, kv_shape: tuple[int, int, int], hidden_size: int, like: torch.Tensor):
-        """`kv_shape` is (layers, KV heads, head size); `like` gives the type and the device."""
-        self._kv_shape = kv_shape
-        self._hidden_size = hidden_size
-        self._like = like
-        self.root = self._make((), parent=None)
+    def __init__(self, pool: TokenPool) -> None:
+        self._pool = pool
+        self.root = Node((), parent=None, places=pool.take(0))
         self.root.is_computed = True
 
     def match(self, tokens: Sequence[int]) -> tuple[Node, int]:
@@ -87,7 +83,7 @@ class PrefixTree:
     def extend(self, node: Node, tokens: Sequence[int]) -> Node:
         """A new child of `node`, not yet computed, that holds `tokens`."""
         assert tokens and tokens[0] not in node.children
-        child = self._make(tuple(tokens), parent=node)
+        child = Node(tuple(tokens), parent=node, places=self._pool.take(len(tokens)))
         node.children[child.tokens[0]] = child
         return child
 
@@ -100,35 +96,35 @@ class PrefixTree:
             yield node
 
     def remove(self, node: Node) -> None:
-        """Forget a leaf."""
+        """Forget a leaf and give its places back."""
         assert node.parent is not None and not node.children and not node.pins
         del node.parent.children[node.tokens[0]]
+        self._pool.give_back(node.places)
+
+    def clear(self) -> None:
+        """Forget everything that no work in progress needs; pinned paths stay usable."""
+        leaves = [node for node in self.nodes() if _is_free(node)]
+        while leaves:
+            node = leaves.pop()
+            parent = node.parent
+            self.remove(node)
+            if parent is not None and parent is not self.root and _is_free(parent):
+                leaves.append(parent)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; returns the upper half. Pins stay with the lower one."""
         assert node.parent is not None
-        upper = Node(
-            node.tokens[:at],
-            parent=node.parent,
-            kv=node.kv[:, :, :, :at],
-            hidden=node.hidden[:at],
-        )
+        upper = Node(node.tokens[:at], parent=node.parent, places=node.places[:at])
         upper.is_computed = node.is_computed
         node.parent.children[upper.tokens[0]] = upper
-        node.tokens = node.tokens[at:]
-        node.kv, node.hidden = node.kv[:, :, :, at:], node.hidden[at:]
+        node.tokens, node.places = node.tokens[at:], node.places[at:]
         node.parent, node.start = upper, upper.stop
         upper.children = {node.tokens[0]: node}
         return upper
 
-    def _make(self, tokens: tuple[int, ...], *, parent: Node | None) -> Node:
-        layers, heads, size = self._kv_shape
-        return Node(
-            tokens,
-            parent=parent,
-            kv=self._like.new_empty(layers, 2, heads, len(tokens), size),
-            hidden=self._like.new_empty(len(tokens), self._hidden_size),
-        )
+
+def _is_free(node: Node) -> bool:
+    return not node.children and not node.pins
 
 
 def _common(prefix: Sequence[int], tokens: Sequence[int], offset: int) -> int:

@@ -1,0 +1,67 @@
+"""Memory for cached tokens: keys, values and hidden states, addressed by places.
+
+A place holds one token of one sequence; whoever needs a token takes a place and gives it back.
+Places need not lie together: attention gathers them by index.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["TokenPool", "zero_pages"]
+
+
+def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the type and device of `like`; on the CPU, pages nobody touched cost no memory.
+
+    torch fills its zeros, which takes a second per gigabyte; numpy asks the kernel for them.
+    """
+    if like.device.type != "cpu" or 0 in shape:
+        return like.new_zeros(*shape)
+    raw = np.zeros(math.prod(shape) * like.dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(like.dtype).view(*shape)
+
+
+class TokenPool:
+    """Places 0 .. capacity-1 for one range of layers. Grows when all are taken."""
+
+    def __init__(
+        self, *, kv_shape: tuple[int, int, int], hidden_size: int, like: torch.Tensor, capacity: int
+    ) -> None:
+        """`kv_shape` is (layers, KV heads, head size); `like` gives the type and the device."""
+        layers, heads, size = kv_shape
+        self.kv = zero_pages((layers, 2, heads, capacity, size), like=like)
+        """[layers, 2, KV heads, places, head size]"""
+        self.hidden = zero_pages((capacity, hidden_size), like=like)
+        """[places, hidden]: what comes out of the last layer of the range."""
+        self._free = torch.arange(capacity)
+        self._num_free = capacity
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._free) - self._num_free
+
+    def take(self, count: int) -> torch.Tensor:
+        """`count` places nobody has, [count] on the CPU."""
+        if count > self._num_free:
+            self._grow(count - self._num_free)
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].clone()
+
+    def give_back(self, places: torch.Tensor) -> None:
+        self._free[self._num_free : self._num_free + len(places)] = places
+        self._num_free += len(places)
+
+    def _grow(self, missing: int) -> None:
+        have = len(self._free)
+        extra = max(missing, have // 2)
+        room = self.kv.new_zeros(*self.kv.shape[:3], extra, self.kv.shape[4])
+        self.kv = torch.cat([self.kv, room], dim=3)
+        self.hidden = torch.cat([self.hidden, self.hidden.new_zeros(extra, self.hidden.shape[1])])
+        free = torch.empty(have + extra, dtype=torch.long)
+        free[: self._num_free] = self._free[: self._num_free]
+        free[self._num_free : self._num_free + extra] = torch.arange(have, have + extra)
+        self._free = free
+        self._num_free += extra

@@ -1,0 +1,163 @@
+"""Attention of a prefill pass: each new token sees its own path through the prefix tree.
+
+Queries are cut into blocks aligned to absolute positions, so that a token's bits do not depend on
+where its node was cut. Short nodes are attended many at a time, each block with the keys of its
+path gathered by place; a long node is attended by itself, its blocks sharing one copy of the keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rookery.embedded.pool import TokenPool
+from rookery.embedded.prefix import Node
+from rookery.slots.attention import Heads, attend_heads, causal_mask
+
+__all__ = ["TreeAttend"]
+
+QUERY_BLOCK = 8
+"""Queries per block: 8 wastes little on short nodes and fills the kernel."""
+
+KEY_BLOCK = 16
+"""Keys are attended in whole multiples of this, so that a tail is always summed alike."""
+
+LONG_BLOCKS = 4
+"""A node of more blocks than this is attended by itself: gathering its path for each block would
+cost more than the calls it saves."""
+
+GROUP_KEYS = 16_384
+"""Gathered keys of one group: at 200 numbers each for K and V, 25 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Up to 8 neighbouring queries: their packed rows, and how many keys they may see."""
+
+    node: Node
+    first: int
+    """Absolute position of the block's first query, a multiple of 8."""
+    rows: range
+    """Packed rows of the queries that are there."""
+    offset: int
+    """Where in the block they begin."""
+
+    @property
+    def num_keys(self) -> int:
+        return -(-(self.first + QUERY_BLOCK) // KEY_BLOCK) * KEY_BLOCK
+
+
+class _Group:
+    """Blocks that are attended in one call, padded to the keys of the longest."""
+
+    def __init__(self, blocks: Sequence[_Block], *, pool: TokenPool, is_shared: bool) -> None:
+        device = pool.hidden.device
+        num_keys = max(block.num_keys for block in blocks)
+        gather = torch.zeros(len(blocks) * QUERY_BLOCK, dtype=torch.long)
+        places: list[int] = []
+        rows: list[int] = []
+        for index, block in enumerate(blocks):
+            begin = index * QUERY_BLOCK + block.offset
+            span = range(begin, begin + len(block.rows))
+            gather[begin : begin + len(block.rows)] = torch.arange(
+                block.rows.start, block.rows.stop
+            )
+            places.extend(span)
+            rows.extend(block.rows)
+        positions = torch.tensor([[range(b.first, b.first + QUERY_BLOCK)] for b in blocks])
+        sources = [blocks[0]] if is_shared else blocks
+        keys = torch.zeros(len(sources), num_keys, dtype=torch.long)
+        for index, block in enumerate(sources):
+            path = block.node.path_places()[:num_keys]
+            keys[index] = path[-1]  # padding is masked, but must not bring in foreign NaN
+            keys[index, : len(path)] = path
+        self._num_blocks = len(blocks)
+        self._gather = gather.to(device)
+        self._places = torch.tensor(places, device=device)
+        self._rows = torch.tensor(rows, device=device)
+        self._keys = keys.to(device)
+        self._positions = positions.to(device)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, heads: Heads) -> None:
+        """q [H, rows, D] against kv [2, KV, places, D]; writes the group's rows of `out`."""
+        num_heads, _, size = q.shape
+        queries = q.index_select(1, self._gather)
+        queries = queries.view(num_heads, self._num_blocks, QUERY_BLOCK, size).transpose(0, 1)
+        sources, num_keys = self._keys.shape
+        gathered = kv.index_select(2, self._keys.view(-1))
+        gathered = gathered.view(2, kv.shape[1], sources, num_keys, size)
+        keys, values = gathered.transpose(1, 2)
+        if sources != self._num_blocks:
+            keys = keys.expand(self._num_blocks, -1, -1, -1)
+            values = values.expand(self._num_blocks, -1, -1, -1)
+        mixed = attend_heads(queries, keys, values, self._mask(heads.window, q.dtype), heads)
+        mixed = mixed.transpose(0, 1).reshape(num_heads, -1, size)
+        out[:, self._rows] = mixed.index_select(1, self._places)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Causal, and blind to padding: a padded query may see what it likes, nobody reads it."""
+        mask = self._masks.get(window)
+        if mask is None:
+            mask = causal_mask(self._positions, self._keys.shape[1], window=window, dtype=dtype)
+            self._masks[window] = mask
+        return mask
+
+
+class TreeAttend:
+    """Stores each new token's key and value, then lets every node see its path."""
+
+    def __init__(self, nodes: Sequence[Node], *, pool: TokenPool, first_layer: int) -> None:
+        self._pool = pool
+        self._first_layer = first_layer
+        self._places = torch.cat([node.places for node in nodes]).to(pool.hidden.device)
+        self._groups = [
+            _Group(blocks, pool=pool, is_shared=is_shared)
+            for blocks, is_shared in _group(_blocks(nodes))
+        ]
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
+    ) -> torch.Tensor:
+        kv = self._pool.kv[heads.layer - self._first_layer]
+        kv[0].index_copy_(1, self._places, k)
+        kv[1].index_copy_(1, self._places, v)
+        out = torch.empty_like(q)
+        for group in self._groups:
+            group.attend(q, kv, out, heads)
+        return out
+
+
+def _blocks(nodes: Sequence[Node]) -> list[list[_Block]]:
+    """The blocks of each node."""
+    found = []
+    row = 0
+    for node in nodes:
+        own = []
+        first = node.start // QUERY_BLOCK * QUERY_BLOCK
+        for begin in range(first, node.stop, QUERY_BLOCK):
+            low, high = max(begin, node.start), min(begin + QUERY_BLOCK, node.stop)
+            rows = range(row + low - node.start, row + high - node.start)
+            own.append(_Block(node=node, first=begin, rows=rows, offset=low - begin))
+        found.append(own)
+        row += len(node.tokens)
+    return found
+
+
+def _group(blocks_by_node: Sequence[Sequence[_Block]]) -> Iterator[tuple[Sequence[_Block], bool]]:
+    """Groups of blocks, and whether they share one copy of their keys."""
+    short: list[_Block] = []
+    for blocks in blocks_by_node:
+        if len(blocks) > LONG_BLOCKS:
+            yield blocks, True
+        else:
+            short.extend(blocks)
+    short.sort(key=lambda block: block.num_keys)
+    group: list[_Block] = []
+    for block in short:
+        if group and (len(group) + 1) * block.num_keys > GROUP_KEYS:
+            yield group, False
+            group = []
+        group.append(block)
+    if group:
+        yield group, False
