@@ -9,9 +9,9 @@ import torch
 
 __all__ = ["inner_products", "low_rank", "singular", "truncate"]
 
-_POWER_STEPS = 4
-"""Power iterations of `low_rank`. The start already spans the parents, so each step only has to
-turn it; after four the error is within 0.1 % of the best on random matrices."""
+_POWER_STEPS = 2
+"""Power iterations of `low_rank`. The start spans the parents, so that for what TIES and DARE make
+of them no step leaves an error within 4e-4 of the least, one within 3e-6, two within rounding."""
 _OVERSAMPLING = 8
 """Directions beyond the rank that `low_rank` follows, so that the last ones converge too."""
 

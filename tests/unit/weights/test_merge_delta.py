@@ -209,10 +209,10 @@ def test_low_rank_is_close_to_the_best() -> None:
     start = torch.randn(6, 80, generator=rng)
     matrix = torch.randn(60, 6, generator=rng) @ start
     matrix = matrix + 0.3 * matrix.abs().mean() * torch.randn(60, 80, generator=rng)
-    for rank in (1, 4, 6, 30):
+    for rank, limit in [(1, 1.00001), (6, 1.0001), (30, 1.01)]:
         a, b = low_rank(matrix, rank=rank, start=start)
         error = (matrix - b @ a).norm() / (matrix - best_of_rank(matrix, rank)).norm()
-        assert error < 1.002
+        assert error < limit
 
 
 def test_inner_products_are_those_of_the_dense_deltas() -> None:

@@ -6,8 +6,8 @@
 
 In delta space a child is the best approximation of rank `rank` to what the operator makes of
 delta W. Linear, slerp, layerwise and extrapolate never build delta W: their cost per layer is
-O((in + out) * (n * rank)^2) for n parents. TIES and DARE do, one layer of one child at a time:
-O(in * out * n * rank) and (n + 1) * in * out numbers of memory.
+O((in + out) * (n * rank)^2) for n parents. TIES and DARE build it, a few children of one layer at
+a time: O(in * out * n * rank), about a hundred times as much.
 """
 
 from collections import defaultdict
@@ -23,11 +23,15 @@ from rookery.weights.delta import inner_products, low_rank, truncate
 from rookery.weights.draws import Key
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram
-from rookery.weights.merge.method import BLENDS, WEIGHINGS, MergeConfig
+from rookery.weights.merge.method import BLENDS, UNIFORM, WEIGHINGS, MergeConfig
 from rookery.weights.merge.rows import delta_rows, factor_rows
-from rookery.weights.stack import Stack, empty_stack, places, stack, unstack
+from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack, unstack
 
 __all__ = ["change_rank", "merge", "merge_stack"]
+
+_DENSE_NUMBERS = 1 << 27
+"""Children of one layer are blended together up to this many numbers of delta W: 512 MB, and at
+most twice that for the two parents of each."""
 
 
 def merge(
@@ -120,20 +124,31 @@ def _combined(
 def _blend_deltas(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
-    blend = BLENDS[method.type]
     for layer in population.layout.layers:
-        for child, cross in enumerate(crosses):
-            rows = delta_rows(population, layer=layer.name, parents=cross.parents)
-            local = replace(cross, parents=tuple(range(len(cross.parents))))
-            dense = torch.empty(1, layer.num_out * layer.num_in)
-            blend(method, rows, crosses=[local], out=dense)
-            a, b = low_rank(
-                dense.view(layer.num_out, layer.num_in),
-                rank=children.layout.rank,
-                start=population.a(layer.name)[list(cross.parents)].flatten(0, 1),
-            )
-            children.a(layer.name)[child] = a
-            children.b(layer.name)[child] = b
+        num_together = max(1, _DENSE_NUMBERS // (layer.num_out * layer.num_in))
+        for first in range(0, len(crosses), num_together):
+            group = crosses[first : first + num_together]
+            dense = _blend_layer(population, group, method, layer)
+            for child, (cross, matrix) in enumerate(zip(group, dense, strict=True), start=first):
+                start = population.a(layer.name)[list(cross.parents)].flatten(0, 1)
+                a, b = low_rank(matrix, rank=children.layout.rank, start=start)
+                children.a(layer.name)[child] = a
+                children.b(layer.name)[child] = b
+
+
+def _blend_layer(
+    population: Stack, crosses: Sequence[Cross], method: MergeConfig, layer: LayerShape
+) -> torch.Tensor:
+    """The dense matrices [C, out, in] that the operator makes of one layer."""
+    used = sorted({parent for cross in crosses for parent in cross.parents})
+    rows = delta_rows(population, layer=layer.name, parents=used)
+    local = [
+        replace(cross, parents=tuple(used.index(parent) for parent in cross.parents))
+        for cross in crosses
+    ]
+    dense = torch.empty(len(crosses), layer.num_out * layer.num_in)
+    BLENDS[method.type](method, rows, crosses=local, out=dense)
+    return dense.view(-1, layer.num_out, layer.num_in)
 
 
 def _blend_factors(
@@ -157,7 +172,8 @@ def _stretches(
     """(begin, end, coefficients) of neighbouring factors that share them; for linear, one."""
     weigh, rows = WEIGHINGS[method.type], list(cross.parents)
     begin, current = 0, None
-    for place in places(population.layout):
+    all_places = places(population.layout)
+    for place in all_places[:1] if method.type in UNIFORM else all_places:
         vectors = population.data[:, place.start : place.stop]
         gram = Gram(layer=place.layer, products=partial(_products, vectors, rows))
         coefficients = weigh(method, cross, gram)
@@ -170,8 +186,8 @@ def _stretches(
 
 
 def _products(vectors: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    chosen = vectors[rows]
-    return chosen @ chosen.T
+    chosen = [vectors[row] for row in rows]
+    return torch.tensor([[float(torch.dot(x, y)) for y in chosen] for x in chosen])
 
 
 def _weighted_sum(

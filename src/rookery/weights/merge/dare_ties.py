@@ -11,7 +11,7 @@ from rookery.weights.merge.blocks import blocks, each
 from rookery.weights.merge.cross import Cross, Space, shares
 from rookery.weights.merge.dare import Mask
 from rookery.weights.merge.rows import Rows
-from rookery.weights.merge.ties import Ballot, elect
+from rookery.weights.merge.ties import Ballot
 
 __all__ = ["DareTiesConfig", "dare_ties"]
 
@@ -25,26 +25,23 @@ class DareTiesConfig(Config):
 
 
 def dare_ties(
-    method: DareTiesConfig,
-    rows: Rows,
-    *,
-    crosses: Sequence[Cross],
-    out: torch.Tensor,
+    method: DareTiesConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch.Tensor
 ) -> None:
     """Children of the rows [P, M] into `out` [C, M]."""
-    length = rows.data.shape[1]
+    values, children = rows.data.numpy(), out.numpy()
+    length = values.shape[1]
 
     def make(child: int) -> None:
-        cross, ballot = crosses[child], Ballot(len(crosses[child].parents))
+        cross = crosses[child]
         weights = shares(cross)
+        ballot = Ballot(weights)
         masks = [
-            Mask(length=length, density=method.density, gain=1, key=(rows.name, index, *cross.key))
-            for index in range(len(weights))
+            Mask(length=length, density=method.density, gain=1, key=(rows.name, i, *cross.key))
+            for i in range(len(weights))
         ]
         for begin, end in blocks(0, length):
-            votes = ballot.votes(end - begin)
-            for vote, parent, mask in zip(votes, cross.parents, masks, strict=True):
-                torch.mul(rows.data[parent, begin:end], mask.factors(begin, end), out=vote)
-            elect(ballot, votes, weights, out=out[child, begin:end])
+            for vote, (parent, mask) in enumerate(zip(cross.parents, masks, strict=True)):
+                ballot.scale(vote, values[parent, begin:end], mask.factors(begin, end))
+            ballot.elect(children[child, begin:end])
 
     each(make, range(len(crosses)))

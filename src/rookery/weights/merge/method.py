@@ -15,7 +15,7 @@ from rookery.weights.merge.linear import LinearConfig, linear
 from rookery.weights.merge.slerp import SlerpConfig, slerp
 from rookery.weights.merge.ties import TiesConfig, ties
 
-__all__ = ["BLENDS", "WEIGHINGS", "MergeConfig"]
+__all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig"]
 
 MergeConfig = Annotated[
     LinearConfig
@@ -35,6 +35,9 @@ WEIGHINGS: Mapping[str, Callable[[Any, Cross, Gram], tuple[float, ...]]] = {
     "extrapolate": extrapolate,
 }
 """Operators that give each parent one coefficient per layer: exact at low rank."""
+
+UNIFORM = frozenset({"linear", "extrapolate"})
+"""Weighings that give every layer the same coefficients: a row is combined in one pass."""
 
 BLENDS: Mapping[str, Callable[..., None]] = {"ties": ties, "dare": dare, "dare_ties": dare_ties}
 """Operators that treat every entry by itself: what they make of delta W has no low rank."""

@@ -39,9 +39,8 @@ def factor_rows(population: Stack) -> Rows:
     return Rows(name="", data=population.data, pieces=tuple(pieces))
 
 
-def delta_rows(population: Stack, *, layer: str, parents: tuple[int, ...]) -> Rows:
+def delta_rows(population: Stack, *, layer: str, parents: list[int]) -> Rows:
     """The dense b @ a of one layer for each parent, [n, out * in], one piece."""
-    index = list(parents)
-    dense = (population.b(layer)[index] @ population.a(layer)[index]).flatten(1)
+    dense = (population.b(layer)[parents] @ population.a(layer)[parents]).flatten(1)
     num, length = dense.shape
     return Rows(name=layer, data=dense, pieces=(Piece(0, length, (length,) * num),))

@@ -8,7 +8,6 @@ divided once, over the parents that take part: equal parents give the parent.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,12 +15,12 @@ import torch
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.weights.merge.blocks import BLOCK, blocks, each
+from rookery.weights.merge.blocks import BLOCK, Floats, blocks, each
 from rookery.weights.merge.cross import Cross, Space, shares
 from rookery.weights.merge.magnitude import kth_magnitude
 from rookery.weights.merge.rows import Rows
 
-__all__ = ["Ballot", "TiesConfig", "elect", "ties"]
+__all__ = ["Ballot", "TiesConfig", "limits", "ties"]
 
 
 class TiesConfig(Config):
@@ -32,76 +31,80 @@ class TiesConfig(Config):
     """The part of each tensor that is kept, largest magnitudes first."""
 
 
-def ties(
-    method: TiesConfig,
-    rows: Rows,
-    *,
-    crosses: Sequence[Cross],
-    out: torch.Tensor,
-) -> None:
-    """Children of the rows [P, M] into `out` [C, M]. Each parent is trimmed once per call."""
+def ties(method: TiesConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch.Tensor) -> None:
+    """Children of the rows [P, M] into `out` [C, M]. Each parent's limits are found once."""
+    values, children = rows.data.numpy(), out.numpy()
     used = sorted({parent for cross in crosses for parent in cross.parents})
-    limits = dict(zip(used, each(lambda row: _limits(method, rows, row), used), strict=True))
+    found = each(lambda row: limits(method, rows, row), used)
+    least = dict(zip(used, found, strict=True))
 
     def make(child: int) -> None:
-        cross, ballot = crosses[child], Ballot(len(crosses[child].parents))
-        weights = shares(cross)
+        cross, ballot = crosses[child], Ballot(shares(crosses[child]))
         for index, piece in enumerate(rows.pieces):
             for begin, end in blocks(piece.start, piece.stop):
-                kept = ballot.votes(end - begin)
-                for vote, parent in zip(kept, cross.parents, strict=True):
-                    source = rows.data[parent, begin:end]
-                    torch.ops.aten.hardshrink.out(source, limits[parent][index], out=vote)
-                elect(ballot, kept, weights, out=out[child, begin:end])
+                for vote, parent in enumerate(cross.parents):
+                    ballot.trim(vote, values[parent, begin:end], least[parent][index])
+                ballot.elect(children[child, begin:end])
 
     each(make, range(len(crosses)))
 
 
-def _limits(method: TiesConfig, rows: Rows, row: int) -> list[float]:
-    """Per piece the magnitude that an entry must exceed to be kept."""
-    found = []
-    for piece in rows.pieces:
-        num_kept = int(method.density * piece.sizes[row])
-        least = kth_magnitude(rows.data[row, piece.start : piece.stop], k=num_kept)
-        found.append(float(np.nextafter(np.float32(least), np.float32(0))))
-    return found
+def limits(method: TiesConfig, rows: Rows, row: int) -> list[np.float32]:
+    """Per piece the least magnitude that is kept."""
+    values = rows.data[row].numpy()
+    return [
+        kth_magnitude(values[piece.start : piece.stop], k=int(method.density * piece.sizes[row]))
+        for piece in rows.pieces
+    ]
 
 
-@dataclass(slots=True)
 class Ballot:
-    """The working memory of one election: a block for each vote and four for the count."""
+    """The election of one child, block by block: set the votes, then count them into the result."""
 
-    num_votes: int
-    memory: torch.Tensor
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = [np.float32(weight) for weight in weights]
+        self._votes = np.empty((len(weights), BLOCK), np.float32)
+        self._work = np.empty((3, BLOCK), np.float32)
+        self._flags = np.empty(BLOCK, np.bool_)
 
-    def __init__(self, num_votes: int) -> None:
-        self.num_votes = num_votes
-        self.memory = torch.empty(num_votes + 4, BLOCK)
+    def trim(self, vote: int, source: Floats, limit: np.float32) -> None:
+        """The vote is the source where its magnitude reaches the limit, else zero."""
+        size = source.size
+        kept, flags = self._work[0, :size], self._flags[:size]
+        np.abs(source, out=kept)
+        np.greater_equal(kept, limit, out=flags)
+        np.copyto(kept, flags)
+        np.multiply(source, kept, out=self._votes[vote, :size])
 
-    def votes(self, length: int) -> list[torch.Tensor]:
-        return [self.memory[4 + vote, :length] for vote in range(self.num_votes)]
+    def scale(self, vote: int, source: Floats, factors: Floats) -> None:
+        """The vote is the source times the factors."""
+        np.multiply(source, factors, out=self._votes[vote, : source.size])
 
+    def elect(self, out: Floats) -> None:
+        """The weighted mean of the votes that have the sign of the weighted sum of all.
 
-def elect(
-    ballot: Ballot,
-    votes: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    *,
-    out: torch.Tensor,
-) -> None:
-    """The weighted mean of those votes that have the sign of the weighted sum of all.
+        Where the sum is zero no sign is elected and the result is zero.
+        """
+        size = out.size
+        total, part, weight_of = (work[:size] for work in self._work)
+        (first, lead), *others = zip(self._votes[:, :size], self._weights, strict=True)
+        np.multiply(first, lead, out=total)
+        for vote, weight in others:
+            np.multiply(vote, weight, out=part)
+            np.add(total, part, out=total)
+        self._weigh(first, lead, total, out=weight_of)
+        np.multiply(first, weight_of, out=out)
+        for vote, weight in others:
+            self._weigh(vote, weight, total, out=part)
+            np.add(weight_of, part, out=weight_of)
+            np.multiply(vote, part, out=part)
+            np.add(out, part, out=out)
+        np.maximum(weight_of, np.finfo(np.float32).tiny, out=weight_of)
+        np.divide(out, weight_of, out=out)
 
-    Where the sum is zero no sign is elected and the result is zero. `votes` are overwritten.
-    """
-    sign, for_it, share, part = (ballot.memory[slot, : len(out)] for slot in range(4))
-    torch.mul(votes[0], weights[0], out=sign)
-    for vote, weight in zip(votes[1:], weights[1:], strict=True):
-        sign.add_(vote, alpha=weight)
-    sign.sign_()
-    for_it.zero_()
-    share.fill_(torch.finfo(torch.float32).tiny)
-    for vote, weight in zip(votes, weights, strict=True):
-        torch.mul(vote, sign, out=part).clamp_(min=0)
-        for_it.add_(part, alpha=weight)
-        share.add_(part.gt_(0), alpha=weight)
-    torch.div(for_it, share, out=out).mul_(sign)
+    def _weigh(self, vote: Floats, weight: np.float32, total: Floats, *, out: Floats) -> None:
+        """The weight where the vote has the sign of the total, else zero."""
+        np.multiply(vote, total, out=out)
+        np.greater(out, 0, out=self._flags[: out.size])
+        np.copyto(out, self._flags[: out.size])
+        np.multiply(out, weight, out=out)

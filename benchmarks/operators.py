@@ -1,0 +1,247 @@
+"""How close the operators on stacks come to the machine's copy bandwidth, beside two peers.
+
+    python benchmarks/operators.py                    # 10 adapters of 41 MB, all cores
+    python benchmarks/operators.py --blocks 7         # 10 adapters of 11 MB
+    python benchmarks/operators.py --threads 1
+
+Adapters of rank 8 for the linear layers of a 2-billion-parameter model, 364 tensors each. Every
+child has two parents. The work of a child is counted as two reads and one write of an adapter,
+whatever the operator really does; copy bandwidth is measured in the same run, one read and one
+write. The peers merge the same parents tensor by tensor: `loop` selects with torch.topk and masks
+with bernoulli, as published evolution code does, `peft` calls peft.utils.merge_utils.
+
+Run it alone on the machine: both the copy and the operators suffer from neighbours, not equally.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft.utils import merge_utils
+
+from rookery.weights.merge import (
+    Cross,
+    DareConfig,
+    DareTiesConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    MergeConfig,
+    SlerpConfig,
+    TiesConfig,
+    merge_stack,
+)
+from rookery.weights.merge.rows import factor_rows
+from rookery.weights.merge.ties import Ballot, limits
+from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
+
+LINEARS = {
+    "self_attn.q_proj": (2304, 2048),
+    "self_attn.k_proj": (2304, 1024),
+    "self_attn.v_proj": (2304, 1024),
+    "self_attn.o_proj": (2048, 2304),
+    "mlp.gate_proj": (2304, 9216),
+    "mlp.up_proj": (2304, 9216),
+    "mlp.down_proj": (9216, 2304),
+}
+DENSITY = 0.7
+BARS = {"linear": 0.70, "ties": 0.25, "dare": 0.25}
+"""Parts of copy bandwidth that are asked for."""
+PEER_CHILDREN = 1
+"""A peer takes up to two seconds a child."""
+
+Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    name: str
+    merges: dict[str, Merge]
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    population = make_population(num_blocks=options.blocks, num_adapters=options.population)
+    num_bytes = population.data[0].numel() * 4
+    print(
+        f"{options.population} adapters of {num_bytes / 1e6:.1f} MB, "
+        f"{len(places(population.layout))} tensors each, {options.threads} threads, "
+        f"best of {options.repeats}"
+    )
+    out = empty_stack(population.layout, num_rows=options.population)
+    bandwidth = copy_bandwidth(population, out, repeats=options.repeats)
+    print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write\n")
+    print(f"{'operator':<11}{'ms/child':>9}{'of copy':>9}{'bar':>7}", end="")
+    print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
+    for method in METHODS:
+        seconds = time_ours(population, out, method, repeats=options.repeats)
+        report(method, population, seconds, bandwidth)
+    profile_ties(population, repeats=options.repeats)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--blocks", type=int, default=26, help="transformer blocks, 1.6 MB each")
+    parser.add_argument("--population", type=int, default=10, help="adapters, and children made")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def make_population(*, num_blocks: int, num_adapters: int) -> Stack:
+    layers = [
+        LayerShape(f"model.layers.{block}.{name}", *sizes)
+        for block in range(num_blocks)
+        for name, sizes in LINEARS.items()
+    ]
+    layout = Layout(base="", layers=tuple(sorted(layers)), rank=8)
+    population = empty_stack(layout, num_rows=num_adapters)
+    population.data.normal_(generator=torch.Generator().manual_seed(0))
+    return population
+
+
+def copy_bandwidth(population: Stack, out: Stack, *, repeats: int) -> float:
+    """Bytes per second, read and written, of a plain copy of the whole population."""
+    seconds = best(lambda: out.data.copy_(population.data), repeats=2 * repeats)
+    return 2 * population.data.numel() * 4 / seconds
+
+
+def time_ours(population: Stack, out: Stack, method: MergeConfig, *, repeats: int) -> float:
+    """Seconds per child when one generation is made at once."""
+    num = population.data.shape[0]
+    crosses = [
+        Cross(parents=(child, (child + 3) % num), weights=(0.4, 0.6), key=(0, child))
+        for child in range(num)
+    ]
+    seconds = best(
+        lambda: merge_stack(population, crosses=crosses, method=method, out=out), repeats=repeats
+    )
+    return seconds / num
+
+
+def time_peer(population: Stack, merge: Merge) -> float:
+    """Seconds per child of a loop over the tensors of two parents."""
+    tensors = [population.data[:, place.start : place.stop] for place in places(population.layout)]
+
+    def make() -> None:
+        for child in range(PEER_CHILDREN):
+            for pair in tensors:
+                merge([pair[child], pair[child + 3]])
+
+    return best(make, repeats=2) / PEER_CHILDREN
+
+
+def report(method: MergeConfig, population: Stack, seconds: float, bandwidth: float) -> None:
+    num_bytes = 3 * population.data[0].numel() * 4
+    part = num_bytes / seconds / bandwidth
+    bar = BARS.get(method.type)
+    verdict = "" if bar is None else f"{bar:.0%}" + (" ok" if part >= bar else " --")
+    print(f"{method.type:<11}{seconds * 1e3:>9.1f}{part:>9.1%}{verdict:>7}", end="")
+    for peer in PEERS:
+        if merge := peer.merges.get(method.type):
+            theirs = time_peer(population, merge)
+            print(f"{theirs * 1e3:>11.1f}{num_bytes / theirs / bandwidth:>9.1%}", end="")
+    print(flush=True)
+
+
+def profile_ties(population: Stack, *, repeats: int) -> None:
+    """Where TIES spends its time, on one thread: nanoseconds per number of a child."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows, size = factor_rows(population), population.data[0].numel()
+    found = limits(TiesConfig(density=DENSITY), rows, 0)
+    values, target = population.data.numpy(), torch.empty(1 << 15).numpy()
+    ballot, width = Ballot([0.4, 0.6]), target.size
+    starts = range(0, size - width, width)
+
+    def trim() -> None:
+        for start in starts:
+            for vote in (0, 1):
+                ballot.trim(vote, values[vote, start : start + width], found[0])
+
+    def elect() -> None:
+        for _ in starts:
+            ballot.elect(target)
+
+    def copy() -> None:
+        for start in starts:
+            target[:] = values[0, start : start + width]
+
+    stages: dict[str, Callable[[], object]] = {
+        "select the limits, once per parent": lambda: limits(TiesConfig(), rows, 0),
+        "trim two parents": trim,
+        "elect and average": elect,
+        "copy to the cache, for comparison": copy,
+    }
+    print("\nTIES by stage, one thread, ns per number:")
+    for stage, function in stages.items():
+        print(f"  {stage:<36}{best(function, repeats=repeats) / size * 1e9:>6.2f}")
+    torch.set_num_threads(threads)
+
+
+def best(function: Callable[[], object], *, repeats: int) -> float:
+    """The least seconds of several runs, after one that is not counted."""
+    function()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def loop_linear(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (torch.stack(list(pair)) * torch.tensor([[0.4], [0.6]])).sum(0)
+
+
+def loop_trim(tensor: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros_like(tensor)
+    mask[torch.topk(tensor.abs(), int(DENSITY * tensor.numel())).indices] = 1
+    return tensor * mask
+
+
+def loop_drop(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * torch.bernoulli(torch.full_like(tensor, DENSITY)) / DENSITY
+
+
+def loop_elect(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+    stacked = torch.stack(list(pair))
+    mask = stacked.sign() == torch.where(stacked.sum(0) >= 0, 1, -1)
+    weighted = stacked * torch.tensor([[0.4], [0.6]]) * mask
+    return weighted.sum(0) / mask.sum(0).clamp(min=1)
+
+
+WEIGHTS = torch.tensor([0.4, 0.6])
+PEERS = (
+    Peer(
+        name="loop",
+        merges={
+            "linear": loop_linear,
+            "ties": lambda pair: loop_elect([loop_trim(tensor) for tensor in pair]),
+            "dare": lambda pair: loop_linear([loop_drop(tensor) for tensor in pair]),
+            "dare_ties": lambda pair: loop_elect([loop_drop(tensor) for tensor in pair]),
+        },
+    ),
+    Peer(
+        name="peft",
+        merges={
+            "linear": lambda pair: merge_utils.task_arithmetic(list(pair), WEIGHTS),
+            "ties": lambda pair: merge_utils.ties(list(pair), WEIGHTS, DENSITY),
+            "dare": lambda pair: merge_utils.dare_linear(list(pair), WEIGHTS, DENSITY),
+            "dare_ties": lambda pair: merge_utils.dare_ties(list(pair), WEIGHTS, DENSITY),
+        },
+    ),
+)
+METHODS: tuple[MergeConfig, ...] = (
+    LinearConfig(space="factor"),
+    TiesConfig(space="factor", density=DENSITY),
+    DareConfig(space="factor", density=DENSITY),
+    DareTiesConfig(space="factor", density=DENSITY),
+    SlerpConfig(space="factor"),
+    LayerwiseConfig(space="factor", mode="mix"),
+)
+
+if __name__ == "__main__":
+    main()
