@@ -1,0 +1,220 @@
+"""Supervised fine-tuning: tasks with known answers -> an adapter that gives them.
+
+    data = sft_data(taskset.split("search"), template, end_token=model.shape.eos_tokens[0])
+    adapter = await sft(model, data, SftConfig(layers=4), name="poet", base="smollm2")
+
+Same model, data and config: the same adapter, bit for bit, also when it was interrupted and
+continued from its checkpoint.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.errors import TaskError, TrainError
+from rookery.slots import SlottedModel
+from rookery.tasks.scorers.choice import correct_choice
+from rookery.tasks.template import Template
+from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.order import order_batches, order_rows
+from rookery.train.packing import check_batch, input_tokens
+from rookery.train.trainer import LoraTrainer, TrainerConfig
+from rookery.types import Adapter, Datum, Task
+
+__all__ = ["SftConfig", "SftStep", "learning_rate_at", "sft", "sft_data"]
+
+logger = logging.getLogger(__name__)
+
+
+class SftConfig(LoraConfig):
+    """Supervised fine-tuning of an adapter."""
+
+    init_from: Path | None = None
+    """An adapter folder to start from; rank, alpha, targets and layers are then that adapter's.
+    Empty: a new adapter that changes nothing yet."""
+    epochs: int = Field(default=3, ge=1)
+    """How often every row is seen."""
+    steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps, in as many epochs as they take."""
+    batch_size: int = Field(default=16, ge=1)
+    """Rows per step."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per step, in place of batch_size."""
+    learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
+    """The highest: reached after the warm-up. Few layers of a small model take 3e-3 to 1e-2, many
+    layers of a large one 1e-4 to 3e-4."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: down to 0 along a half cosine, or unchanged."""
+    warmup: float = Field(default=0.05, ge=0.0, le=1.0)
+    """The part of all steps in which the learning rate rises from 0."""
+    seed: int = 0
+    """Of the new adapter and of the order of the rows."""
+    save_every: int = Field(default=50, ge=1)
+    """Steps between checkpoints, where the caller keeps them."""
+    trainer: TrainerConfig = TrainerConfig()
+    """AdamW and memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftStep:
+    """One step that was taken: 1 of 40, 2 of 40, ..."""
+
+    step: int
+    num_steps: int
+    loss: float
+    """-log p per weighted token, before the step."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    num_tokens: int
+    """Weighted ones."""
+    seconds: float
+
+
+async def sft(
+    model: SlottedModel,
+    data: Sequence[Datum],
+    config: SftConfig,
+    *,
+    name: str,
+    base: str,
+    init: Adapter | None = None,
+    checkpoints: Path | None = None,
+    on_step: Callable[[SftStep], None] | None = None,
+) -> Adapter:
+    """Train an adapter of `base` on the data; the gradient of a step is a mean over its tokens.
+
+    `init` is what the caller read from `config.init_from`. The folder `checkpoints` keeps the
+    trainer's state, under a name made of all that decides the result: the same call goes on there.
+    """
+    if not data:
+        raise TrainError("There are no data to train on; give at least one row.")
+    check_batch(data, shape=model.shape)
+    start = init or initial_adapter(model, config, name=name, base=base, seed=config.seed)
+    start = replace(start, name=name, base=start.base or base)
+    trainer = LoraTrainer(model, start, config=config.trainer)
+    state = None if checkpoints is None else checkpoints / _state_name(start, data, config)
+    if state is not None and state.exists():
+        await trainer.load(state)
+    batches = _batches(data, config)
+    for step in range(trainer.num_steps, len(batches)):
+        batch = _mean_weights([data[row] for row in batches[step]])
+        report = await _step(trainer, batch, config, step=step, num_steps=len(batches))
+        if state is not None and trainer.num_steps % config.save_every == 0:
+            await trainer.save(state)
+        if on_step is not None:
+            on_step(report)
+    if state is not None:
+        await trainer.save(state)
+    return await asyncio.to_thread(trainer.adapter)
+
+
+async def _step(
+    trainer: LoraTrainer, batch: Sequence[Datum], config: SftConfig, *, step: int, num_steps: int
+) -> SftStep:
+    began = time.perf_counter()
+    rate = learning_rate_at(step, config=config, num_steps=num_steps)
+    metrics = await trainer.forward_backward(batch, loss="cross_entropy")
+    metrics |= await trainer.optim_step(learning_rate=rate)
+    report = SftStep(
+        step=step + 1,
+        num_steps=num_steps,
+        loss=metrics["train/loss"],
+        grad_norm=metrics["train/grad_norm"],
+        learning_rate=rate,
+        num_tokens=int(metrics["train/num_tokens"]),
+        seconds=time.perf_counter() - began,
+    )
+    logger.info("step %d of %d: loss %.4f", report.step, num_steps, report.loss)
+    return report
+
+
+def learning_rate_at(step: int, *, config: SftConfig, num_steps: int) -> float:
+    """Of step 0, 1, ..., num_steps - 1; no step has rate 0.
+
+    4 steps, half of them warm-up, rate 1, cosine: 0.5, 1, 1, 0.5.
+    """
+    num_warmup = round(config.warmup * num_steps)
+    if step < num_warmup:
+        return config.learning_rate * (step + 1) / num_warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    done = (step - num_warmup) / (num_steps - num_warmup)
+    return config.learning_rate * (1 + math.cos(math.pi * done)) / 2
+
+
+def sft_data(
+    tasks: Sequence[Task], template: Template, *, end_token: int | None = None
+) -> list[Datum]:
+    """A row per task: the prompt without weight, then the answer, each of its tokens of weight 1.
+
+    The answer is the right choice of a task with choices, else the reference: a text as it is,
+    anything else as JSON. `end_token` is learned after it, which a model that is to stop by itself
+    needs and one whose choices are scored does not.
+    """
+    return [_datum(task, template, end_token) for task in tasks]
+
+
+def _datum(task: Task, template: Template, end_token: int | None) -> Datum:
+    tokens, start = template.encode_choice(task, _answer(task))
+    if end_token is not None:
+        tokens = (*tokens, end_token)
+    return Datum(tokens=tokens, weights=(0.0,) * start + (1.0,) * (len(tokens) - start))
+
+
+def _answer(task: Task) -> str:
+    if task.choices:
+        choice = correct_choice(task)
+        if choice is None:
+            raise TaskError(
+                f"Task {task.id}: the reference {task.reference!r} is none of its choices "
+                f"{list(task.choices)}: there is no answer to learn."
+            )
+        return choice
+    if task.reference is None:
+        raise TaskError(f"Task {task.id} has no reference: there is no answer to learn.")
+    if isinstance(task.reference, str):
+        return task.reference
+    return json.dumps(task.reference, ensure_ascii=False)
+
+
+def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
+    """The rows of each step."""
+    sizes = [len(input_tokens(datum)) for datum in data]
+    epochs = config.epochs if config.steps is None else None
+    rows = order_rows(len(data), seed=config.seed, epochs=epochs)
+    batches = order_batches(
+        sizes, rows=rows, batch_size=config.batch_size, batch_tokens=config.batch_tokens
+    )
+    return list(islice(batches, config.steps))
+
+
+def _mean_weights(batch: Sequence[Datum]) -> list[Datum]:
+    """Weights that sum to 1: the size of a batch changes neither gradient norm nor clipping."""
+    total = math.fsum(weight for datum in batch for weight in datum.weights)
+    if total <= 0:
+        raise TrainError(
+            f"The weights of a batch of {len(batch)} rows sum to {total:g}; supervised training "
+            "needs a positive sum: give every row an answer of positive weight."
+        )
+    return [
+        replace(datum, weights=tuple(weight / total for weight in datum.weights)) for datum in batch
+    ]
+
+
+def _state_name(start: Adapter, data: Sequence[Datum], config: SftConfig) -> str:
+    settings = config.model_dump(mode="json", exclude={"save_every", "init_from"})
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (start.version, settings, *map(asdict, data)):
+        digest.update(json.dumps(part).encode() + b"\n")
+    return f"sft-{digest.hexdigest()}.safetensors"
