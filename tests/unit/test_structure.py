@@ -1,0 +1,145 @@
+"""The house rules that a program can check: layers, names, sizes, light imports, configs."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rookery.loops.genome import GenomeConfig
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "rookery"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+LAYERS = [
+    {"types", "errors"},
+    {"config"},
+    {"ports"},
+    {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
+    {"fleet", "embedded", "train"},
+    {"rollout", "vllm_backend"},
+    {"loops", "service", "ui"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TORCH = {"weights", "slots", "embedded", "train", "loops", "fleet", "cli"}
+"""Parts that may import torch; `cli` and `fleet` inside functions or behind an extra only."""
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> list[tuple[str, int]]:
+    """Every absolute import of a file, also those inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, node.lineno))
+    return found
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {_part(path) for path in MODULES} - {"__init__", "__main__"}
+    assert parts <= set(LEVEL), f"give {parts - set(LEVEL)} a layer"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_strictly_down(path: Path) -> None:
+    part = _part(path)
+    if part in {"__init__", "__main__"}:
+        return
+    for name, line in _imports(path):
+        package, _, rest = name.partition(".")
+        other = rest.partition(".")[0]
+        if package == "rookery" and other and other != part:
+            assert LEVEL[other] < LEVEL[part], f"{path}:{line} imports {name}, which is not lower"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_heavy_libraries_stay_in_their_parts(path: Path) -> None:
+    for name, line in _imports(path):
+        if name.partition(".")[0] == "torch" and _part(path) != "types":
+            assert _part(path) in TORCH, f"{path}:{line} imports torch"
+        if name.partition(".")[0] == "vllm":
+            assert _part(path) == "fleet", f"{path}:{line} imports vllm"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_every_module_opens_with_a_docstring_and_has_a_sorted_all(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} does not say what it is"
+    if path.name == "__main__.py":
+        return
+    names = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", "")
+        == "__all__"
+    ]
+    assert names, f"{path} has no __all__"
+    ordered = sorted(names[0], key=lambda n: (not n.isupper(), not n[:1].isupper(), n))
+    assert names[0] in (ordered, sorted(names[0])), f"{path}: sort __all__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_functions_and_files_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400, f"{path} is over 400 lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import rookery;"
+        "print(time.perf_counter() - start, 'torch' in sys.modules, 'pydantic' in sys.modules)"
+    )
+    best = 9.0
+    for _ in range(3):
+        answer = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert answer[1:] == ["False", "False"]
+        best = min(best, float(answer[0]))
+    assert best < 0.3
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys, rookery.cli; "
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    start = time.monotonic()
+    text = subprocess.run(
+        [sys.executable, "-m", "rookery", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "genome" in text and time.monotonic() - start < 10
+
+
+GENOME_CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)
+def test_every_genome_config_parses(path: Path) -> None:
+    config = GenomeConfig.model_validate(yaml.safe_load(path.read_text()))
+    assert config.from_folder(path.parent).init is not None
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    """No paths of anyone's machine in what is shipped."""
+    files = [*MODULES, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    for path in files:
+        text = path.read_text()
+        for word in ("/work/", "/root/", "/tmp/w"):
+            assert word not in text, f"{path} names {word}"
