@@ -1,0 +1,139 @@
+"""The trainer's gradients and steps are those of transformers, peft and torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny import tiny_adapter, write_tiny_model
+from tiny_training import ATTENTION, gradients_of, make_batch, make_trainer
+from transformers import AutoModelForCausalLM
+
+from rookery.slots import SlottedModel, load_model
+from rookery.train import LoraConfig, TrainerConfig, initial_adapter
+from rookery.types import Adapter, Datum
+from rookery.weights import write_adapter
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> SlottedModel:
+    return load_model(tiny_folder)
+
+
+def peft_model(folder: Path, start: Adapter, tmp_path: Path) -> PeftModel:
+    write_adapter(start, tmp_path / start.name)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    return PeftModel.from_pretrained(base, tmp_path / start.name, is_trainable=True).eval()
+
+
+def peft_loss(model: PeftModel, batch: Sequence[Datum]) -> torch.Tensor:
+    total = torch.zeros(())
+    for datum in batch:
+        logprobs = model(torch.tensor([datum.tokens])).logits[0].log_softmax(-1)
+        for i, weight in enumerate(datum.weights):
+            if weight:
+                total = total - weight * logprobs[i - 1, datum.tokens[i]]
+    return total
+
+
+def peft_parameters(model: PeftModel) -> list[torch.nn.Parameter]:
+    """In the trainer's order: layers sorted, A then B."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return [named[name] for name in sorted(named)]
+
+
+STARTS = {
+    "every linear layer": tiny_adapter("all"),
+    "the last two layers": tiny_adapter("last", layers=range(2, 4), targets=ATTENTION, rank=3),
+    "one layer in the middle": tiny_adapter("middle", layers=range(1, 2), scale=0.25),
+}
+
+
+@pytest.mark.parametrize("which", STARTS)
+async def test_gradients_equal_those_of_peft(
+    model: SlottedModel, tiny_folder: Path, tmp_path: Path, which: str
+) -> None:
+    start, batch = STARTS[which], make_batch()
+    reference = peft_model(tiny_folder, start, tmp_path)
+    peft_loss(reference, batch).backward()
+    got = await gradients_of(make_trainer(model, start), batch)
+    expected = [parameter.grad for parameter in peft_parameters(reference)]
+    assert len(got) == len(expected) == 2 * len(start.factors)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert theirs is not None and theirs.abs().max() > 1e-3
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+async def test_an_adapter_of_the_head_gets_the_gradients_of_peft(
+    model: SlottedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = LoraConfig(rank=2, targets=("lm_head", "up_proj"), layers=1)
+    start = initial_adapter(model, config, name="head", base="tiny", seed=0)
+    assert list(start.factors) == ["lm_head", "model.layers.3.mlp.up_proj"]
+    batch = make_batch()
+    reference = peft_model(tiny_folder, start, tmp_path)
+    peft_loss(reference, batch).backward()
+    got = await gradients_of(make_trainer(model, start), batch)
+    for mine, theirs in zip(got, peft_parameters(reference), strict=True):
+        torch.testing.assert_close(mine, theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Phi3"])
+async def test_other_architectures_get_the_gradients_of_peft(kind: str, tmp_path: Path) -> None:
+    """Gemma 2 caps its logits and slides its window; Phi 3 has fused layers."""
+    extra = {"head_dim": 8, "sliding_window": 6} if kind == "Gemma2" else {"sliding_window": 6}
+    folder = write_tiny_model(tmp_path / kind, kind, **extra)
+    model = load_model(folder)
+    config = LoraConfig(rank=2, targets=("o_proj", "down_proj"), layers=3)
+    start = initial_adapter(model, config, name="start", base=kind, seed=0)
+    batch = make_batch()
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    write_adapter(start, tmp_path / "start")
+    reference = PeftModel.from_pretrained(reference, tmp_path / "start", is_trainable=True).eval()
+    peft_loss(reference, batch).backward()
+    got = await gradients_of(make_trainer(model, start), batch)
+    for mine, theirs in zip(got, peft_parameters(reference), strict=True):
+        torch.testing.assert_close(mine, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+async def test_steps_equal_torch_adamw_on_peft(
+    model: SlottedModel, tiny_folder: Path, tmp_path: Path, max_grad_norm: float
+) -> None:
+    start = tiny_adapter("start", layers=range(2, 4), scale=2.0)
+    config = TrainerConfig(
+        # A large epsilon: without it AdamW turns the rounding of tiny gradients into whole steps.
+        beta1=0.8,
+        beta2=0.95,
+        epsilon=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=max_grad_norm,
+    )
+    trainer = make_trainer(model, start, config)
+    reference = peft_model(tiny_folder, start, tmp_path)
+    optimizer = torch.optim.AdamW(
+        peft_parameters(reference), betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1
+    )
+    for step, rate in enumerate((1e-2, 5e-3, 2e-2)):
+        batch = make_batch(seed=step)
+        metrics = await trainer.forward_backward(batch[:2], loss="cross_entropy")
+        more = await trainer.forward_backward(batch[2:], loss="cross_entropy")
+        total = metrics["train/loss_sum"] + more["train/loss_sum"]
+        loss = peft_loss(reference, batch)
+        assert total == pytest.approx(loss.item(), rel=1e-5)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in peft_parameters(reference)])
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(peft_parameters(reference), max_grad_norm)
+            assert norm > max_grad_norm
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = await trainer.optim_step(learning_rate=rate)
+        assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert metrics["train/learning_rate"] == rate
+    mine = [t for lora in trainer.adapter().factors.values() for t in (lora.a, lora.b)]
+    for got, theirs in zip(mine, peft_parameters(reference), strict=True):
+        torch.testing.assert_close(got, theirs.detach(), atol=1e-5, rtol=1e-4)
+    assert trainer.num_steps == 3
