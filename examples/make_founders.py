@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 TASKS = ("label-kind", "label-language", "label-living", "label-sentiment", "label-size")
-SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "30", "--learning-rate", "0.002"]
+SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "30", "--learning-rate", "0.003"]
 FOUNDERS = Path(__file__).parent / "founders"
 
 

@@ -1,0 +1,226 @@
+"""The genome loop: its overhead, whole-population batches, and quality beside GENOME's schedule.
+
+    python benchmarks/genome.py [--seeds 3] [--limit 60]
+
+Same engine (SmolLM2, embedded), same founders, same tasks. Overhead is the share of a generation's
+wall time that is not the engine answering the same requests in one call. GENOME's schedule is one
+adapter at a time, factor-wise linear merges, tournament of three, mutation of a tenth of the
+numbers, with the same number of candidate evaluations.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rookery.embedded import EmbeddedEngine, open_engine, resolve_model
+from rookery.loops.genome import GenomeConfig, evolve
+from rookery.loops.genome.founders import FileInit, read_founders
+from rookery.loops.genome.loop import Hatchery
+from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.trials import Trials
+from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.runs import Run
+from rookery.search.founders import random_plans
+from rookery.search.racing import RaceConfig
+from rookery.tasks.taskset import Taskset, load_taskset
+from rookery.tasks.template import Template, load_template
+from rookery.types import Group, ModelRef, Task
+from rookery.weights.merge import LinearConfig
+
+FOUNDERS = Path(__file__).parents[1] / "examples" / "founders"
+TASKS = ("label-kind", "label-language", "label-living", "label-sentiment", "label-size")
+NUM_CANDIDATES = 8
+GENERATIONS = 4
+
+
+class OneByOne(TasksetEvaluator):
+    """GENOME's schedule: one adapter in flight at a time."""
+
+    async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
+        return [g for model in models for g in await super().rollout([model], tasks)]
+
+
+def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
+    splits = {"search": 0.25, "select": 0.25, "report": 0.5}
+    ours = [
+        {"type": "crossover", "name": "sum", "share": 3, "weights": "free", "reach": 0.3},
+        {"type": "crossover", "name": "linear", "share": 1, "weights": "extrapolate"},
+        {"type": "mutation", "name": "gaussian", "share": 1},
+    ]
+    theirs = [
+        {"type": "crossover", "name": "linear", "share": 3, "weights": "fitness"},
+        {"type": "mutation", "name": "gaussian", "share": 1},
+    ]
+    children = {
+        "count": NUM_CANDIDATES,
+        "operators": theirs if is_genome else ours,
+        "selection": {"type": "tournament", "size": 3 if is_genome else 2},
+        "sigma": {"start": 0.05 if is_genome else 0.1, "factor": 1.0 if is_genome else 1.3},
+    }
+    stage = {
+        "type": "ga",
+        "generations": GENERATIONS,
+        "population": {"size": 6, "children": children},
+    }
+    return GenomeConfig.model_validate(
+        {
+            "init": {"type": "file", "path": str(FOUNDERS)},
+            "tasksets": [
+                {"type": "generated", "generator": name, "limit": limit, "splits": splits}
+                for name in TASKS
+            ],
+            "stages": [stage],
+            "merges": {"linear": {"type": "linear", "space": "factor" if is_genome else "delta"}},
+            "mutations": {"gaussian": {"type": "gaussian", "gene_rate": 0.1}} if is_genome else {},
+            "race": {"enabled": not is_genome},
+            "finals": {"random_search": False, "num_finalists": 1 if is_genome else 3},
+            "seed": seed,
+        }
+    )
+
+
+async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) -> None:
+    """Quality and seconds of both schedules over seeds."""
+    print(f"{'':<22}{'seed':>5}{'report':>9}{'best founder':>14}{'seconds':>9}{'answers':>9}")
+    for name, is_genome in (("GENOME's schedule", True), ("rookery", False)):
+        means, seconds = [], []
+        for seed in range(args.seeds):
+            config = make_config(args.limit, is_genome=is_genome, seed=seed)
+            tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+            kind = OneByOne if is_genome else TasksetEvaluator
+            reset(engine)
+            with (
+                tempfile.TemporaryDirectory() as scratch,
+                Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
+            ):
+                evaluator = kind(engine, template=template, tasksets=tasksets, log=RolloutLog(run))
+                assert isinstance(config.init, FileInit)
+                start = time.perf_counter()
+                result = await evolve(
+                    config,
+                    founders=read_founders(config.init),
+                    tasksets=tasksets,
+                    hatchery=Hatchery(evaluator, engine, engine.base, 64),
+                    run=run,
+                )
+                seconds.append(time.perf_counter() - start)
+            evolved, best = result.report["rows"][:2]
+            means.append(evolved["mean"])
+            print(
+                f"{name:<22}{seed:>5}{evolved['mean']:>9.3f}{best['mean']:>14.3f}"
+                f"{seconds[-1]:>9.1f}{result.report['num_rollouts']:>9}"
+            )
+        print(
+            f"{name:<22} mean{statistics.mean(means):>9.3f}{'':>14}{statistics.mean(seconds):>9.1f}"
+        )
+
+
+def reset(engine: EmbeddedEngine) -> None:
+    """Forget every cached prefix, so that no measurement lives on another's work."""
+    engine._batcher.prefill.set_cut(engine._batcher.prefill.cut)
+
+
+async def overhead(engine: EmbeddedEngine, template: Template, limit: int) -> None:
+    """One generation through the loop's own parts, and the same requests in one call."""
+    config = make_config(limit, is_genome=False, seed=0)
+    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    tasks = [task for taskset in tasksets for task in taskset.split("search")]
+    assert isinstance(config.init, FileInit)
+    merges = {"sum": LinearConfig(normalise=False)}
+    nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=8)
+    plans = random_plans(nursery.founders, count=NUM_CANDIDATES, seed=1, merge="sum")
+    nursery.plan(plans)
+    together, direct, apart = [], [], []
+    for _ in range(3):
+        together.append(await _generation(engine, template, tasksets, tasks, nursery, plans))
+        direct.append(await _direct(engine, template, tasksets, tasks, nursery, plans))
+        apart.append(await _one_by_one(engine, template, tasksets, tasks, nursery, plans))
+    wall, engine_s, apart_s = min(together), min(direct), min(apart)
+    print(f"generation of {NUM_CANDIDATES} candidates x {len(tasks)} tasks: {wall:.2f} s")
+    print(f"the same requests in one call to the engine: {engine_s:.2f} s")
+    print(f"overhead: {1 - engine_s / wall:.3f}")
+    print(f"one candidate after another: {apart_s:.2f} s, {apart_s / engine_s:.2f}x together")
+
+
+async def _generation(
+    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    nursery: Nursery, plans: Sequence[Any],
+) -> float:  # fmt: skip
+    """Merge, load, ask, score, log, unload."""
+    reset(engine)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
+    ):
+        evaluator = TasksetEvaluator(
+            engine, template=template, tasksets=tasksets, log=RolloutLog(run)
+        )
+        weights = {taskset.name: taskset.weight for taskset in tasksets}
+        trials = Trials(
+            evaluator, adapters=engine, tasks=tasks, weights=weights, race=RaceConfig(enabled=False)
+        )
+        nursery.keep(())
+        start = time.perf_counter()
+        adapters = [nursery.adapter(plan.id) for plan in plans]
+        await trials.measure(adapters, rivals=(), seed=0, keep=1)
+        return time.perf_counter() - start
+
+
+async def _direct(
+    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    nursery: Nursery, plans: Sequence[Any],
+) -> float:  # fmt: skip
+    reset(engine)
+    refs = [await engine.load(nursery.adapter(plan.id)) for plan in plans]
+    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    requests = [
+        request
+        for task in tasks
+        for ref in refs
+        for request in evaluator._choice_requests(ref, task)
+    ]
+    start = time.perf_counter()
+    await engine.score(requests)
+    elapsed = time.perf_counter() - start
+    for ref in refs:
+        await engine.unload(ref)
+    return elapsed
+
+
+async def _one_by_one(
+    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    nursery: Nursery, plans: Sequence[Any],
+) -> float:  # fmt: skip
+    """Each candidate alone on an engine that knows nothing of the others."""
+    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    total = 0.0
+    for plan in plans:
+        ref = await engine.load(nursery.adapter(plan.id))
+        reset(engine)
+        requests = [r for task in tasks for r in evaluator._choice_requests(ref, task)]
+        start = time.perf_counter()
+        await engine.score(requests)
+        total += time.perf_counter() - start
+        await engine.unload(ref)
+    return total
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=60)
+    args = parser.parse_args()
+    config = make_config(args.limit, is_genome=False, seed=0)
+    template = load_template(resolve_model(config.engine.model).path)
+    async with open_engine(config.engine) as engine:
+        await overhead(engine, template, args.limit)
+        await side_by_side(engine, template, args)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
