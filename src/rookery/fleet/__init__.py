@@ -1,5 +1,21 @@
 """The fleet: a pool of vLLM servers behind the `Sampler` and `Adapters` ports."""
 
 from rookery.fleet.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
+from rookery.fleet.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.launch import LaunchProgress, LocalServer, open_servers
+from rookery.fleet.settings import LaunchConfig
 
-__all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
+__all__ = [
+    "Client",
+    "ClientConfig",
+    "Fleet",
+    "FleetConfig",
+    "LaunchConfig",
+    "LaunchProgress",
+    "LocalServer",
+    "ServerLost",
+    "ServerRefusal",
+    "open_fleet",
+    "open_servers",
+    "open_session",
+]

@@ -38,10 +38,14 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 class ServerLost(FleetError):
     """The server may be dead: what was sent may be sent again, to another one."""
 
-    def __init__(self, message: str, *, is_broken: bool, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, is_broken: bool, was_sent: bool = True, status: int | None = None
+    ) -> None:
         super().__init__(message)
         self.is_broken = is_broken
         """The connection failed; False: it stands, the answer is late or an internal error."""
+        self.was_sent = was_sent
+        """False: it certainly never reached the server."""
         self.status = status
         """Of the answer, when there was one."""
 
@@ -206,7 +210,10 @@ class Client:
                     return _decode(content, response.content_type, where)
                 raise self._error(response, content, where)
         except aiohttp.ClientConnectionError as error:
-            raise ServerLost(_unreachable(self.url, error), is_broken=True) from error
+            was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            raise ServerLost(
+                _unreachable(self.url, error), is_broken=True, was_sent=was_sent
+            ) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ServerLost(
                 f"{where} answered what is not HTTP: {error}", is_broken=True

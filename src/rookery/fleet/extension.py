@@ -92,7 +92,7 @@ class _Loader:
         layers = manifest["layers"]
         rank = max(layer[1] for layer in layers)
         self._check(request, manifest, rank)
-        kept = _open_arena(folder, manifest, self._device)
+        kept = _open_arena(folder, manifest)
         hot = kept.to(self._device)
         weights: dict[str, Any] = {}
         for name, layer_rank, size_in, size_out, offset_a, offset_b in layers:
@@ -156,23 +156,27 @@ class _Loader:
         return str(parse_fine_tuned_lora_name(name, mapper)[0])
 
 
-def _open_arena(folder: Path, manifest: dict[str, Any], device: Any) -> torch.Tensor:
+def _open_arena(folder: Path, manifest: dict[str, Any]) -> torch.Tensor:
     """The arena as bytes: the sender's CUDA memory, or a private mapping of the file."""
     import torch
 
-    if "cuda" in manifest:
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        handle = manifest["cuda"]
-        return rebuild_cuda_tensor(  # type: ignore[no-any-return, no-untyped-call]
-            torch.Tensor, (manifest["bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8, index,
-            base64.b64decode(handle["handle"]), handle["size_bytes"], handle["offset_bytes"],
-            False, base64.b64decode(handle["counter"]), handle["counter_offset"],
-            base64.b64decode(handle["event"]), handle["event_sync"],
-        )  # fmt: skip
     size = manifest["bytes"]
-    return torch.from_file(str(folder / ARENA), shared=False, size=size, dtype=torch.uint8)
+    if "cuda" not in manifest:
+        return torch.from_file(str(folder / ARENA), shared=False, size=size, dtype=torch.uint8)
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    sent = manifest["cuda"]
+    uuids = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
+    if sent["uuid"] not in uuids:
+        raise ValueError(f"the adapter is on GPU {sent['uuid']}, this worker sees {uuids}")
+    return rebuild_cuda_tensor(  # type: ignore[no-any-return, no-untyped-call]
+        torch.Tensor, (size,), (1,), 0, torch.UntypedStorage, torch.uint8,
+        uuids.index(sent["uuid"]), base64.b64decode(sent["handle"]), sent["size_bytes"],
+        sent["offset_bytes"], False, base64.b64decode(sent["counter"]), sent["counter_offset"],
+        base64.b64decode(sent["event"]), sent["event_sync"],
+    )  # fmt: skip
 
 
 def _view(arena: torch.Tensor, offset: int, shape: tuple[int, int], dtype: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Starts servers as processes that this one owns, and stops them whatever happens.
 
-    async with launch(LaunchConfig(model="Qwen/Qwen2.5-0.5B"), progress=show) as servers:
+    async with open_servers(LaunchConfig(model="Qwen/Qwen2.5-0.5B"), progress=show) as servers:
         servers[0].url                       # "http://127.0.0.1:18000", healthy
         await servers[0].restart()           # after it died
 
@@ -45,7 +45,7 @@ from rookery.fleet.settings import (
     num_replicas,
 )
 
-__all__ = ["LaunchProgress", "LocalServer", "launch", "reap_orphans"]
+__all__ = ["LaunchProgress", "LocalServer", "Progress", "open_servers", "reap_orphans"]
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -219,7 +219,7 @@ class _Room:
 
 
 @asynccontextmanager
-async def launch(
+async def open_servers(
     config: LaunchConfig,
     *,
     progress: Progress | None = None,

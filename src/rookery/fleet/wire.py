@@ -26,6 +26,7 @@ from rookery.types import (
 )
 
 __all__ = [
+    "Choice",
     "Fields",
     "Reading",
     "check_prompt",

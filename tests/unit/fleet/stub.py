@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,7 @@ class Stub:
     """How many calls it serves at a time; 0 is any number."""
     load_s: float = 0.0
     max_loras: int = 8
+    max_cpu_loras: int = 64
     max_model_len: int | None = 128
     fields: tuple[str, ...] = FIELDS
     processed: bool = True
@@ -146,7 +147,7 @@ class Stub:
 
     async def _info(self, _: web.Request) -> web.Response:
         lora = {
-            "max_loras": self.max_loras, "max_cpu_loras": 64, "max_lora_rank": 16,
+            "max_loras": self.max_loras, "max_cpu_loras": self.max_cpu_loras, "max_lora_rank": 16,
             "lora_dtype": "torch.float32",
         }  # fmt: skip
         config = {"lora_config": lora, "scheduler_config": {"max_num_seqs": 64}}
@@ -238,6 +239,13 @@ class Stub:
                 "top_logprobs": tops,
             },
         }
+
+
+async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
+    """Wait for what another party does in its own time."""
+    async with asyncio.timeout(limit_s):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def _error(status: int, message: str) -> web.Response:

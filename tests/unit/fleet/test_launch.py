@@ -18,7 +18,7 @@ from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError
 from rookery.fleet import launch as launching
 from rookery.fleet.diagnosis import explain_failure, last_lines
-from rookery.fleet.launch import LaunchProgress, launch, reap_orphans
+from rookery.fleet.launch import LaunchProgress, open_servers, reap_orphans
 from rookery.fleet.ledger import Ledger, ServerRecord, find_ledgers, process_start
 from rookery.fleet.ports import reserve_port
 from rookery.fleet.settings import LaunchConfig, command_line, environment
@@ -54,7 +54,7 @@ def wait_for(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
 async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state: Path) -> None:
     seen: list[LaunchProgress] = []
     config = CONFIG.model_copy(update={"replicas": 2, "max_lora_rank": 20, "args": ("--seed", "3")})
-    async with launch(config, progress=seen.append, adapters=state) as servers:
+    async with open_servers(config, progress=seen.append, adapters=state) as servers:
         told = [await ask(server.url) for server in servers]
         assert len({server.url for server in servers}) == 2
         assert all(server.is_alive for server in servers)
@@ -81,7 +81,7 @@ async def test_a_server_that_cannot_start_says_why_and_what_to_do(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "memory")
     with pytest.raises(FleetError) as failed:
-        async with launch(CONFIG):
+        async with open_servers(CONFIG):
             pass
     said = str(failed.value)
     assert "ended with status 1" in said and "Tried to allocate 2.00 GiB" in said
@@ -93,18 +93,18 @@ async def test_a_server_that_cannot_start_says_why_and_what_to_do(
 async def test_a_python_without_vllm_gets_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(FleetError, match=r"pip install 'rookery\[vllm\]'"):
-        async with launch(CONFIG):
+        async with open_servers(CONFIG):
             pass
     missing = CONFIG.model_copy(update={"python": "/nowhere/python"})
     with pytest.raises(FleetError, match=r"/nowhere/python.*launch\.python"):
-        async with launch(missing):
+        async with open_servers(missing):
             pass
 
 
 async def test_a_server_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hang")
     with pytest.raises(FleetError, match=r"not ready after .*launch\.startup_s allows 0\.2"):
-        async with launch(CONFIG.model_copy(update={"startup_s": 0.2})):
+        async with open_servers(CONFIG.model_copy(update={"startup_s": 0.2})):
             pass
 
 
@@ -113,7 +113,7 @@ async def test_an_error_stops_the_servers_and_their_children(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "child")
     with pytest.raises(ZeroDivisionError):
-        async with launch(CONFIG) as [server]:
+        async with open_servers(CONFIG) as [server]:
             told = await ask(server.url)
             assert process_start(told["child"])
             raise ZeroDivisionError
@@ -127,7 +127,7 @@ async def test_cancelling_stops_even_a_stubborn_server(monkeypatch: pytest.Monke
     pids: list[int] = []
 
     async def hold() -> None:
-        async with launch(CONFIG) as [server]:
+        async with open_servers(CONFIG) as [server]:
             pids.append(server.pid)
             running.set()
             await asyncio.Event().wait()
@@ -141,7 +141,7 @@ async def test_cancelling_stops_even_a_stubborn_server(monkeypatch: pytest.Monke
 
 
 async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
-    async with launch(CONFIG.model_copy(update={"restarts": 1})) as [server]:
+    async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
         first = server.pid
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: process_start(first) == "")
@@ -156,11 +156,11 @@ def test_servers_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import asyncio\n"
-        "from rookery.fleet.launch import launch\n"
+        "from rookery.fleet.launch import open_servers\n"
         "from rookery.fleet.settings import LaunchConfig\n"
         "async def main():\n"
         "    config = LaunchConfig(model='tiny', device='cpu', port=18500)\n"
-        "    async with launch(config) as [server]:\n"
+        "    async with open_servers(config) as [server]:\n"
         "        print(server.pid, flush=True)\n"
         "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"

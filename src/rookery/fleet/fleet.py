@@ -1,0 +1,338 @@
+"""The fleet as a port: `sample`, `score`, `load`, `unload` over any number of vLLM servers.
+
+    config = FleetConfig(urls=("http://gpu1:8000", "http://gpu2:8000"))
+    async with open_fleet(config) as fleet:
+        ref = await fleet.load(read_adapter("adapters/poet"))
+        [[completion]] = await fleet.sample([SampleRequest(model=ref, prompt=tokens)])
+
+Servers are given by URL, started on this machine (`launch`), or both.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.errors import FleetError, RookeryError
+from rookery.fleet.batches import Entry, make_batches
+from rookery.fleet.capabilities import Capabilities
+from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.launch import Progress, open_servers
+from rookery.fleet.pool import Pool
+from rookery.fleet.replica import Replica, ReplicaSettings
+from rookery.fleet.scoring import assemble_score, plan_score
+from rookery.fleet.settings import LaunchConfig
+from rookery.fleet.staging import Staging, open_staging, wire_name
+from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
+from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
+
+__all__ = ["Fleet", "FleetConfig", "open_fleet"]
+
+logger = logging.getLogger(__name__)
+
+
+class FleetConfig(Config):
+    """A pool of vLLM servers."""
+
+    type: Literal["fleet"] = "fleet"
+    urls: tuple[str, ...] = ()
+    """Servers that run already."""
+    launch: LaunchConfig | None = None
+    """Servers to start on this machine."""
+    name: str = ""
+    """What the base model is called in results; by default what it was loaded from."""
+    api_key_env: str = "VLLM_API_KEY"
+    """The environment variable that holds the servers' key, if they have one."""
+    adapter_folder: Path | None = None
+    """Where adapters are put for the servers: a folder that all of them see. By default in shared
+    memory, which servers on this machine see."""
+    resolver: bool = False
+    """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
+    in_place: bool = False
+    """Adapters on a GPU are read there by servers on the same GPU, with no copy in between."""
+    max_loras: int | None = Field(default=None, ge=1)
+    """Adapters in flight per server, for servers that do not tell theirs."""
+    max_lora_rank: int | None = Field(default=None, ge=1)
+    """The highest rank, for servers that do not tell theirs."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Sequences in flight per server; by default as many as it computes together."""
+    batch: int = Field(default=32, ge=1)
+    """Sequences per HTTP call at most."""
+    heal_s: float = Field(default=300.0, ge=0)
+    """How long requests wait when no server is up."""
+    client: ClientConfig = ClientConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "FleetConfig":
+        if not self.urls and self.launch is None:
+            raise ValueError(
+                "a fleet needs servers: write urls: [http://host:8000], or a launch section with a "
+                "model to start some here."
+            )
+        if self.resolver and self.adapter_folder is None:
+            raise ValueError("resolver: true needs adapter_folder, the folder the servers search.")
+        return self
+
+
+@dataclass(slots=True)
+class _Served:
+    """A loaded adapter: how often it was loaded, what is in flight on it."""
+
+    adapter: Adapter
+    num_loads: int = 1
+    num_in_flight: int = 0
+
+
+class Fleet:
+    """A Sampler, an Adapters and a Publisher over a pool; `open_fleet` makes one."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], *, config: FleetConfig, staging: Staging
+    ) -> None:
+        self.config = config
+        self.capabilities = common_capabilities([r.capabilities for r in replicas])
+        model = config.launch.model if config.launch is not None else self.capabilities.root
+        self.base = ModelRef(name="base", version=config.name or model)
+        self.pool = Pool(
+            replicas,
+            find_adapter=lambda ref: self._served[ref].adapter if ref in self._served else None,
+            find_ref=lambda name: self._names.get(name),
+            heal_s=config.heal_s,
+        )
+        self._staging = staging
+        self._served: dict[ModelRef, _Served] = {}
+        self._names: dict[str, ModelRef] = {}
+        self._fit = Fit(
+            base_names=base_names(config.name, model, self.capabilities.root),
+            max_rank=self.capabilities.max_lora_rank,
+            shapes=read_shapes(Path(self.capabilities.root))
+            or next((r.layers for r in replicas if r.layers), {}),
+        )
+
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]:
+        """The adapters that requests can name, oldest first."""
+        return tuple(self._served)
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        entries = [
+            Entry(r.model, sample_fields(r, capabilities=self.capabilities), r.prompt)
+            for r in requests
+        ]
+        answers = await self._send(entries)
+        return [
+            _completions(request, choices)
+            for request, choices in zip(requests, answers, strict=True)
+        ]
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        plans = [plan_score(request, capabilities=self.capabilities) for request in requests]
+        entries = [
+            Entry(plan.request.model, part.fields, part.prompt)
+            for plan in plans
+            for part in plan.parts
+        ]
+        readings = iter([read_reading(choices[0]) for choices in await self._send(entries)])
+        return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        """Check the adapter; a server gets it with the first request that names it.
+
+        When the model's shapes are not known here, one server gets it now and may refuse it.
+        """
+        ref = ModelRef(name=adapter.name, version=adapter.version)
+        served = self._served.get(ref)
+        if served is not None:
+            served.num_loads += 1
+            return ref
+        if all(replica.route == "none" for replica in self.pool.replicas):
+            raise self.pool.replicas[0].refuse_adapters()
+        check_fit(adapter, self._fit)
+        self._served[ref] = _Served(adapter)
+        self._names[wire_name(ref)] = ref
+        if not self._fit.shapes:
+            try:
+                await self._any_replica().hold(ref, adapter)
+            except RookeryError:
+                del self._served[ref], self._names[wire_name(ref)]
+                raise
+        return ref
+
+    async def unload(self, ref: ModelRef) -> None:
+        """Forget an adapter after its last request in flight."""
+        if ref == self.base:
+            raise FleetError("The base model cannot be unloaded.")
+        self._require(ref)
+        served = self._served[ref]
+        served.num_loads -= 1
+        await self._retire_if_unused(ref)
+
+    async def publish(self, adapter: Adapter) -> ModelRef:
+        """New weights are a new adapter: the same as `load`."""
+        return await self.load(adapter)
+
+    async def reset_prefix_cache(self) -> None:
+        """Make every server forget its prefixes, after its base weights were changed."""
+        await asyncio.gather(*(r.client.reset_prefix_cache() for r in self.pool.replicas))
+
+    def _any_replica(self) -> Replica:
+        able = [r for r in self.pool.replicas if r.route != "none"]
+        up = [r for r in able if r.lane.is_open] or able
+        return min(up, key=lambda replica: len(replica.lane.resident))
+
+    async def _send(self, entries: Sequence[Entry]) -> list[list[Choice]]:
+        """The choices of every entry, in order."""
+        if not entries:
+            return []
+        uses = Counter(entry.ref for entry in entries if entry.ref != self.base)
+        for ref in uses:
+            self._require(ref)
+        batches = make_batches(
+            entries,
+            base=self.base,
+            num_servers=len(self.pool.replicas),
+            max_sequences=self.config.batch,
+            now_s=time.monotonic(),
+        )
+        for ref in uses:
+            self._served[ref].num_in_flight += 1
+        try:
+            answers = await self.pool.submit([batch.call for batch in batches])
+        finally:
+            for ref in uses:
+                self._served[ref].num_in_flight -= 1
+                await self._retire_if_unused(ref)
+        found: list[list[Choice]] = [[] for _ in entries]
+        for batch, choices in zip(batches, answers, strict=True):
+            for position, own in zip(batch.positions, choices, strict=True):
+                found[position] = own
+        return found
+
+    async def _retire_if_unused(self, ref: ModelRef) -> None:
+        served = self._served.get(ref)
+        if served is None or served.num_loads > 0 or served.num_in_flight > 0:
+            return
+        del self._served[ref], self._names[wire_name(ref)]
+        await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
+        if ref not in self._served:
+            await asyncio.to_thread(self._staging.remove, ref)
+
+    def _require(self, ref: ModelRef) -> None:
+        if ref not in self._served:
+            names = ", ".join(r.served_name for r in (self.base, *self._served))
+            raise FleetError(f"{ref.served_name} is not loaded. Loaded: {names}.")
+
+
+@asynccontextmanager
+async def open_fleet(
+    config: FleetConfig, *, progress: Progress | None = None
+) -> AsyncIterator[Fleet]:
+    """Start or find the servers, keep the pool going inside the block, stop what was started."""
+    async with AsyncExitStack() as stack:
+        staging = stack.enter_context(open_staging(config.adapter_folder, in_place=config.in_place))
+        session = await stack.enter_async_context(open_session())
+        settings = ReplicaSettings(
+            max_in_flight=config.max_in_flight,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            is_folder_shared=config.adapter_folder is not None,
+            has_resolver=config.resolver,
+        )
+        key = os.environ.get(config.api_key_env, "")
+        replicas = [
+            Replica(
+                Client(url, session=session, config=config.client, api_key=key),
+                settings=settings,
+                staging=staging,
+            )
+            for url in config.urls
+        ]
+        if config.launch is not None:
+            servers = await stack.enter_async_context(
+                open_servers(config.launch, progress=progress, adapters=staging.root)
+            )
+            replicas += [
+                Replica(
+                    Client(server.url, session=session, config=config.client),
+                    settings=settings,
+                    staging=staging,
+                    local=server,
+                )
+                for server in servers
+            ]
+        await _connect(replicas)
+        fleet = Fleet(replicas, config=config, staging=staging)
+        async with _running(fleet.pool):
+            yield fleet
+
+
+async def _connect(replicas: Sequence[Replica]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for replica in replicas:
+                group.create_task(replica.connect())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+@asynccontextmanager
+async def _running(pool: Pool) -> AsyncIterator[None]:
+    """The pool's tasks, cancelled at the end of the block."""
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pool.drive(group), name="rookery-fleet")
+            for replica in pool.replicas:
+                group.create_task(pool.watch(replica), name=f"rookery-watch-{replica.url}")
+
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
+    """What all servers can do; FleetError when they serve different models."""
+    first = found[0]
+    for other in found[1:]:
+        if base_names(other.root) != base_names(first.root):
+            raise FleetError(
+                f"The servers serve different models, {first.root} and {other.root}: one fleet "
+                "has one base model."
+            )
+    return replace(
+        first,
+        max_model_len=_least(c.max_model_len for c in found),
+        max_logprobs=min(c.max_logprobs for c in found),
+        has_label_logprobs=all(c.has_label_logprobs for c in found),
+        has_prompt_logprobs=all(c.has_prompt_logprobs for c in found),
+        has_processed_logprobs=all(c.has_processed_logprobs for c in found),
+        has_prefix_cache=all(c.has_prefix_cache for c in found),
+        block_tokens=max(c.block_tokens for c in found),
+        max_lora_rank=_least(c.max_lora_rank for c in found),
+    )
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple[Completion, ...]:
+    num_top = request.params.top_logprobs
+    found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    # Greedy draws are all the same: the server made one.
+    return found * request.params.n if len(found) == 1 else found

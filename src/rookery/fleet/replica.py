@@ -1,0 +1,249 @@
+"""One server of the pool: its client, what it can do, and which adapters it holds.
+
+replica = Replica(client, settings=settings)
+await replica.connect()                     # probes, attaches the worker extension
+choices = await replica.serve(call, adapter)
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from rookery.errors import AdapterError, FleetError
+from rookery.fleet.breaker import Breaker
+from rookery.fleet.capabilities import Capabilities, Route
+from rookery.fleet.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.lane import Call, Lane
+from rookery.fleet.launch import LocalServer
+from rookery.fleet.probe import probe, read_metrics
+from rookery.fleet.staging import Staging, wire_name
+from rookery.fleet.wire import Choice, encode_body, read_choices
+from rookery.types import Adapter, ModelRef
+
+__all__ = ["Replica", "ReplicaSettings"]
+
+logger = logging.getLogger(__name__)
+DEFAULT_WINDOW = 256
+"""Sequences in flight on a server that does not tell how many it computes together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the pool's config says about every server; None leaves it to the server."""
+
+    max_in_flight: int | None
+    max_loras: int | None
+    max_lora_rank: int | None
+    is_folder_shared: bool
+    """Servers on other machines see the staging folder too."""
+    has_resolver: bool
+    """They search it for adapters by name."""
+
+
+class Replica:
+    """One server. Its lane counts what is in flight; the pool decides what is sent."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        settings: ReplicaSettings,
+        staging: Staging,
+        local: LocalServer | None = None,
+    ) -> None:
+        self.client = client
+        self.local = local
+        self.lane = Lane(name=client.url, window=DEFAULT_WINDOW, max_loras=1, is_open=False)
+        self.breaker = Breaker()
+        self.attention = asyncio.Event()
+        """Set when the server needs a look before the next regular one."""
+        self.last_error = ""
+        self.layers: dict[str, tuple[int, int]] = {}
+        self.capabilities: Capabilities
+        self.route: Route = "none"
+        self._settings = settings
+        self._staging = staging
+        self._loading: dict[ModelRef, asyncio.Lock] = {}
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    async def connect(self) -> None:
+        """Find out what the server can do and open its lane."""
+        found = await probe(self.client)
+        if not found.has_token_ids:
+            raise FleetError(
+                f"{self.url} does not report token ids and their log-probabilities: use vLLM 0.26 "
+                "or newer, or configure it as an external API."
+            )
+        report = await self._attach(found)
+        limits = self._settings
+        self.capabilities = replace(
+            found,
+            max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
+            max_logprobs=report.get("max_logprobs", found.max_logprobs),
+            max_loras=report.get("max_loras", limits.max_loras or found.max_loras),
+            max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras),
+            max_lora_rank=report.get("max_lora_rank", limits.max_lora_rank or found.max_lora_rank),
+            lora_dtype=report.get("lora_dtype", found.lora_dtype),
+        )
+        self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
+        self.route = self._choose_route(bool(report))
+        window = limits.max_in_flight or self.capabilities.max_num_seqs or DEFAULT_WINDOW
+        self.lane.window = window
+        self.lane.max_loras = 0 if self.route == "none" else self._max_loras()
+        self._open()
+
+    async def reconnect(self, known: Callable[[str], ModelRef | None]) -> None:
+        """After a loss: what the server still holds, then open the lane again.
+
+        `known` turns a name that the server lists into the adapter it stands for here.
+        """
+        if self.route == "extension":
+            await self.client.call_workers("rookery_attach")
+        models = await self.client.get("/v1/models")
+        names = [model.get("id", "") for model in models.get("data", [])]
+        self.lane.forget()
+        for name in names:
+            ref = known(name)
+            if ref is not None:
+                self.lane.resident[ref] = None
+        self._open()
+
+    async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
+        """Send a call; its adapter is loaded first where it is not."""
+        model = self.capabilities.model
+        if adapter is not None:
+            model = wire_name(call.ref)
+            await self.hold(call.ref, adapter)
+        body = encode_body(model, call.fields, call.prompts)
+        try:
+            answer = await self.client.complete(body)
+        except ServerRefusal as refusal:
+            if refusal.status == 404 and adapter is not None:
+                # The server restarted behind our back: what it held is gone.
+                self.lane.resident.pop(call.ref, None)
+                raise ServerLost(str(refusal), is_broken=False) from refusal
+            raise
+        return read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
+
+    async def hold(self, ref: ModelRef, adapter: Adapter) -> None:
+        """Make sure that the server has the adapter; at most one load of it at a time."""
+        resident = self.lane.resident
+        if ref not in resident:
+            async with self._loading.setdefault(ref, asyncio.Lock()):
+                if ref not in resident:
+                    await self._make_space()
+                    await self._load(ref, adapter)
+                    resident[ref] = None
+            self._loading.pop(ref, None)
+        resident.move_to_end(ref)
+
+    async def drop(self, ref: ModelRef) -> None:
+        """Let the server forget an adapter that nothing uses any more."""
+        if ref not in self.lane.resident:
+            return
+        del self.lane.resident[ref]
+        if self.route in ("extension", "http"):
+            try:
+                await self.client.unload_adapter(wire_name(ref))
+            except (ServerLost, ServerRefusal) as error:
+                logger.info("%s did not unload %s: %s", self.url, ref.served_name, error)
+
+    async def measure(self) -> None:
+        """See what other clients have running there."""
+        metrics = await read_metrics(self.client)
+        if metrics is not None:
+            busy = metrics.num_running + metrics.num_waiting
+            self.lane.foreign = max(0, busy - self.lane.num_sequences)
+
+    async def _attach(self, found: Capabilities) -> dict[str, Any]:
+        """The worker extension's report; empty where it is not, which only our own servers tell."""
+        if self.local is None or not self.local.config.extension or not found.has_worker_calls:
+            return {}
+        try:
+            reports = await self.client.call_workers("rookery_attach")
+        except (ServerLost, FleetError) as error:
+            logger.warning("%s: no worker extension, adapters go by HTTP: %s", self.url, error)
+            return {}
+        return reports[0] if isinstance(reports[0], dict) else {}
+
+    def _max_loras(self) -> int:
+        if self.capabilities.max_loras is None:
+            logger.warning(
+                "%s does not tell how many adapters it computes together: taking 1, vLLM's "
+                "default. Set max_loras to its --max-loras.",
+                self.url,
+            )
+        return self.capabilities.max_loras or 1
+
+    def _choose_route(self, has_extension: bool) -> Route:
+        can_see = self._settings.is_folder_shared or is_local(self.url)
+        if not can_see:
+            return "none"
+        if has_extension and self.capabilities.has_lora_loading:
+            return "extension"
+        if self.capabilities.has_lora_loading:
+            return "http"
+        return "resolver" if self._settings.has_resolver else "none"
+
+    def refuse_adapters(self) -> FleetError:
+        """Why this server takes none."""
+        return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
+
+    async def _load(self, ref: ModelRef, adapter: Adapter) -> None:
+        if self.route == "none":
+            raise self.refuse_adapters()
+        if self.route == "extension":
+            dtype = self.capabilities.lora_dtype or "float32"
+            folder = await asyncio.to_thread(self._staging.arena_folder, ref, adapter, dtype=dtype)
+            try:
+                await self.client.load_adapter(wire_name(ref), path=str(folder))
+            except AdapterError:
+                # A server that restarted reads arenas only after it was told how.
+                await self.client.call_workers("rookery_attach")
+                await self.client.load_adapter(wire_name(ref), path=str(folder))
+            return
+        folder = await asyncio.to_thread(
+            self._staging.peft_folder, ref, adapter, base=self.capabilities.root
+        )
+        if self.route == "http":
+            await self.client.load_adapter(wire_name(ref), path=str(folder))
+
+    async def _make_space(self) -> None:
+        """Unload the least recently used adapters that nothing uses, down to what fits."""
+        fits = self.capabilities.max_cpu_loras or self.lane.max_loras
+        idle = [ref for ref in self.lane.resident if ref not in self.lane.active]
+        for ref in idle[: max(0, len(self.lane.resident) + 1 - fits)]:
+            await self.drop(ref)
+
+    def _open(self) -> None:
+        self.breaker.record_success()
+        self.lane.is_open = True
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine, so that the server sees our files."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _no_route(url: str, has_loading: bool) -> str:
+    if has_loading:
+        return (
+            f"{url} is on another machine and cannot read adapters from this one: set "
+            "adapter_folder to a folder that both see at the same path."
+        )
+    return (
+        f"{url} does not load adapters: start it with --enable-lora and "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with VLLM_PLUGINS=lora_filesystem_resolver and "
+        "VLLM_LORA_RESOLVER_CACHE_DIR at adapter_folder and resolver: true here."
+    )

@@ -1,0 +1,227 @@
+"""Decides which server takes which call. Pure: no I/O, no clock, no randomness.
+
+    router = Router([Lane("a", window=64, max_loras=8), ...])
+    router.add(call)
+    for call, lane in router.dispatch(now_s): ...send it...
+    router.end(call, lane, now_s, is_done=True)
+    for call, lane in router.steal(now_s): ...send it there too, the first answer counts...
+
+Calls wait in groups by model, in order of arrival. A call goes to the open lane where it would be
+done first: work in flight over measured speed, less the prefix tokens the lane has cached, plus
+a load where the adapter is missing. An adapter stays on the lane that holds it (its home) unless
+that is full for long; a lane never has more than `max_loras` adapters in flight.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rookery.fleet.lane import Call, Lane
+from rookery.types import ModelRef
+
+__all__ = ["Router"]
+
+LOAD_S = 0.2
+"""What loading an adapter is taken to cost: measured 0.03 s (135M) to 0.14 s (7B) and some room."""
+SPILL_S = 0.5
+"""A call leaves its adapter's home after this long: twice a load, so that spilling pays."""
+PATIENCE_S = 2.0
+"""A later call may overtake one that waits for an adapter slot, if it came at most this much later:
+batches keep adapter by adapter, and nobody waits for ever."""
+STEAL_GAIN = 1.5
+"""An idle lane takes over a call when it would be this much sooner there."""
+STEAL_S = 0.05
+"""... and when there is at least this much to gain."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Waiting calls of one model, and the lane that is meant to take them."""
+
+    calls: deque[Call] = field(default_factory=deque)
+    home: Lane | None = None
+
+
+class Router:
+    """The waiting calls and the lanes they may take."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = list(lanes)
+        self._groups: dict[ModelRef, _Group] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(group.calls) for group in self._groups.values())
+
+    @property
+    def waiting(self) -> list[Call]:
+        return [call for group in self._groups.values() for call in group.calls]
+
+    def add(self, call: Call, *, is_first: bool = False) -> None:
+        """Queue a call: last of its model, or first when it comes back from a lost server."""
+        group = self._groups.setdefault(call.ref, _Group())
+        if is_first:
+            group.calls.appendleft(call)
+        else:
+            group.calls.append(call)
+        if group.home is not None:
+            group.home.promised += call.work
+
+    def drop(self, call: Call) -> None:
+        """Take a waiting call out; one that does not wait is left alone."""
+        group = self._groups.get(call.ref)
+        if group is not None and call in group.calls:
+            group.calls.remove(call)
+            self._taken(group, call)
+
+    def dispatch(self, now_s: float) -> list[tuple[Call, Lane]]:
+        """Assign what can be assigned now; the lanes count it as in flight at once."""
+        self._leave_closed_homes()
+        placed = self._pass(now_s, may_spill=False)
+        return placed + self._pass(now_s, may_spill=True) if self._groups else placed
+
+    def end(self, call: Call, lane: Lane, now_s: float, *, is_done: bool) -> None:
+        lane.end(call, now_s, is_done=is_done)
+        call.is_over = call.is_over or is_done
+
+    def steal(self, now_s: float) -> list[tuple[Call, Lane]]:
+        """Calls in flight that an idle lane would finish much sooner; they run on both then."""
+        taken: list[tuple[Call, Lane]] = []
+        thieves = [] if self._groups else list(self._open())
+        while thieves:
+            # The least busy one takes one call, then they compare again.
+            thief = min(thieves, key=lambda lane: lane.num_sequences)
+            call = self._worth_stealing(thief, now_s)
+            if call is None:
+                thieves.remove(thief)
+                continue
+            thief.begin(call, now_s)
+            taken.append((call, thief))
+        return taken
+
+    def _pass(self, now_s: float, *, may_spill: bool) -> list[tuple[Call, Lane]]:
+        placed: list[tuple[Call, Lane]] = []
+        groups, horizon_s = self._eligible()
+        for group in groups:
+            while group.calls and (call := group.calls[0]).arrival_s <= horizon_s:
+                lane = self._choose(call, now_s, may_spill=may_spill)
+                if lane is None:
+                    break
+                group.calls.popleft()
+                if group.home is None and not call.is_base:
+                    group.home = lane
+                    lane.promised += call.work + sum(later.work for later in group.calls)
+                self._taken(group, call)
+                lane.begin(call, now_s)
+                placed.append((call, lane))
+            if not any(lane.num_sequences < lane.window for lane in self._open()):
+                break
+        return placed
+
+    def _eligible(self) -> tuple[list[_Group], float]:
+        """The groups that need no slot or may get one, and the last arrival they may serve.
+
+        A call that waits for a slot holds back those that came long after it, so that the slots
+        it waits for empty.
+        """
+        lanes = list(self._open())
+        if any(len(lane.active) < lane.max_loras for lane in lanes):
+            return list(self._groups.values()), float("inf")
+        active = {ref for lane in lanes for ref in lane.active}
+        groups, horizon_s = [], float("inf")
+        for ref, group in self._groups.items():
+            if group.calls[0].is_base or ref in active:
+                groups.append(group)
+            else:
+                horizon_s = min(horizon_s, group.calls[0].arrival_s + PATIENCE_S)
+        return groups, horizon_s
+
+    def _choose(self, call: Call, now_s: float, *, may_spill: bool) -> Lane | None:
+        fresh = [lane for lane in self._open() if lane.name not in call.tried]
+        lanes = fresh or list(self._open())
+        roomy = [lane for lane in lanes if lane.has_room(call)]
+        if call.is_base:
+            return self._soonest(roomy, call, now_s)
+        able = [lane for lane in roomy if lane.can_hold(call.ref)]
+        holding = [lane for lane in able if lane.holds(call.ref)]
+        if holding:
+            return self._soonest(holding, call, now_s)
+        has_home = any(lane.holds(call.ref) for lane in lanes)
+        if has_home and not (may_spill and now_s - call.arrival_s > SPILL_S):
+            return None
+        return self._soonest(able, call, now_s)
+
+    def _soonest(self, lanes: Sequence[Lane], call: Call, now_s: float) -> Lane | None:
+        return min(lanes, key=lambda lane: self._cost(lane, call, now_s), default=None)
+
+    def _cost(self, lane: Lane, call: Call, now_s: float) -> float:
+        """Seconds until the call would be done there, and the seconds of work it would add."""
+        own = lane.own_work(call)
+        others = lane.foreign * call.work / max(call.num_sequences, 1)
+        load_s = 0.0 if call.is_base or lane.holds(call.ref) else LOAD_S
+        speed = self._speed(lane, now_s)
+        return (lane.work + lane.promised + others + 2 * own) / speed + load_s
+
+    def _speed(self, lane: Lane, now_s: float) -> float:
+        """The lane's own speed; before it has one, the average of the others as far as possible."""
+        own = lane.speed(now_s)
+        if own is not None and lane.has_measured:
+            return own
+        known = [s for x in self.lanes if x.has_measured and (s := x.speed(now_s)) is not None]
+        average = sum(known) / len(known) if known else 1e6
+        return average if own is None else min(own, average)
+
+    def _worth_stealing(self, thief: Lane, now_s: float) -> Call | None:
+        """The call with most to gain from running on `thief` too."""
+        paces = [lane.pace for lane in self.lanes if lane.pace is not None]
+        if not paces:
+            return None
+        average = sum(paces) / len(paces)
+        best: tuple[float, Call | None] = (STEAL_S, None)
+        for victim in self._open():
+            if victim is thief or not victim.in_flight:
+                continue
+            # The call sent last is served last.
+            call = next((c for c in reversed(victim.in_flight) if self._may_steal(c, thief)), None)
+            if call is None or not self._is_behind(victim, thief, call, now_s):
+                continue
+            load_s = 0.0 if call.is_base or thief.holds(call.ref) else LOAD_S
+            there_s = (thief.pace_now() or average) * call.work + load_s
+            elapsed_s = now_s - victim.in_flight[call][0]
+            due_s = (victim.pace or average) * call.work - elapsed_s
+            # Overdue: it may take as long again. And half of what is in flight is not done yet.
+            left_s = due_s if due_s > 0 else elapsed_s
+            left_s = max(left_s, 0.5 * victim.alone() / self._speed(victim, now_s))
+            gain_s = left_s - STEAL_GAIN * there_s
+            if gain_s > best[0]:
+                best = (gain_s, call)
+        return best[1]
+
+    def _is_behind(self, victim: Lane, thief: Lane, call: Call, now_s: float) -> bool:
+        """Whether the victim would still finish later than the thief if that took the call."""
+        theirs = (thief.work + call.work) / self._speed(thief, now_s)
+        return victim.alone() / self._speed(victim, now_s) > theirs
+
+    def _may_steal(self, call: Call, thief: Lane) -> bool:
+        return (
+            len(call.lanes) == 1
+            and not call.is_over
+            and thief.name not in call.tried
+            and thief.has_room(call)
+            and (call.is_base or thief.can_hold(call.ref))
+        )
+
+    def _open(self) -> Iterable[Lane]:
+        return (lane for lane in self.lanes if lane.is_open)
+
+    def _taken(self, group: _Group, call: Call) -> None:
+        if group.home is not None:
+            group.home.promised = max(0.0, group.home.promised - call.work)
+        if not group.calls:
+            self._groups.pop(call.ref, None)
+
+    def _leave_closed_homes(self) -> None:
+        for group in self._groups.values():
+            if group.home is not None and not group.home.is_open:
+                group.home.promised = 0.0
+                group.home = None

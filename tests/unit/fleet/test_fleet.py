@@ -1,0 +1,382 @@
+"""The pool over stub servers: ports, residency, failover, duplicates, balance. Real HTTP."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from fleet.adapters import K, Q, make_small, write_model
+from fleet.stub import Stub, greedy, logprobs_after, serve, until
+
+from rookery.errors import AdapterError, FleetError
+from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.staging import wire_name
+from rookery.ports import Adapters, Publisher, Sampler
+from rookery.types import (
+    Adapter,
+    LoraFactors,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0)
+
+
+@asynccontextmanager
+async def pool(*stubs: Stub, **options: object) -> AsyncIterator[Fleet]:
+    async with serve(*stubs):
+        config = FleetConfig(urls=tuple(stub.url for stub in stubs), **options)  # type: ignore[arg-type]
+        async with open_fleet(config) as fleet:
+            yield fleet
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(write_model(tmp_path / "tiny"))
+
+
+def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
+    wanted = {"max_tokens": 1, "temperature": 1.0} | params
+    return [
+        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
+        for i in range(num)
+    ]
+
+
+def served_names(stubs: Sequence[Stub], name: str) -> Counter[int]:
+    """How many prompts of a model each stub was sent."""
+    return Counter(
+        {
+            i: sum(len(b["prompt"]) for b in stub.bodies if b["model"] == name)
+            for i, stub in enumerate(stubs)
+        }
+    )
+
+
+async def test_it_is_the_ports_and_answers_in_request_order() -> None:
+    async with pool(Stub(), Stub()) as fleet:
+        assert isinstance(fleet, Sampler) and isinstance(fleet, Adapters)
+        assert isinstance(fleet, Publisher)
+        assert fleet.base == ModelRef(name="base", version="tiny")
+        adapters = [make_small("a", 1), make_small("b", 2)]
+        refs = [fleet.base, *[await fleet.load(adapter) for adapter in adapters]]
+        wanted = [
+            SampleRequest(model=ref, prompt=(1, i), params=GREEDY)
+            for i in range(10)
+            for ref in refs
+        ]
+        answers = await fleet.sample(wanted)
+        for request, [completion] in zip(wanted, answers, strict=True):
+            name = "tiny" if request.model == fleet.base else wire_name(request.model)
+            assert list(completion.tokens) == greedy(name, request.prompt, 3)
+            assert completion.model == request.model
+        scores = await fleet.score(
+            [ScoreRequest(model=ref, tokens=(1, 2, 3), start=1, labels=(4, 5)) for ref in refs]
+        )
+        for ref, score in zip(refs, scores, strict=True):
+            name = "tiny" if ref == fleet.base else wire_name(ref)
+            row = logprobs_after(name, (1, 2, 3))
+            assert score.label_logprobs == pytest.approx((row[4], row[5]))
+            assert score.logprobs[1] == pytest.approx(logprobs_after(name, (1, 2))[3])
+        assert await fleet.sample([]) == [] and await fleet.score([]) == []
+
+
+async def test_several_draws_and_greedy_copies() -> None:
+    async with pool(Stub()) as fleet:
+        drawn = SamplingParams(max_tokens=2, n=3, seed=5, temperature=1.0)
+        same = SamplingParams(max_tokens=2, n=3, temperature=0)
+        [three, copies] = await fleet.sample(
+            [SampleRequest(model=fleet.base, prompt=(1,), params=p) for p in (drawn, same)]
+        )
+        assert len(three) == 3 and len(copies) == 3 and len(set(copies)) == 1
+        assert len({c.tokens for c in three}) > 1
+
+
+async def test_equal_requests_share_calls_and_different_seeds_do_not() -> None:
+    stub = Stub()
+    async with pool(stub, batch=8) as fleet:
+        start = len(stub.bodies)
+        await fleet.sample(
+            [SampleRequest(model=fleet.base, prompt=(1, i % 50), params=GREEDY) for i in range(64)]
+        )
+        assert [len(b["prompt"]) for b in stub.bodies[start:]] == [8] * 8
+        start = len(stub.bodies)
+        await fleet.sample(requests(fleet.base, 6))
+        assert sorted(b["seed"] for b in stub.bodies[start:]) == list(range(6))
+
+
+async def test_results_do_not_depend_on_the_number_of_servers() -> None:
+    async def run(*stubs: Stub) -> object:
+        async with pool(*stubs) as fleet:
+            ref = await fleet.load(make_small("a"))
+            wanted = [*requests(ref, 20, max_tokens=3), *requests(fleet.base, 20)]
+            return await fleet.sample(wanted)
+
+    assert await run(Stub()) == await run(Stub(), Stub(latency_s=0.01), Stub())
+
+
+async def test_32_adapters_on_8_slots_load_once_each_and_none_starves(model: str) -> None:
+    stub = Stub(root=model, max_loras=8, latency_s=0.05, capacity=16, load_s=0.01)
+    async with pool(stub, batch=1) as fleet:
+        refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(32)]
+        assert not stub.adapters, "nothing is loaded before it is used"
+        began = time.monotonic()
+        prompts = [(1, i) for i in range(4)]
+        wanted = [
+            SampleRequest(model=ref, prompt=prompt, params=GREEDY)
+            for prompt in prompts
+            for ref in refs
+        ]
+        answers = await fleet.sample(wanted)
+        seconds = time.monotonic() - began
+    assert all(
+        list(c.tokens) == greedy(wire_name(r.model), r.prompt, 3)
+        for r, [c] in zip(wanted, answers, strict=True)
+    )
+    assert stub.loads == {wire_name(ref): 1 for ref in refs}
+    assert stub.most_adapters <= 8
+    best = len(wanted) / 16 * 0.05
+    assert seconds < 2 * best, f"{seconds:.2f} s, the best order takes {best:.2f} s"
+
+
+async def test_an_adapter_stays_on_one_server_while_others_have_work() -> None:
+    stubs = [Stub(latency_s=0.005, capacity=4) for _ in range(4)]
+    async with pool(*stubs) as fleet:
+        refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(16)]
+        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
+        loads = Counter[str]()
+        for stub in stubs:
+            loads.update(stub.loads)
+        assert len(loads) == 16 and loads.total() <= 18
+        assert max(len(s.loads) for s in stubs) <= 6, "adapters are spread over the servers"
+        await fleet.sample([r for ref in refs for r in requests(ref, 4)])
+        after = Counter[str]()
+        for stub in stubs:
+            after.update(stub.loads)
+        assert after.total() <= loads.total() + 2, "a second round finds them where they were"
+
+
+async def test_requests_that_share_a_long_prefix_go_to_one_server() -> None:
+    stubs = [Stub(max_model_len=None) for _ in range(4)]
+    async with pool(*stubs) as fleet:
+        prefixes = [tuple((i + 7 * k) % 50 for i in range(640)) for k in range(4)]
+        for turn in range(6):
+            await asyncio.gather(
+                *[
+                    fleet.score(
+                        [ScoreRequest(model=fleet.base, tokens=(*p, turn), start=641, labels=(3,))]
+                    )
+                    for p in prefixes
+                ]
+            )
+    for prefix in prefixes:
+        seen = [sum(tuple(b["prompt"][0][:640]) == prefix for b in stub.bodies) for stub in stubs]
+        assert sorted(seen)[-2:] == [0, 6], "one server sees all of a prefix"
+
+
+async def test_without_prefixes_the_load_is_even() -> None:
+    stubs = [Stub(latency_s=0.01, capacity=4) for _ in range(4)]
+    async with pool(*stubs) as fleet:
+        for stub in stubs:
+            stub.bodies.clear()
+        await fleet.sample(requests(fleet.base, 200))
+    counts = served_names(stubs, "tiny")
+    assert max(counts.values()) <= 1.3 * min(counts.values())
+
+
+async def test_work_is_spread_by_speed() -> None:
+    """One of eight servers is five times slower; the last calls it has are taken from it."""
+    stubs = [Stub(capacity=2) for _ in range(8)]
+    async with pool(*stubs, max_in_flight=4) as fleet:
+        for stub in stubs:
+            stub.latency_s = 0.2
+        stubs[0].latency_s = 1.0
+        began = time.monotonic()
+        await fleet.sample(requests(fleet.base, 128))
+        seconds = time.monotonic() - began
+    assert all(r.lane.num_sequences == 0 for r in fleet.pool.replicas)
+    ideal = 128 / (7 * 2 / 0.2 + 2 / 1.0)
+    assert ideal / seconds > 0.7, f"efficiency {ideal / seconds:.2f}"
+
+
+async def test_a_killed_server_costs_its_calls_one_retry_and_none_is_answered_twice() -> None:
+    stubs = [Stub(latency_s=0.02, capacity=8), Stub(latency_s=0.02, capacity=8)]
+    async with pool(*stubs, max_in_flight=32) as fleet:
+        ref = await fleet.load(make_small("a"))
+        wanted = [*requests(ref, 100), *requests(fleet.base, 100)]
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(fleet.sample(wanted))
+            await stubs[0].wait_in_flight(6)
+            await stubs[0].stop()
+        answers = call.result()
+        assert len(answers) == 200 and all(len(a) == 1 for a in answers)
+        assert fleet.pool.num_resent > 0
+        for request, [completion] in zip(wanted, answers, strict=True):
+            assert completion.model == request.model
+        assert [r.lane.is_open for r in fleet.pool.replicas] == [False, True]
+        assert fleet.pool.replicas[0].lane.num_sequences == 0
+        # It comes back, knows no adapter, and takes work again.
+        await stubs[0].start()
+        stubs[0].bodies.clear()
+        await until(lambda: fleet.pool.replicas[0].lane.is_open)
+        assert await fleet.sample(wanted) == answers
+        assert stubs[0].bodies
+
+
+async def test_a_call_that_dies_twice_is_an_error_that_names_the_server() -> None:
+    stubs = [Stub(failures=[500] * 9), Stub(failures=[500] * 9)]
+    for stub in stubs:
+        stub.failures = []
+    async with pool(*stubs) as fleet:
+        for stub in stubs:
+            stub.failures = [500] * 9
+        with pytest.raises(FleetError, match=r"failed .500.: as asked"):
+            await fleet.sample(requests(fleet.base, 1))
+        assert sum(len(stub.failures) for stub in stubs) == 16, "sent twice, no more"
+        for stub in stubs:
+            stub.failures = []
+        assert len(await fleet.sample(requests(fleet.base, 5))) == 5
+
+
+async def test_with_every_server_gone_requests_fail_in_time() -> None:
+    stub = Stub()
+    async with pool(stub, heal_s=0.2) as fleet:
+        await stub.stop()
+        with pytest.raises(FleetError, match=r"No server has been up for 0.2 s.*can't be reached"):
+            await fleet.sample(requests(fleet.base, 3))
+        await stub.start()
+
+
+async def test_a_slow_server_s_last_calls_are_taken_over_and_the_duplicate_dropped() -> None:
+    stubs = [Stub(latency_s=0.01, capacity=4), Stub(latency_s=0.01, capacity=4)]
+    async with pool(*stubs, max_in_flight=8) as fleet:
+        await fleet.sample(requests(fleet.base, 40))
+        stubs[0].hang = True
+        async with asyncio.timeout(10):
+            answers = await fleet.sample(requests(fleet.base, 24))
+        assert len(answers) == 24 and fleet.pool.num_stolen > 0
+        assert all(r.lane.num_sequences == 0 for r in fleet.pool.replicas)
+        await until(lambda: not sum(stubs[0].in_flight.values()))
+
+
+async def test_cancelling_a_caller_frees_the_servers() -> None:
+    stub = Stub(hang=True)
+    async with serve(stub):
+        stub.hang = False
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            stub.hang = True
+            task = asyncio.create_task(fleet.sample(requests(fleet.base, 100)))
+            await stub.wait_in_flight(10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: not sum(stub.in_flight.values()))
+            assert not fleet.pool.replicas[0].lane.in_flight
+            assert fleet.pool.router.num_waiting == 0
+
+
+async def test_unloading_waits_for_requests_and_removes_everything() -> None:
+    stub = Stub(latency_s=0.05)
+    async with pool(stub) as fleet:
+        ref = await fleet.load(make_small("a"))
+        assert await fleet.load(make_small("a")) == ref
+        await fleet.unload(ref)
+        assert fleet.loaded == (ref,), "it was loaded twice"
+        task = asyncio.create_task(fleet.sample(requests(ref, 3)))
+        await stub.wait_in_flight(1)
+        folder = stub.adapters[wire_name(ref)]
+        assert "adapter_model.safetensors" in os.listdir(folder)
+        await fleet.unload(ref)
+        assert len(await task) == 3
+        assert stub.unloads == [wire_name(ref)] and fleet.loaded == ()
+        with pytest.raises(FileNotFoundError):
+            os.listdir(folder)
+        with pytest.raises(FleetError, match="not loaded"):
+            await fleet.unload(ref)
+        with pytest.raises(FleetError, match=f"{ref.served_name} is not loaded. Loaded: base@tiny"):
+            await fleet.sample(requests(ref, 1))
+
+
+async def test_adapters_that_do_not_fit_are_refused_before_anything_is_sent(model: str) -> None:
+    stub = Stub(root=model)
+    factors = make_small("x").factors
+    cases = [
+        (make_small("wide", rank=17), r"rank 17.*at most 16.*--max-lora-rank 17"),
+        (make_small("other", base="llama"), r"made for 'llama', the servers run tiny"),
+        (_made_of({Q.replace("q_proj", "q_prj"): factors[Q]}), r"q_prj.*nearest is .*q_proj"),
+        (_made_of({K: factors[Q]}), "maps 32 to 32; this model's maps 32 to 16"),
+        (_made_of({}), "adapts no layer"),
+    ]
+    async with pool(stub) as fleet:
+        before = len(stub.bodies)
+        for adapter, said in cases:
+            with pytest.raises(AdapterError, match=said):
+                await fleet.load(adapter)
+        assert len(stub.bodies) == before and not stub.loads and fleet.loaded == ()
+        await fleet.load(make_small("fits", base="org/Tiny"))
+
+
+def _made_of(factors: dict[str, LoraFactors]) -> Adapter:
+    return Adapter(name="x", base="", version="1", factors=factors)
+
+
+async def test_with_unknown_shapes_the_server_judges_at_load() -> None:
+    stub = Stub()
+    async with pool(stub) as fleet:
+        stub.refuse_load = "shape mismatch in q_proj"
+        with pytest.raises(AdapterError, match="shape mismatch"):
+            await fleet.load(make_small("a"))
+        assert fleet.loaded == ()
+        stub.refuse_load = ""
+        await fleet.load(make_small("a"))
+        assert stub.loads.total() == 1
+
+
+async def test_a_server_that_forgot_its_adapters_gets_them_again() -> None:
+    stub = Stub()
+    async with pool(stub) as fleet:
+        ref = await fleet.load(make_small("a"))
+        first = await fleet.sample(requests(ref, 2))
+        stub.adapters.clear()
+        assert await fleet.sample(requests(ref, 2)) == first
+
+
+async def test_least_recently_used_adapters_make_room(model: str) -> None:
+    stub = Stub(root=model, max_cpu_loras=3)
+    async with pool(stub) as fleet:
+        refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(5)]
+        for ref in (refs[0], refs[1], refs[2], refs[0], refs[3], refs[4]):
+            await fleet.sample(requests(ref, 1))
+        assert stub.unloads == [wire_name(refs[1]), wire_name(refs[2])]
+        assert set(stub.adapters) == {wire_name(refs[i]) for i in (0, 3, 4)}
+
+
+async def test_servers_that_take_no_adapters_say_what_to_do() -> None:
+    async with pool(Stub(routes=("/v1/completions",))) as fleet:
+        with pytest.raises(FleetError, match="--enable-lora"):
+            await fleet.load(make_small("a"))
+        assert len(await fleet.sample(requests(fleet.base, 2))) == 2
+
+
+async def test_one_fleet_has_one_model_and_needs_a_server() -> None:
+    with pytest.raises(FleetError, match="different models, tiny and other"):
+        async with pool(Stub(), Stub(root="other")):
+            pass
+    with pytest.raises(FleetError, match=r"can't be reached at http://127.0.0.1:9"):
+        async with open_fleet(FleetConfig(urls=("http://127.0.0.1:9",))):
+            pass
+
+
+async def test_a_refused_request_is_an_error_and_the_server_stays() -> None:
+    stub = Stub()
+    async with pool(stub) as fleet:
+        stub.failures = [400]
+        with pytest.raises(FleetError, match=r"refused .400."):
+            await fleet.sample(requests(fleet.base, 1))
+        assert fleet.pool.replicas[0].lane.is_open and fleet.pool.num_resent == 0

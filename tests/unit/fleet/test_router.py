@@ -1,0 +1,187 @@
+"""Routing decisions on a clock of the test's own: invariants over random traffic, and the rules."""
+
+import heapq
+import itertools
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.fleet.lane import PREFIX_TOKENS, Call, Lane, prefix_hashes
+from rookery.fleet.router import PATIENCE_S, SPILL_S, Router
+from rookery.fleet.wire import Fields
+from rookery.types import ModelRef, TokenIds
+
+BASE = ModelRef(name="base", version="m")
+
+
+def adapter(i: int) -> ModelRef:
+    return ModelRef(name=f"a{i}", version="1")
+
+
+def make_call(ref: ModelRef, at: float = 0.0, prompt: TokenIds = (1, 2), new: int = 8) -> Call:
+    return Call(
+        ref=ref,
+        is_base=ref == BASE,
+        fields=Fields(max_tokens=new),
+        prompts=(prompt,),
+        arrival_s=at,
+        prefix=prefix_hashes(ref, prompt),
+    )
+
+
+class Simulation:
+    """Servers that take `seconds` per call, as many at a time as they are given."""
+
+    def __init__(self, lanes: list[Lane], seconds: dict[str, float]) -> None:
+        self.router = Router(lanes)
+        self.now = 0.0
+        self.done: list[Call] = []
+        self._seconds = seconds
+        self._events: list[tuple[float, int, Call, Lane]] = []
+        self._ids = itertools.count()
+
+    def step(self) -> None:
+        for call, lane in (*self.router.dispatch(self.now), *self.router.steal(self.now)):
+            assert len(lane.active) <= lane.max_loras
+            assert lane.num_sequences <= lane.window or len(lane.in_flight) == 1
+            if not call.is_base:
+                lane.resident[call.ref] = None
+            due = self.now + self._seconds[lane.name]
+            heapq.heappush(self._events, (due, next(self._ids), call, lane))
+
+    def run(self) -> None:
+        self.step()
+        while self._events:
+            self.now, _, call, lane = heapq.heappop(self._events)
+            if lane in call.lanes:
+                if not call.is_over:
+                    self.done.append(call)
+                self.router.end(call, lane, self.now, is_done=True)
+                for other in list(call.lanes):
+                    self.router.end(call, other, self.now, is_done=False)
+            self.step()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    refs=st.lists(st.integers(-1, 9), min_size=1, max_size=80),
+    windows=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    slots=st.integers(1, 4),
+    slow=st.floats(1, 10),
+)
+def test_every_call_is_done_once_within_the_limits(
+    refs: list[int], windows: list[int], slots: int, slow: float
+) -> None:
+    lanes = [Lane(name=f"s{i}", window=w, max_loras=slots) for i, w in enumerate(windows)]
+    simulation = Simulation(lanes, {lane.name: 1.0 for lane in lanes} | {"s0": slow})
+    calls = [make_call(BASE if i < 0 else adapter(i)) for i in refs]
+    for call in calls:
+        simulation.router.add(call)
+    simulation.run()
+    assert len(simulation.done) == len(calls) and set(simulation.done) == set(calls)
+    for lane in lanes:
+        assert not lane.in_flight and not lane.active and lane.num_sequences == 0
+        assert lane.work == 0 and lane.promised < 1e-6
+    assert simulation.router.num_waiting == 0
+
+
+def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
+    lane = Lane(name="s", window=4, max_loras=1)
+    router = Router([lane])
+    starved = make_call(adapter(1), at=0.1)
+    now, waiting, served_at = 0.0, True, None
+    router.add(make_call(adapter(0), at=0.0))
+    router.add(starved)
+    for tick in range(200):
+        now = tick * 0.1
+        router.add(make_call(adapter(0), at=now))
+        for call, _ in router.dispatch(now):
+            if call is starved:
+                served_at, waiting = now, False
+        for call in list(lane.in_flight):
+            if now - lane.in_flight[call][0] >= 0.3:
+                router.end(call, lane, now, is_done=True)
+        if not waiting:
+            break
+    assert served_at is not None and served_at <= 0.1 + PATIENCE_S + 1.0
+
+
+def test_an_adapter_is_spread_only_when_its_home_is_full_for_long() -> None:
+    a, b = Lane(name="a", window=2, max_loras=2), Lane(name="b", window=2, max_loras=2)
+    router = Router([a, b])
+    a.resident[adapter(0)] = None
+    for _ in range(4):
+        router.add(make_call(adapter(0)))
+    assert [lane.name for _, lane in router.dispatch(0.0)] == ["a", "a"]
+    assert router.dispatch(SPILL_S / 2) == []
+    assert [lane.name for _, lane in router.dispatch(SPILL_S * 1.1)] == ["b", "b"]
+
+
+def test_new_adapters_are_dealt_to_the_least_loaded() -> None:
+    lanes = [Lane(name=f"s{i}", window=100, max_loras=8) for i in range(4)]
+    router = Router(lanes)
+    for i in range(8):
+        for _ in range(5):
+            router.add(make_call(adapter(i)))
+    homes: dict[ModelRef, set[str]] = {}
+    for call, lane in router.dispatch(0.0):
+        homes.setdefault(call.ref, set()).add(lane.name)
+    assert all(len(names) == 1 for names in homes.values())
+    assert set(Counter(next(iter(n)) for n in homes.values()).values()) == {2}
+
+
+def test_a_long_shared_prefix_outweighs_a_little_load_but_not_much() -> None:
+    lanes = [Lane(name=f"s{i}", window=10_000, max_loras=1) for i in range(2)]
+    router = Router(lanes)
+    prefix = tuple(range(10 * PREFIX_TOKENS))
+    router.add(make_call(BASE, prompt=(*prefix, 0), new=1))
+    [(_, first)] = router.dispatch(0.0)
+    placed = []
+    for i in range(1000):
+        router.add(make_call(BASE, prompt=(*prefix, i), new=1))
+        placed += [lane for _, lane in router.dispatch(0.0)]
+    assert all(lane is first for lane in placed[:5])
+    assert any(lane is not first for lane in placed), "a heap of work is shared all the same"
+
+
+def test_prefixes_are_known_per_model_and_by_whole_blocks() -> None:
+    prompt = tuple(range(3 * PREFIX_TOKENS))
+    assert len(prefix_hashes(BASE, prompt)) == 3
+    assert prefix_hashes(BASE, prompt[:-1]) == prefix_hashes(BASE, prompt)[:2]
+    assert not set(prefix_hashes(BASE, prompt)) & set(prefix_hashes(adapter(0), prompt))
+    assert prefix_hashes(BASE, (9, *prompt[1:]))[2] != prefix_hashes(BASE, prompt)[2]
+
+
+def test_lost_calls_go_elsewhere_while_there_is_an_elsewhere() -> None:
+    a, b = Lane(name="a", window=4, max_loras=1), Lane(name="b", window=4, max_loras=1)
+    router = Router([a, b])
+    call = make_call(BASE)
+    call.tried.add("a")
+    router.add(call, is_first=True)
+    assert router.dispatch(0.0) == [(call, b)]
+    router.end(call, b, 1.0, is_done=False)
+    b.is_open = False
+    router.add(call, is_first=True)
+    assert router.dispatch(2.0) == [(call, a)]
+
+
+def test_a_call_is_stolen_at_most_once_and_only_for_a_gain() -> None:
+    slow, quick = (
+        Lane(name="slow", window=4, max_loras=1),
+        Lane(name="quick", window=4, max_loras=1),
+    )
+    router = Router([slow, quick])
+    for lane, seconds in ((slow, 10.0), (quick, 1.0)):
+        done = make_call(BASE)
+        lane.begin(done, 0.0)
+        router.end(done, lane, seconds, is_done=True)
+    call = make_call(BASE)
+    slow.begin(call, 20.0)
+    assert router.steal(20.0) == [(call, quick)]
+    assert router.steal(20.1) == []
+    router.end(call, quick, 21.0, is_done=True)
+    router.end(call, slow, 21.0, is_done=False)
+    fast = make_call(BASE)
+    quick.begin(fast, 30.0)
+    assert router.steal(30.0) == [], "a slower lane gains nothing"

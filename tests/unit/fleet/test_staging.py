@@ -1,0 +1,110 @@
+"""Adapters on their way to the servers: folders, arenas, names, and what fits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fleet.adapters import K, Q, make_small, write_model
+
+from rookery.errors import AdapterError
+from rookery.fleet import staging as stage
+from rookery.fleet.extension import ARENA, MANIFEST, _open_arena, _view
+from rookery.fleet.fit import base_names, read_shapes
+from rookery.fleet.staging import Staging, open_staging, wire_name
+from rookery.types import LoraFactors, ModelRef
+from rookery.weights import make_adapter, read_adapter
+
+REF = ModelRef(name="gen 3/child*7", version="3fa9")
+
+
+def test_names_are_fit_for_paths_and_stay_distinct() -> None:
+    assert wire_name(ModelRef(name="poet", version="3fa9")) == "poet@3fa9"
+    assert "/" not in wire_name(REF) and wire_name(REF) != wire_name(replace(REF, version="3fb"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch.dtype) -> None:
+    """What a server reads from the PEFT folder and casts is what it finds in the arena."""
+    made = make_small("a", seed=3, rank=3, scale=1.7)
+    factors = {
+        n: LoraFactors(a=f.a.to(own), b=f.b.to(own), scale=f.scale) for n, f in made.factors.items()
+    }
+    adapter = make_adapter("a", base="x", factors=factors)
+    with open_staging(tmp_path / "shared") as staging:
+        folder = staging.peft_folder(REF, adapter, base="server/model")
+        arena = staging.arena_folder(REF, adapter, dtype=dtype)
+        assert staging.peft_folder(REF, adapter, base="server/model") == folder
+        assert staging.arena_folder(REF, adapter, dtype=dtype) == arena
+    read = read_adapter(folder)
+    assert read.base == "server/model"
+    manifest = json.loads((arena / MANIFEST).read_text())
+    memory = _open_arena(arena, manifest)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    for name, rank, size_in, size_out, at_a, at_b in manifest["layers"]:
+        lora = read.factors[name]
+        assert lora.scale == 1 and (at_a % 256, at_b % 256) == (0, 0)
+        a = _view(memory, at_a, (rank, size_in), dtype)
+        b = _view(memory, at_b, (size_out, rank), dtype)
+        assert torch.equal(a, lora.a.to(kind)) and torch.equal(b, lora.b.to(kind))
+        exact = adapter.factors[name].b.float() * 1.7
+        assert torch.allclose(b.float(), exact, rtol=1e-2)
+
+
+def test_writing_in_a_server_s_mapping_does_not_change_the_arena(tmp_path: Path) -> None:
+    staging = Staging(tmp_path)
+    folder = staging.arena_folder(REF, make_small("a"), dtype="float32")
+    before = (folder / ARENA).read_bytes()
+    manifest = json.loads((folder / MANIFEST).read_text())
+    _open_arena(folder, manifest).zero_()
+    assert (folder / ARENA).read_bytes() == before
+
+
+def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
+    staging = Staging(tmp_path)
+    other = replace(REF, version="3fa9.float32.arenas")
+    for ref in (REF, other):
+        staging.peft_folder(ref, make_small("a"), base="")
+        staging.arena_folder(ref, make_small("a"), dtype="float32")
+    staging.remove(REF)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert all(path.name.startswith(wire_name(other)) for path in tmp_path.iterdir())
+
+
+def test_own_folders_go_and_left_over_ones_are_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_MEMORY", tmp_path)
+    left = tmp_path / "rookery-adapters-dead"
+    left.mkdir()
+    (left / ".lock").touch()
+    with open_staging(None) as first:
+        assert not left.exists()
+        with open_staging(None) as second:
+            assert first.root.is_dir() and second.root.is_dir()
+        assert first.root.is_dir() and not second.root.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_dtypes_and_places_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="float8"):
+        Staging(tmp_path).arena_folder(REF, make_small("a"), dtype="float8")
+    with pytest.raises(AdapterError, match=r"on cpu.*in_place: false"):
+        Staging(tmp_path, in_place=True).arena_folder(REF, make_small("a"), dtype="float32")
+
+
+def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny")
+    assert read_shapes(folder) == {Q: (32, 32), K: (32, 16)}
+    (folder / "config.json").write_text('{"quantization_config": {}}')
+    assert read_shapes(folder) == {}
+    assert read_shapes(tmp_path / "nowhere") == {}
+    (folder / "config.json").write_text("{}")
+    (folder / "more.safetensors").write_bytes(b"\xff" * 20)
+    assert read_shapes(folder) == {}
+
+
+def test_base_models_are_known_by_their_last_part() -> None:
+    assert base_names("/models/Tiny/", "org/tiny", "") == {"tiny"}
