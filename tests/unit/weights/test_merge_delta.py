@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from weights.made import SHAPES, best_of_rank, dense, made
 
 from rookery.types import Adapter
-from rookery.weights import write_adapter
+from rookery.weights import make_adapter, write_adapter
 from rookery.weights.delta import inner_products, low_rank
 from rookery.weights.merge import (
     DareConfig,
@@ -189,6 +189,15 @@ def test_dare_in_delta_space_is_unbiased() -> None:
     for layer, mean in totals.items():
         z = (mean - expected[layer]) / (spread[layer] / num**0.5)
         assert z.abs().max() < 5 and 0.8 < z.std() < 1.2
+
+
+@pytest.mark.parametrize("method", [DareConfig(), DareTiesConfig()])
+def test_equal_layers_drop_other_entries(method: DareConfig | DareTiesConfig) -> None:
+    lora = made(0).factors["model.layers.0.mlp.up_proj"]
+    twins = make_adapter("twins", base="", factors={"p": lora, "q": lora})
+    child = merge([twins, twins], weights=[1, 1], method=method, key=(1,))
+    p, q = (child.factors[layer] for layer in "pq")
+    assert not torch.allclose(p.b @ p.a, q.b @ q.a, atol=1e-2)
 
 
 def test_density_one_drops_nothing() -> None:

@@ -99,19 +99,18 @@ def test_ties_trims_a_small_rank_by_its_own_size() -> None:
 
 
 def test_dare_keeps_or_drops_each_entry_by_itself() -> None:
-    shapes = {"p": (1000, 1000)}
-    x = made(0, rank=300, shapes=shapes)
+    x = made(0, rank=125, shapes={"p": (250, 250)})
     child = merge([x], weights=[1], method=DareConfig(space="factor"), key=(5,))
     for _, factor, (tensor,) in pairs([x]):
         ratio = getattr(child.factors["p"], factor) / tensor
         kept = ratio != 0
         assert torch.allclose(ratio[kept], torch.tensor(1 / 0.7), rtol=1e-4)
-        assert kept.float().mean() == pytest.approx(0.7, abs=0.005)
+        assert kept.float().mean() == pytest.approx(0.7, abs=0.012)
         # Rows and columns are no units: their rates spread as those of single coins do.
         for dim in (0, 1):
             rates = kept.float().mean(dim)
             expected = (0.7 * 0.3 / kept.shape[dim]) ** 0.5
-            assert 0.85 < rates.std() / expected < 1.15
+            assert 0.75 < rates.std() / expected < 1.25
 
 
 def test_dare_masks_of_parents_children_and_blocks_are_unrelated() -> None:
