@@ -1,0 +1,96 @@
+"""The embedded engine on real weights: SmolLM2 with the shipped founders, beside transformers."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.tasks.taskset import GeneratedConfig, load_taskset
+from rookery.tasks.template import load_template
+from rookery.types import SampleRequest, SamplingParams, ScoreRequest
+from rookery.weights import read_adapter
+
+FOUNDERS = Path(__file__).parents[2] / "examples" / "founders"
+QUESTIONS = ["What is the capital of France?", "Name three colours.", "Count from one to five."]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EmbeddedEngine]:
+    async with open_engine(EngineConfig(model="smollm2")) as engine:
+        yield engine
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    from rookery.types import Task
+
+    template = load_template(resolve_model("smollm2").path)
+    return [template.encode(Task(id=q, prompt=q, reference="")) for q in QUESTIONS]
+
+
+async def test_greedy_answers_equal_transformers_and_peft(engine: EmbeddedEngine) -> None:
+    """Base and two adapters in one batch: tokens equal, log-probs to 1e-4."""
+    names = ("label-kind", "label-living")
+    refs = [engine.base, *[await engine.load(read_adapter(FOUNDERS / name)) for name in names]]
+    greedy = SamplingParams(max_tokens=16, temperature=0)
+    prompts = _prompts()
+    requests = [SampleRequest(model=r, prompt=p, params=greedy) for r in refs for p in prompts]
+    answers = iter(await engine.sample(requests))
+    reference = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path).eval()
+    model = PeftModel.from_pretrained(reference, FOUNDERS / names[0], adapter_name=names[0])
+    model.load_adapter(str(FOUNDERS / names[1]), adapter_name=names[1])
+    for name in ("__base__", *names):
+        for prompt in prompts:
+            [completion] = next(answers)
+            tokens = torch.tensor([[*prompt, *completion.tokens]])
+            with torch.inference_mode():
+                logits = model(tokens, adapter_names=[name]).logits[0]
+            rows = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+            assert rows.argmax(-1).tolist() == list(completion.tokens)
+            expected = rows.max(-1).values.tolist()
+            assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_the_base_model_knows_the_capital_of_france(engine: EmbeddedEngine) -> None:
+    greedy = SamplingParams(max_tokens=16, temperature=0)
+    request = SampleRequest(model=engine.base, prompt=_prompts()[0], params=greedy)
+    [[completion]] = await engine.sample([request])
+    assert "Paris" in completion.text and completion.finish_reason == "stop"
+
+
+async def test_founders_know_their_own_task_on_unseen_items(engine: EmbeddedEngine) -> None:
+    """Each is right far above chance on its own task; layers below it are computed once."""
+    template = load_template(resolve_model("smollm2").path)
+    names = sorted(folder.name for folder in FOUNDERS.iterdir() if folder.is_dir())
+    refs = [await engine.load(read_adapter(FOUNDERS / name)) for name in names]
+    for name, ref in zip(names, refs, strict=True):
+        tasks = load_taskset(GeneratedConfig(generator=name)).split("report")[:24]
+        requests = []
+        for task in tasks:
+            prompt = template.encode(task)
+            labels = tuple(template.encode_choice(task, c)[0][-1] for c in task.choices)
+            requests.append(
+                ScoreRequest(model=ref, tokens=prompt, start=len(prompt), labels=labels)
+            )
+        scores = await engine.score(requests)
+        right = sum(
+            task.choices[max((0, 1), key=score.label_logprobs.__getitem__)] == task.reference
+            for task, score in zip(tasks, scores, strict=True)
+        )
+        assert right >= 17, f"{name}: {right} of 24"
+    assert engine.stats.trunk_tokens < engine.stats.requested_tokens
+
+
+async def test_a_seed_gives_the_same_words_in_any_company(engine: EmbeddedEngine) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, seed=5)
+    prompts = _prompts()
+    alone = await engine.sample(
+        [SampleRequest(model=engine.base, prompt=prompts[1], params=params)]
+    )
+    crowd = await engine.sample(
+        [SampleRequest(model=engine.base, prompt=p, params=params) for p in (*prompts, *prompts)]
+    )
+    assert crowd[1] == crowd[4] == alone[0]
