@@ -1,5 +1,6 @@
 """`rookery genome run`: evolve LoRA adapters as a config says."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,11 @@ from rookery.errors import RunError
 
 if TYPE_CHECKING:
     from rookery.loops.genome import GenomeConfig, GenomeResult
+    from rookery.loops.genome.journal import Generation
     from rookery.runs import Run
+    from rookery.tasks.taskset import Taskset
+    from rookery.tasks.template import Template
+    from rookery.types import Adapter
 
 __all__ = ["genome", "resume_genome"]
 
@@ -72,8 +77,17 @@ def resume_genome(run: "Run") -> int:
     return _finish(run, config, _read_inputs(config))
 
 
-def _read_inputs(config: "GenomeConfig") -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Inputs:
     """Everything the loop reads, checked before a run is made."""
+
+    tasksets: "list[Taskset]"
+    founders: "dict[str, Adapter] | None"
+    """None when they are to be made from the model's shape."""
+    template: "Template"
+
+
+def _read_inputs(config: "GenomeConfig") -> _Inputs:
     from rookery.embedded import resolve_model
     from rookery.loops.genome.founders import FileInit, read_founders
     from rookery.tasks.taskset import load_taskset
@@ -82,10 +96,10 @@ def _read_inputs(config: "GenomeConfig") -> dict[str, Any]:
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
     template = load_template(resolve_model(config.engine.model).path)
-    return {"tasksets": tasksets, "founders": founders, "template": template}
+    return _Inputs(tasksets, founders, template)
 
 
-def _finish(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) -> int:
+def _finish(run: "Run", config: "GenomeConfig", inputs: _Inputs) -> int:
     from rookery.ui.page import render_page
 
     try:
@@ -101,18 +115,17 @@ def _finish(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) -> int:
     return 0
 
 
-async def _evolve(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) -> "GenomeResult":
+async def _evolve(run: "Run", config: "GenomeConfig", inputs: _Inputs) -> "GenomeResult":
     from rookery.embedded import open_engine
     from rookery.loops.genome import evolve
-    from rookery.loops.genome.founders import FileInit, make_founders
-    from rookery.loops.genome.journal import Generation
+    from rookery.loops.genome.founders import RandomInit, ZeroInit, make_founders
     from rookery.loops.genome.loop import Hatchery
     from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
-    tasksets = inputs["tasksets"]
+    tasksets = inputs.tasksets
     async with open_engine(config.engine) as engine:
-        founders = inputs["founders"]
-        if not isinstance(config.init, FileInit):
+        founders = inputs.founders or {}
+        if isinstance(config.init, ZeroInit | RandomInit):
             layers, base = engine.linear_layers, config.engine.model
             founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
         with token_progress() as bar:
@@ -122,13 +135,13 @@ async def _evolve(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) ->
                 tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
                 bar.update(line, advance=progress.num_rollouts, tokens=tokens)
 
-            def generation_done(generation: Generation) -> None:
+            def generation_done(generation: "Generation") -> None:
                 bar.console.print(_generation_line(generation), highlight=False)
                 bar.update(line, description=f"after {generation.stage} {generation.generation}")
 
             evaluator = TasksetEvaluator(
                 engine,
-                template=inputs["template"],
+                template=inputs.template,
                 tasksets=tasksets,
                 log=RolloutLog(run),
                 on_progress=answered,
@@ -144,11 +157,12 @@ async def _evolve(run: "Run", config: "GenomeConfig", inputs: dict[str, Any]) ->
             )
 
 
-def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: list[Any]) -> int:
+def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: "list[Taskset]") -> int:
     """An upper bound for the bar: racing makes it less."""
+    from rookery.tasks.splits import SPLITS
+
     search, select, report = (
-        sum(len(taskset.split(name)) for taskset in tasksets)
-        for name in ("search", "select", "report")
+        sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS
     )
     candidates = num_founders + sum(stage.num_candidates for stage in config.stages)
     rounds = 2 if config.finals.random_search and num_founders > 1 else 1
@@ -157,7 +171,7 @@ def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: list
     return candidates * rounds * search + finalists * select + entrants * report
 
 
-def _generation_line(generation: Any) -> str:
+def _generation_line(generation: "Generation") -> str:
     def show(value: float | None) -> str:
         return "  -  " if value is None else f"{value:.3f}"
 
@@ -182,7 +196,7 @@ def _print_report(report: dict[str, Any]) -> None:
         table.add_row(*row)
     console.print(table)
     for warning in report["warnings"]:
-        console.print(f"[yellow]{warning}[/yellow]")
+        console.print(warning, style="yellow", markup=False)
     console.print(
         f"{report['num_candidates']} candidates, {report['num_rollouts']:,} answers, "
         f"{report['num_tokens']:,} tokens, {report['seconds']:.0f} s",
