@@ -26,9 +26,9 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from rookery.config import Config
-from rookery.embedded.batcher import Batcher, Job, SampleJob, ScoreJob
+from rookery.embedded.admission import sample_job, score_job
+from rookery.embedded.batcher import Batcher, Job
 from rookery.embedded.folders import resolve_model
-from rookery.embedded.prefill import Prompt
 from rookery.errors import EngineError, ModelError, boundary
 from rookery.slots import SlottedModel, load_model
 from rookery.slots.linear import can_pack
@@ -38,10 +38,8 @@ from rookery.types import (
     Completion,
     ModelRef,
     SampleRequest,
-    SamplingParams,
     Score,
     ScoreRequest,
-    TokenIds,
 )
 
 __all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine", "run_engine"]
@@ -150,15 +148,15 @@ class EmbeddedEngine:
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
         """The adapters that requests can name, oldest first."""
-        return tuple(self._served)
+        return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        jobs = [self._sample_job(request) for request in requests]
+        jobs = [sample_job(r, slot=self._slot(r.model), shape=self._model.shape) for r in requests]
         await self._submit(list(jobs))
         return [_answer(job.result) for job in jobs]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        jobs = [self._score_job(request) for request in requests]
+        jobs = [score_job(r, slot=self._slot(r.model), shape=self._model.shape) for r in requests]
         await self._submit(list(jobs))
         return [_answer(job.result) for job in jobs]
 
@@ -185,14 +183,18 @@ class EmbeddedEngine:
             if served is None:
                 raise EngineError("The base model cannot be unloaded.")
             served.num_loads -= 1
-            if served.num_loads <= 0 and served.num_in_flight == 0:
-                self._retire(ref)
+            self._retire()
 
-    def _retire(self, ref: ModelRef) -> None:
-        """Free an adapter's slot. The cut stays: lowering it would forget every prefix."""
-        served = self._served.pop(ref)
-        self._batcher.prefill.forget(served.slot)
-        self._model.bank.clear(served.slot)
+    def _retire(self) -> None:
+        """Free the slots of adapters that are unloaded and have nothing in flight.
+
+        Called between steps only. The cut stays: lowering it would forget every prefix.
+        """
+        for ref, served in list(self._served.items()):
+            if served.num_loads <= 0 and served.num_in_flight == 0:
+                del self._served[ref]
+                self._batcher.prefill.forget(served.slot)
+                self._model.bank.clear(served.slot)
 
     def _place_cut(self) -> None:
         """Let the trunk end below the first adapted layer of any adapter."""
@@ -206,53 +208,14 @@ class EmbeddedEngine:
         if ref == self.base:
             return None
         served = self._served.get(ref)
-        if served is None:
-            names = ", ".join(r.served_name for r in (self.base, *self._served))
+        if served is None or served.num_loads <= 0:
+            names = ", ".join(r.served_name for r in (self.base, *self.loaded))
             raise EngineError(f"{ref.served_name} is not loaded. Loaded: {names}.")
         return served
 
-    def _sample_job(self, request: SampleRequest) -> SampleJob:
-        _check_params(request.params, self._model.shape.vocab_size)
-        room = self._model.shape.context_tokens - len(request.prompt)
-        if room < 1:
-            raise self._too_long(len(request.prompt), reserve=1)
-        return SampleJob(
-            request=request,
-            prompt=self._prompt(request.prompt, request.model),
-            max_tokens=min(request.params.max_tokens, room),
-        )
-
-    def _score_job(self, request: ScoreRequest) -> ScoreJob:
-        if not 1 <= request.start <= len(request.tokens):
-            raise EngineError(
-                f"A score request starts at {request.start} of {len(request.tokens)} tokens; it "
-                "may start at 1 to their number: the first token has nothing to be predicted from."
-            )
-        self._check_tokens(request.labels)
-        return ScoreJob(request=request, prompt=self._prompt(request.tokens, request.model))
-
-    def _prompt(self, tokens: TokenIds, ref: ModelRef) -> Prompt:
-        if not tokens:
-            raise EngineError("A request has no prompt tokens; give at least one.")
-        if len(tokens) > self._model.shape.context_tokens:
-            raise self._too_long(len(tokens), reserve=0)
-        self._check_tokens(tokens)
+    def _slot(self, ref: ModelRef) -> int | None:
         served = self._known(ref)
-        return Prompt(tokens=tokens, slot=None if served is None else served.slot)
-
-    def _too_long(self, num_tokens: int, *, reserve: int) -> EngineError:
-        limit = self._model.shape.context_tokens - reserve
-        return EngineError(
-            f"A prompt has {num_tokens} tokens; this model reads at most {limit}: shorten it."
-        )
-
-    def _check_tokens(self, tokens: TokenIds) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.shape.vocab_size:
-            wrong = next(t for t in tokens if not 0 <= t < self._model.shape.vocab_size)
-            raise EngineError(
-                f"Token {wrong} is not in the vocabulary 0 to {self._model.shape.vocab_size - 1}: "
-                "was the prompt made with another tokenizer?"
-            )
+        return None if served is None else served.slot
 
     async def _submit(self, jobs: list[Job]) -> None:
         """Queue the jobs of one call and wait until all are answered."""
@@ -272,10 +235,8 @@ class EmbeddedEngine:
             raise
         finally:
             for ref in refs:
-                served = self._served[ref]
-                served.num_in_flight -= 1
-                if served.num_loads <= 0 and served.num_in_flight == 0:
-                    self._retire(ref)
+                self._served[ref].num_in_flight -= 1
+            self._wake.set()  # the driver frees slots that were unloaded meanwhile
 
     async def drive(self) -> None:
         """Run steps while there is work; `open_engine` keeps this going."""
@@ -295,6 +256,7 @@ class EmbeddedEngine:
                 self._answer(job)
 
     def _take_calls(self) -> None:
+        self._retire()
         for call in self._inbox:
             self._calls.update({id(job): call for job in call.jobs})
         self._batcher.add([job for call in self._inbox for job in call.jobs])
@@ -378,19 +340,3 @@ def _answer(result: Answer | EngineError | None) -> Answer:
         raise result
     assert result is not None
     return result
-
-
-def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    rules = (
-        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
-        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
-        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
-        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
-        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
-        (params.n >= 1, "n", params.n, "1 or more"),
-        (0 <= params.top_logprobs <= vocab_size, "top_logprobs", params.top_logprobs, "0 or more"),
-        (all(params.stop), "stop", params.stop, "non-empty strings"),
-    )
-    for is_fine, name, given, allowed in rules:
-        if not is_fine:
-            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")

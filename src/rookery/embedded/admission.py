@@ -1,0 +1,68 @@
+"""Requests -> jobs: everything that can be wrong with a request is said before it is queued."""
+
+from rookery.embedded.batcher import SampleJob, ScoreJob
+from rookery.embedded.prefill import Prompt
+from rookery.errors import EngineError
+from rookery.slots import ModelShape
+from rookery.types import SampleRequest, SamplingParams, ScoreRequest, TokenIds
+
+__all__ = ["sample_job", "score_job"]
+
+
+def sample_job(request: SampleRequest, *, slot: int | None, shape: ModelShape) -> SampleJob:
+    """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
+    _check_params(request.params, shape)
+    _check_prompt(request.prompt, shape, reserve=1)
+    return SampleJob(
+        request=request,
+        prompt=Prompt(tokens=request.prompt, slot=slot),
+        max_tokens=min(request.params.max_tokens, shape.context_tokens - len(request.prompt)),
+    )
+
+
+def score_job(request: ScoreRequest, *, slot: int | None, shape: ModelShape) -> ScoreJob:
+    _check_prompt(request.tokens, shape, reserve=0)
+    _check_tokens(request.labels, shape)
+    if not 1 <= request.start <= len(request.tokens):
+        raise EngineError(
+            f"A score request starts at {request.start} of {len(request.tokens)} tokens; it may "
+            "start at 1 to their number: the first token has nothing to be predicted from."
+        )
+    return ScoreJob(request=request, prompt=Prompt(tokens=request.tokens, slot=slot))
+
+
+def _check_prompt(tokens: TokenIds, shape: ModelShape, *, reserve: int) -> None:
+    if not tokens:
+        raise EngineError("A request has no prompt tokens; give at least one.")
+    limit = shape.context_tokens - reserve
+    if len(tokens) > limit:
+        raise EngineError(
+            f"A prompt has {len(tokens)} tokens; this model reads at most {limit}: shorten it."
+        )
+    _check_tokens(tokens, shape)
+
+
+def _check_tokens(tokens: TokenIds, shape: ModelShape) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
+        wrong = next(t for t in tokens if not 0 <= t < shape.vocab_size)
+        raise EngineError(
+            f"Token {wrong} is not in the vocabulary 0 to {shape.vocab_size - 1}: was the prompt "
+            "made with another tokenizer?"
+        )
+
+
+def _check_params(params: SamplingParams, shape: ModelShape) -> None:
+    num_top = params.top_logprobs
+    rules = (
+        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (params.n >= 1, "n", params.n, "1 or more"),
+        (0 <= num_top <= shape.vocab_size, "top_logprobs", num_top, "0 to the vocabulary"),
+        (all(params.stop), "stop", params.stop, "non-empty strings"),
+    )
+    for is_fine, name, given, allowed in rules:
+        if not is_fine:
+            raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
