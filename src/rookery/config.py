@@ -12,9 +12,9 @@ Wrong input is answered with what was given, what is allowed and the nearest rig
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -41,8 +41,9 @@ def load_config(
 ) -> Model:
     """Read `path` (or nothing), lay the overrides over it, validate."""
     document = read_document(path) if path is not None else {}
-    for dotted, value in parse_overrides(overrides):
-        _assign(document, dotted, value)
+    for dotted, text in parse_overrides(overrides):
+        keys, kinds = _resolve(model, dotted)
+        _assign(document, keys, _value(text, kinds))
     return parse_config(model, document, origin=str(path) if path else "the command line")
 
 
@@ -51,7 +52,7 @@ def parse_config(model: type[Model], document: Mapping[str, object], *, origin: 
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        lines = [_sentence(model, detail) for detail in error.errors(include_url=False)]
+        lines = [_sentence(model, document, detail) for detail in error.errors(include_url=False)]
         head = f"{origin} is not a valid config"
         raise ConfigError(
             f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}:", *lines])
@@ -59,7 +60,7 @@ def parse_config(model: type[Model], document: Mapping[str, object], *, origin: 
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A YAML or TOML file as a dict, or a ConfigError that names the file and the line."""
+    """A YAML, TOML or JSON file as a dict, or a ConfigError that names the file and the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -69,13 +70,10 @@ def read_document(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}") from error
     try:
-        if path.suffix == ".toml":
-            return tomllib.loads(text)
-        if path.suffix in {".yaml", ".yml", ".json"}:
-            document = yaml.safe_load(text)
-        else:
-            raise ConfigError(f"{path} is neither .yaml, .yml, .json nor .toml: rename it.")
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        document = _parse(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path} does not parse: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as error:  # of tomllib and json too, and of huge numbers
         raise ConfigError(f"{path} does not parse: {' '.join(str(error).split())}") from error
     if document is None:
         return {}
@@ -86,97 +84,215 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def parse_overrides(words: Sequence[str]) -> list[tuple[str, object]]:
-    """`--a.b 3`, `--a.b=3`, `a.b=3` and a bare `--flag` (true) as (dotted key, value) pairs."""
-    pairs: list[tuple[str, object]] = []
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """`--a.b 3`, `--a.b=3`, `a.b=3` and a bare `--flag` (true) as (dotted key, text) pairs."""
+    pairs: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--") and "=" not in word:
+        key, has_value, text = word.removeprefix("--").partition("=")
+        if not (word.startswith("--") or has_value) or "" in key.split("."):
             raise ConfigError(f"Got {word!r}: an override is `--section.key value`.")
-        key, has_value, value = word.removeprefix("--").partition("=")
         if not has_value:
             is_flag = not rest or rest[0].startswith("--")
-            value = "true" if is_flag else rest.pop(0)
-        try:
-            pairs.append((key.replace("-", "_"), yaml.safe_load(value)))
-        except yaml.YAMLError:
-            pairs.append((key.replace("-", "_"), value))
+            text = "true" if is_flag else rest.pop(0)
+        pairs.append((key, text))
     return pairs
 
 
-def _assign(document: dict[str, Any], dotted: str, value: object) -> None:
-    *parents, last = dotted.split(".")
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: a date is text, and a key that is there twice is a mistake."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (a class attribute of PyYAML)
+        first: [(tag, regex) for tag, regex in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, path: Path) -> Any:
+    match path.suffix:
+        case ".toml":
+            return tomllib.loads(text)
+        case ".json":
+            return json.loads(text, object_pairs_hook=_distinct)
+        case ".yaml" | ".yml":
+            return yaml.load(text, _Loader)
+        case _:
+            raise ConfigError(f"{path} is neither .yaml, .yml, .json nor .toml: rename it.")
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in document:
+            raise ValueError(f"the key {key!r} is there twice.")
+        document[key] = value
+    return document
+
+
+def _value(text: str, kinds: Sequence[Any]) -> Any:
+    """The text read as YAML, except where only text may stand: a folder may be called `123`."""
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    is_text = bool(kinds) and {*kinds} <= {str, Path, NoneType}
+    is_null = value is None and NoneType in kinds
+    return text if is_text and not is_null and not isinstance(value, str) else value
+
+
+def _assign(document: dict[str, Any], keys: Sequence[str], value: object) -> None:
     node: Any = document
-    for depth, parent in enumerate(parents):
+    for depth, key in enumerate(keys):
+        place, dotted = ".".join(keys[:depth]), ".".join(keys)
+        index: int | str = key
         if isinstance(node, list):
-            node = _item(node, parent, dotted)
-            continue
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict | list):
-            prefix = ".".join(parents[: depth + 1])
-            raise ConfigError(f"--{dotted}: {prefix} is {node!r}, not a section.")
-    if isinstance(node, list):
-        _item(node, last, dotted)
-        node[int(last)] = value
-    else:
-        node[last] = value
+            index = _index(node, key, place=place, dotted=dotted)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"--{dotted}: {place} is {node!r}, not a section.")
+        elif depth + 1 < len(keys) and node.get(key) is None:
+            node[key] = {}
+        if depth + 1 == len(keys):
+            node[index] = value
+        node = node[index]
 
 
-def _item(node: list[Any], index: str, dotted: str) -> Any:
-    if not index.isdigit() or int(index) >= len(node):
-        raise ConfigError(f"--{dotted}: {index!r} is not one of the items 0 to {len(node) - 1}.")
-    return node[int(index)]
+def _index(node: list[Any], key: str, *, place: str, dotted: str) -> int:
+    if key.isdecimal() and int(key) < len(node):
+        return int(key)
+    if not node:
+        raise ConfigError(f"--{dotted}: {place} is an empty list: give the list whole.")
+    last = f" to {place}.{len(node) - 1}" if len(node) > 1 else ""
+    raise ConfigError(
+        f"--{dotted}: {place} has {len(node)} item{'s' * (len(node) > 1)}: write {place}.0{last}, "
+        "or the list whole."
+    )
 
 
-def _sentence(model: type[BaseModel], detail: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
+def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) -> str:
+    where = ".".join(_place(document, detail["loc"]))
     given = _show(detail["input"])
-    if detail["type"] == "extra_forbidden":
-        *parents, key = detail["loc"]
-        allowed = _allowed_keys(model, parents)
-        near = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.5)
-        if near:
-            return f"{where} is not a key. Did you mean {near[0]}?"
-        return f"{where} is not a key. Allowed: {', '.join(allowed)}."
-    if detail["type"] == "missing":
-        return f"{where} is missing: {detail['msg'].lower()}."
-    if detail["type"].startswith("union_tag"):
-        return f"{where}: {detail['msg']}."
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if detail["type"] == "value_error":
-        return f"{where}: {message}" if where else message
+    match detail["type"]:
+        case "extra_forbidden":
+            return _unknown_key(where, _kinds_at(model, detail["loc"][:-1]))
+        case "invalid_key":
+            return f"{where} is not a key: keys are words."
+        case "missing":
+            return f"{where} is missing: {message.lower()}."
+        case "union_tag_invalid" | "union_tag_not_found":
+            return _unknown_tag(where, _kinds_at(model, detail["loc"]), detail)
+        case "value_error":
+            return f"{where}: {message}" if where else message
+        case "model_type" | "model_attributes_type" | "dict_type":
+            message = "should be a section of `key: value` pairs"
+        case "tuple_type" | "list_type":
+            message = "should be a list: write [..., ...]"
     return f"{where} is {given}; it {message}."
 
 
+def _unknown_key(where: str, kinds: Sequence[Any]) -> str:
+    allowed = sorted({key for kind in kinds if _is_model(kind) for key in kind.model_fields})
+    near = difflib.get_close_matches(where.rpartition(".")[2], allowed, n=1, cutoff=0.5)
+    if near:
+        return f"{where} is not a key. Did you mean {near[0]}?"
+    return f"{where} is not a key. Allowed: {', '.join(allowed)}."
+
+
+def _unknown_tag(where: str, kinds: Sequence[Any], detail: ErrorDetails) -> str:
+    tags = [tag for kind in kinds for tag in _tags(kind)]
+    allowed = " or ".join(filter(None, [", ".join(map(repr, tags[:-1])), repr(tags[-1])]))
+    given = detail.get("ctx", {}).get("tag")
+    is_what = "is missing" if given is None else f"is {_show(given)}"
+    near = difflib.get_close_matches(str(given), tags, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{where}.type {is_what}; it should be {allowed}.{hint}"
+
+
 def _show(value: object) -> str:
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (TypeError, ValueError):  # keys that are no text, a list that contains itself
+        text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _allowed_keys(model: type[BaseModel], parents: Sequence[int | str]) -> list[str]:
-    """The keys of the config at a place; tags of unions and list indices lead through."""
-    candidates: list[type[BaseModel]] = [model]
-    for part in parents:
-        inner: list[type[BaseModel]] = []
-        for candidate in candidates:
-            info = candidate.model_fields.get(str(part))
-            inner.extend(_models_in(info.annotation) if info is not None else [candidate])
-        candidates = [c for c in inner if _is_tagged(c, str(part))] or inner or candidates
-    return sorted({key for candidate in candidates for key in candidate.model_fields})
+def _place(document: object, loc: Sequence[int | str]) -> list[str]:
+    """A place as the user wrote it: pydantic's own also names the members of unions."""
+    node: Any = document
+    place = []
+    for depth, part in enumerate(loc):
+        is_there = isinstance(node, dict) and part in node
+        if isinstance(node, list) and isinstance(part, int):
+            is_there = part < len(node)
+        if is_there or (isinstance(node, dict) and depth + 1 == len(loc)):
+            place.append(str(part))
+        node = node[part] if is_there else node
+    return place
 
 
-def _is_tagged(model: type[BaseModel], tag: str) -> bool:
-    info = model.model_fields.get("type")
-    return info is not None and tag in get_args(info.annotation)
+def _resolve(model: type[BaseModel], dotted: str) -> tuple[list[str], list[Any]]:
+    """The keys of a dotted name, `-` read as `_` in the names of fields, and what may stand there.
+
+    Names that are the user's own, such as the keys of `floors`, stay as they are.
+    """
+    keys: list[str] = []
+    kinds: list[Any] = [model]
+    for part in dotted.split("."):
+        is_own = any(get_origin(kind) is dict for kind in kinds)
+        keys.append(part if is_own else part.replace("-", "_"))
+        kinds = _inside(kinds, keys[-1])
+    return keys, kinds
 
 
-def _models_in(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in {Union, UnionType, Annotated, list, tuple, dict}:
-        return [m for argument in get_args(annotation) for m in _models_in(argument)]
-    return []
+def _kinds_at(model: type[BaseModel], loc: Sequence[int | str]) -> list[Any]:
+    kinds: list[Any] = [model]
+    for part in loc:
+        kinds = _inside(kinds, str(part))
+    return kinds
+
+
+def _inside(kinds: Sequence[Any], part: str) -> list[Any]:
+    """What may stand under a key, at an index, or in the member of a union that has a tag."""
+    if len(kinds) > 1 and (tagged := [kind for kind in kinds if part in _tags(kind)]):
+        return tagged
+    inner: list[Any] = []
+    for kind in kinds:
+        if _is_model(kind) and part in kind.model_fields:
+            inner += _flatten(kind.model_fields[part].annotation)
+        elif get_origin(kind) is dict:
+            inner += _flatten(get_args(kind)[1])
+        elif get_origin(kind) in {list, tuple}:
+            inner += [member for argument in get_args(kind) for member in _flatten(argument)]
+    return inner
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    """The members of a union, or the one type it is."""
+    if get_origin(annotation) is Annotated:
+        return _flatten(get_args(annotation)[0])
+    if get_origin(annotation) in {Union, UnionType}:
+        return [member for argument in get_args(annotation) for member in _flatten(argument)]
+    return [annotation]
+
+
+def _tags(kind: Any) -> tuple[str, ...]:
+    is_tagged = _is_model(kind) and "type" in kind.model_fields
+    return get_args(kind.model_fields["type"].annotation) if is_tagged else ()
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _siblings(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -25,6 +26,7 @@ from rookery.types import (
     ScoreRequest,
     Task,
     TokenIds,
+    TopLogprobs,
 )
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 BASE = ModelRef(name="base", version="fake")
+VOCABULARY = range(5, 95)
+"""The tokens that replies are made of, and that `top_logprobs` chooses from."""
 Result = TypeVar("Result")
 
 
@@ -50,7 +54,8 @@ def _hashed(*parts: object) -> float:
 
 def _hashed_reply(request: SampleRequest, index: int) -> TokenIds:
     key = (request.model, request.prompt, request.params.seed, index)
-    return tuple(int(_hashed(key, i) * 90) + 5 for i in range(min(4, request.params.max_tokens)))
+    length = min(4, request.params.max_tokens)
+    return tuple(VOCABULARY[int(_hashed(key, i) * len(VOCABULARY))] for i in range(length))
 
 
 def _hashed_logprob(model: ModelRef, prefix: TokenIds, token: int) -> float:
@@ -106,6 +111,10 @@ class FakeSampler:
             logprobs=logprobs,
             text=self._decode(tokens),
             finish_reason="length" if len(tokens) >= request.params.max_tokens else "stop",
+            top_logprobs=tuple(
+                self._top(request.model, request.prompt + tokens[:i], request.params.top_logprobs)
+                for i in range(len(tokens) if request.params.top_logprobs else 0)
+            ),
         )
 
     def _score(self, request: ScoreRequest) -> Score:
@@ -119,26 +128,38 @@ class FakeSampler:
             label_logprobs=tuple(
                 self._logprob(request.model, tokens, label) for label in request.labels
             ),
+            top_logprobs=tuple(
+                self._top(request.model, tokens[:i], request.top_logprobs)
+                for i in range(request.start, len(tokens) + 1 if request.top_logprobs else 0)
+            ),
         )
+
+    def _top(self, model: ModelRef, prefix: TokenIds, num: int) -> TopLogprobs:
+        known = [(token, self._logprob(model, prefix, token)) for token in VOCABULARY]
+        return tuple(sorted(known, key=lambda pair: -pair[1])[:num])
 
 
 class FakeAdapters:
-    """Remembers what is loaded."""
+    """Remembers what is loaded. What was loaded twice is unloaded twice, as in an engine."""
 
     def __init__(self) -> None:
         self.loaded: dict[ModelRef, Adapter] = {}
         self.num_loads = 0
+        self._holders: Counter[ModelRef] = Counter()
 
     async def load(self, adapter: Adapter) -> ModelRef:
         ref = ModelRef(name=adapter.name, version=adapter.version)
         self.loaded[ref] = adapter
+        self._holders[ref] += 1
         self.num_loads += 1
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
         if ref not in self.loaded:
             raise EngineError(f"{ref.served_name} is not loaded.")
-        del self.loaded[ref]
+        self._holders[ref] -= 1
+        if self._holders[ref] == 0:
+            del self.loaded[ref]
 
 
 class FakePublisher:

@@ -1,0 +1,189 @@
+"""The fakes that are shipped: each satisfies its port, and says the same thing every time."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import EngineError
+from rookery.ports import Adapters, Evaluator, Executor, Publisher, Sampler, Scorer, Trainer
+from rookery.testing import (
+    BASE,
+    FakeAdapters,
+    FakeEvaluator,
+    FakeExecutor,
+    FakePublisher,
+    FakeSampler,
+    FakeScorer,
+    FakeTrainer,
+)
+from rookery.types import (
+    Adapter,
+    Completion,
+    Datum,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+    Task,
+)
+
+OTHER = ModelRef(name="poet", version="1")
+TASK = Task(id="t/1", prompt="2+2=", reference="4", source="t")
+
+
+def request(model: ModelRef = BASE, **params: object) -> SampleRequest:
+    return SampleRequest(model=model, prompt=(1, 2, 3), params=SamplingParams(**params))
+
+
+def adapter(version: str = "1") -> Adapter:
+    return Adapter(name="poet", base="", factors={}, version=version)
+
+
+@pytest.mark.parametrize(
+    ("fake", "port"),
+    [
+        (FakeSampler(), Sampler),
+        (FakeAdapters(), Adapters),
+        (FakePublisher(), Publisher),
+        (FakeTrainer(), Trainer),
+        (FakeScorer(lambda task, completion: 1.0), Scorer),
+        (FakeEvaluator(lambda model, task: 1.0), Evaluator),
+        (FakeExecutor(), Executor),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_fake_satisfies_its_port(fake: object, port: type) -> None:
+    assert isinstance(fake, port)
+
+
+async def test_a_sampler_answers_by_the_request_alone() -> None:
+    requests = [request(seed=1, n=3, max_tokens=2), request(OTHER, seed=1), request(seed=2)]
+    one, other = FakeSampler(), FakeSampler()
+    answers = await one.sample(requests)
+    assert answers == await other.sample(requests)
+    assert [await other.sample([r]) for r in reversed(requests)] == [[a] for a in answers[::-1]]
+    assert [len(group) for group in answers] == [3, 1, 1]
+    assert len({c.tokens for group in answers for c in group}) == 5, "seeds, models, samples differ"
+    for completion in answers[0]:
+        assert completion.model == BASE and completion.finish_reason == "length"
+        assert len(completion.tokens) == len(completion.logprobs) == 2
+        assert completion.text == " ".join(map(str, completion.tokens))
+        assert all(logprob < 0 for logprob in completion.logprobs)
+    assert (one.num_samples, one.num_scores) == (5, 0)
+
+
+async def test_scores_agree_with_the_log_probabilities_of_samples() -> None:
+    sampler = FakeSampler()
+    [[completion]] = await sampler.sample([request()])
+    tokens = (1, 2, 3, *completion.tokens)
+    [score] = await sampler.score([ScoreRequest(model=BASE, tokens=tokens, start=3)])
+    assert score.logprobs == completion.logprobs
+    labels = (*completion.tokens[:1], 7, 8)
+    [score] = await sampler.score(
+        [ScoreRequest(model=BASE, tokens=tokens[:3], start=3, labels=labels)]
+    )
+    assert score.logprobs == () and len(score.label_logprobs) == 3
+    assert score.label_logprobs[0] == completion.logprobs[0]
+    assert sampler.num_scores == 2
+
+
+async def test_the_likeliest_tokens_are_reported_when_asked_for() -> None:
+    [[completion]] = await FakeSampler().sample([request(top_logprobs=3, max_tokens=2)])
+    [score] = await FakeSampler().score(
+        [ScoreRequest(model=BASE, tokens=(1, 2, 3, *completion.tokens), start=3, top_logprobs=3)]
+    )
+    assert len(completion.top_logprobs) == 2
+    assert score.top_logprobs[:2] == completion.top_logprobs
+    assert len(score.top_logprobs) == 3, "also of what would come next"
+    for top in score.top_logprobs:
+        values = [logprob for _, logprob in top]
+        assert len(top) == 3 and values == sorted(values, reverse=True)
+    [[plain]] = await FakeSampler().sample([request()])
+    assert plain.top_logprobs == ()
+
+
+async def test_a_sampler_can_be_told_what_to_say() -> None:
+    sampler = FakeSampler(
+        reply=lambda request, index: (index + 5,),
+        logprob=lambda model, prefix, token: -float(len(prefix)),
+        decode=lambda tokens: "abc"[tokens[0] - 5],
+    )
+    [group] = await sampler.sample([request(n=3)])
+    assert [(c.tokens, c.text, c.finish_reason) for c in group] == [
+        ((5,), "a", "stop"), ((6,), "b", "stop"), ((7,), "c", "stop"),
+    ]  # fmt: skip
+    assert group[0].logprobs == (-3.0,)
+
+
+async def test_models_that_fail_fail_whole_calls_and_count_nothing() -> None:
+    sampler = FakeSampler()
+    sampler.failing.add(OTHER)
+    with pytest.raises(EngineError, match="poet@1 was told to fail"):
+        await sampler.sample([request(), request(OTHER)])
+    with pytest.raises(EngineError, match="poet@1"):
+        await sampler.score([ScoreRequest(model=OTHER, tokens=(1, 2))])
+    assert (sampler.num_samples, sampler.num_scores) == (0, 0)
+    assert len(await sampler.sample([request()])) == 1
+    sampler.failing.clear()
+    assert len(await sampler.sample([request(OTHER)])) == 1
+
+
+async def test_adapters_are_counted_as_engines_count_them() -> None:
+    """Loaded twice is unloaded twice: two loops may share one adapter."""
+    adapters = FakeAdapters()
+    ref = await adapters.load(adapter())
+    assert ref == await adapters.load(adapter()) == ModelRef(name="poet", version="1")
+    second = await adapters.load(adapter("2"))
+    assert set(adapters.loaded) == {ref, second} and adapters.num_loads == 3
+    await adapters.unload(ref)
+    assert set(adapters.loaded) == {ref, second}
+    await adapters.unload(ref)
+    assert set(adapters.loaded) == {second}
+    with pytest.raises(EngineError, match="poet@1 is not loaded"):
+        await adapters.unload(ref)
+
+
+async def test_every_publication_is_a_new_version() -> None:
+    publisher = FakePublisher("policy")
+    refs = [await publisher.publish(adapter()) for _ in range(3)]
+    assert len(set(refs)) == 3 and {ref.name for ref in refs} == {"policy"}
+    assert len(publisher.published) == 3
+
+
+async def test_a_trainer_learns_one_number_and_remembers_it(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    datum = Datum(tokens=(1, 2, 3), weights=(0.0, 1.0, 1.0), advantages=(9.0, 2.0, -0.5))
+    metrics = await trainer.forward_backward([datum, datum], loss="grpo")
+    assert metrics == {"train/num_data": 2.0} and trainer.gradient == 3.0
+    await trainer.save(tmp_path / "state")
+    assert await trainer.optim_step(learning_rate=0.5) == {"train/value": 1.5}
+    assert await trainer.publish() == ModelRef(name="policy", version="1")
+    again = FakeTrainer()
+    await again.load(tmp_path / "state")
+    assert (again.value, again.gradient, again.num_steps) == (0.0, 3.0, 0)
+    await again.optim_step(learning_rate=0.5)
+    assert again.value == trainer.value
+
+
+async def test_scorer_and_evaluator_reward_by_their_function() -> None:
+    completion = Completion(model=BASE, tokens=(5,), logprobs=(-1.0,), text="4",
+                            finish_reason="stop")  # fmt: skip
+    scorer = FakeScorer(lambda task, c: float(c.text == task.reference), answer="choose")
+    assert scorer.answer == "choose" and await scorer.reward(TASK, completion) == 1.0
+    evaluator = FakeEvaluator(lambda model, task: float(model == BASE))
+    evaluator.failing.add(OTHER)
+    good, bad = await evaluator.evaluate([BASE, OTHER], [TASK])
+    assert (good.rewards, good.errors) == ({"t/1": 1.0}, {})
+    assert bad.rewards == {} and "told to fail" in bad.errors["t/1"]
+    assert evaluator.num_evaluations == 2
+
+
+async def test_an_executor_runs_in_order_and_raises_what_was_raised() -> None:
+    executor = FakeExecutor()
+    assert await executor.run(math.gcd, 12, 18) == 6
+    results = await asyncio.gather(*await executor.map(math.sqrt, [4.0, 9.0]))
+    assert list(results) == [2.0, 3.0] and executor.num_runs == 3
+    with pytest.raises(ZeroDivisionError):
+        await executor.run(lambda: 1 / 0)
