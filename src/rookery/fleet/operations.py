@@ -1,0 +1,152 @@
+"""What `rookery fleet up | status | down` do, as functions that return records.
+
+await up(LaunchConfig(model="Qwen/Qwen3-8B"), on_ready=show)     # until stopped
+await status()                                                   # all pools of this user
+await asyncio.to_thread(down)
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.errors import RookeryError
+from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.fleet.launch import LocalServer, Progress, open_servers, reap_orphans
+from rookery.fleet.ledger import find_ledgers, state_folder, stop_processes
+from rookery.fleet.probe import read_metrics
+from rookery.fleet.settings import LaunchConfig
+
+__all__ = ["ServerStatus", "Stopped", "down", "status", "up"]
+
+logger = logging.getLogger(__name__)
+STATUS_S = 5.0
+"""How long a server may take to tell its status."""
+SUPERVISE_S = 1.0
+STOP_S = 40.0
+"""How long an owner may take to stop its servers before they are stopped for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """One server now. What it does not tell is None."""
+
+    url: str
+    is_up: bool
+    model: str = ""
+    version: str = ""
+    pid: int | None = None
+    """Of servers that Rookery started on this machine."""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    cache_usage: float | None = None
+    hit_rate: float | None = None
+    """Share of prompt tokens found in the prefix cache."""
+    adapters: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """What `down` stopped."""
+
+    urls: tuple[str, ...]
+    num_orphans: int
+    """Servers among them whose owner had died before."""
+
+
+async def up(
+    config: LaunchConfig,
+    *,
+    on_ready: Callable[[Sequence[LocalServer]], None],
+    progress: Progress | None = None,
+) -> None:
+    """Start servers for others to use and keep them up, until cancelled or told to terminate."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    try:
+        async with open_servers(config, progress=progress, purpose="up") as servers:
+            on_ready(servers)
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SUPERVISE_S):
+                        await stop.wait()
+                for server in servers:
+                    if not server.is_alive and not stop.is_set():
+                        await server.restart()
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[ServerStatus, ...]:
+    """The given servers, or all that this user's pools started on this machine."""
+    pids: dict[str, int | None] = dict.fromkeys(urls)
+    if not pids:
+        ledgers = await asyncio.to_thread(find_ledgers, state_folder())
+        pids = {r.url: r.pid for ledger in ledgers for r in ledger.records if r.is_alive}
+    limits = ClientConfig(connect_s=STATUS_S, control_s=STATUS_S)
+    async with open_session() as session:
+        looks = [
+            _status(Client(url, session=session, config=limits, api_key=api_key), pid)
+            for url, pid in pids.items()
+        ]
+        return tuple(await asyncio.gather(*looks))
+
+
+async def _status(client: Client, pid: int | None) -> ServerStatus:
+    try:
+        models = (await client.get("/v1/models")).get("data", [])
+        metrics = await read_metrics(client)
+        version = await _version(client)
+    except RookeryError as error:
+        return ServerStatus(url=client.url, is_up=False, pid=pid, error=str(error))
+    return ServerStatus(
+        url=client.url,
+        is_up=await client.is_healthy(),
+        model=next((m["id"] for m in models if not m.get("parent")), ""),
+        version=version,
+        pid=pid,
+        num_running=metrics.num_running if metrics else None,
+        num_waiting=metrics.num_waiting if metrics else None,
+        cache_usage=metrics.cache_usage if metrics else None,
+        hit_rate=metrics.hit_rate if metrics else None,
+        adapters=tuple(m["id"] for m in models if m.get("parent")),
+    )
+
+
+async def _version(client: Client) -> str:
+    try:
+        answer = await client.get("/version")
+    except RookeryError:
+        return ""
+    return str(answer.get("version", "")) if isinstance(answer, dict) else ""
+
+
+def down(root: Path | None = None, *, limit_s: float = STOP_S) -> Stopped:
+    """Stop the pools that `up` started, and servers left by dead owners. Runs' own are left alone.
+
+    The owner is asked first, so that it does not start them again. Blocks: call it in a thread.
+    """
+    folder = root or state_folder()
+    urls: list[str] = []
+    for found in find_ledgers(folder):
+        if found.has_owner and found.purpose == "up":
+            urls += [record.url for record in found.records]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found.owner_pid, signal.SIGTERM)
+            deadline = time.monotonic() + limit_s
+            while any(r.is_alive for r in found.records) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if stop_processes(found.records):
+                logger.warning("stopped servers that process %d did not", found.owner_pid)
+                shutil.rmtree(found.folder, ignore_errors=True)
+        elif not found.has_owner:
+            urls += [record.url for record in found.records if record.is_alive]
+    return Stopped(urls=tuple(urls), num_orphans=reap_orphans(folder))
