@@ -1,0 +1,174 @@
+"""Annealing over labellings: schedules, draws, acceptance, and the optimum of small problems."""
+
+import math
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+
+from rookery.search.annealing import (
+    Annealing,
+    AnnealingConfig,
+    CodeSchedule,
+    ExponentialSchedule,
+    PaperSchedule,
+    argmax_label,
+    ask,
+    begin,
+    skip,
+    start_labels,
+    tell,
+    temperature,
+)
+from rookery.search.constraints import Constraints, Exclusive
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.search.streams import stream, stream_seed
+
+CONFIG = AnnealingConfig(iterations=400, num_start=4)
+
+
+def test_schedules_are_those_of_the_paper_and_of_the_code() -> None:
+    paper, code = PaperSchedule(), CodeSchedule()
+    assert temperature(paper, iteration=0, num_accepted=0) == 10.0
+    assert temperature(paper, iteration=99, num_accepted=5) == pytest.approx(
+        10 / (1 + 0.99 * math.log(100))
+    )
+    assert temperature(PaperSchedule(beta=1e6), iteration=9, num_accepted=0) == 0.01
+    assert temperature(code, iteration=50, num_accepted=256) == pytest.approx(0.83, abs=0.005)
+    assert temperature(code, iteration=50, num_accepted=3000) == pytest.approx(0.59, abs=0.005)
+    assert temperature(ExponentialSchedule(), iteration=2, num_accepted=0) == pytest.approx(9.801)
+
+
+def test_an_unlabelled_item_of_a_begun_group_is_drawn_a_hundred_times_as_often() -> None:
+    state = begin((0, UNLABELLED, UNLABELLED, UNLABELLED), utility=0.0)
+    drawn: Counter[int] = Counter()
+    for _ in range(3000):
+        drawn[ask(state, groups=(0, 0, 1, 1), config=CONFIG, seed=7)] += 1
+        state = skip(state)
+    assert drawn[1] > 2800
+    assert all(drawn[i] for i in (0, 2, 3))
+
+
+def test_draws_depend_on_the_iteration_alone() -> None:
+    state = Annealing(
+        labels=(0, 1), utility=0.0, best_labels=(0, 1), best_utility=0.0, iteration=17
+    )
+    assert {ask(state, groups=(0, 1), config=CONFIG, seed=3) for _ in range(5)} == {
+        ask(state, groups=(0, 1), config=CONFIG, seed=3)
+    }
+
+
+def test_gains_are_taken_always_and_losses_by_temperature() -> None:
+    taken = 0
+    for iteration in range(2000):
+        state = Annealing(
+            labels=(0,), utility=5.0, best_labels=(0,), best_utility=5.0, iteration=iteration
+        )
+        better, _ = tell(state, [((1,), 5.0)], config=CONFIG, seed=1)
+        assert better.labels == (1,)
+        worse, decision = tell(state, [((1,), -5.0)], config=CONFIG, seed=1)
+        taken += decision.is_accepted
+        assert worse.best_labels == (0,)
+    assert taken / 2000 == pytest.approx(math.exp(-1), abs=0.03)
+
+
+def test_huge_gains_and_losses_are_no_overflow() -> None:
+    state = begin((0,), utility=0.0)
+    assert tell(state, [((1,), 1e9)], config=CONFIG, seed=0)[1].is_accepted
+    assert not tell(state, [((1,), -1e9)], config=CONFIG, seed=0)[1].is_accepted
+
+
+def test_the_best_option_is_decided_on_and_the_most_complete_labelling_kept() -> None:
+    state = begin((0, UNLABELLED), utility=9.0)
+    tried = [((0, 0), 1.0), ((0, 1), 8.9), ((1, 1), 8.9)]
+    after, decision = tell(state, tried, config=CONFIG, seed=0)
+    assert decision.labels == (0, 1) and decision.is_accepted
+    assert after.best_labels == (0, 1) and after.best_utility == 8.9
+    assert after.num_accepted == 1 and after.iteration == 1
+
+
+def test_the_first_of_equal_labels_is_proposed() -> None:
+    assert argmax_label((-1.0, -1.0, -2.0)) == 0
+    assert argmax_label((-3.0, -1.0)) == 1
+
+
+def test_start_labels_are_balanced_and_consistent() -> None:
+    free = Constraints([], num_items=40, num_labels=2)
+    labels = start_labels(free, num_items=40, num_labels=2, config=CONFIG, seed=5)
+    assert Counter(labels[i] for i in labelled_items(labels)) == {0: 2, 1: 2}
+    pairs = [Exclusive(members=(i, i + 1), label=0, is_exact=True) for i in range(0, 8, 2)]
+    tied = Constraints(pairs, num_items=8, num_labels=2)
+    seen = set()
+    for seed in range(20):
+        config = AnnealingConfig(num_start=8)
+        labels = start_labels(tied, num_items=8, num_labels=2, config=config, seed=seed)
+        assert tied.num_violated(labels) == 0 and UNLABELLED not in labels
+        seen.add(labels)
+    assert len(seen) > 5
+
+
+class Oracle:
+    """A language model of one number: it sees how far the other labels follow the concept."""
+
+    def __init__(self, num_items: int, seed: int) -> None:
+        rng = stream(seed, "oracle")
+        truth = rng.permutation([1, -1] * (num_items // 2))
+        self.truth = [int(t) for t in truth]
+        # Of a pair exactly one is true.
+        for i in range(0, num_items, 2):
+            self.truth[i + 1] = -self.truth[i]
+        self.noise = rng.normal(0.0, 0.8, num_items)
+
+    def odds(self, labels: Labels, item: int) -> float:
+        """log p(label 0) - log p(label 1) given all labels but the item's own."""
+        others = [i for i in labelled_items(labels) if i != item]
+        signs = [1 - 2 * labels[i] for i in others]
+        agree = np.mean([s * self.truth[i] for s, i in zip(signs, others, strict=True)] or [0.0])
+        pull = 1 + 2 * float(agree) * len(others) / (len(others) + 4)
+        return float(np.clip(self.truth[item] * pull + self.noise[item], -11.5, 11.5))
+
+    def utility(self, labels: Labels) -> float:
+        own = labelled_items(labels)
+        return 50 * sum((1 - 2 * labels[i]) * self.odds(labels, i) for i in own) / len(own)
+
+
+def anneal(oracle: Oracle, constraints: Constraints, *, num_items: int, seed: int) -> Annealing:
+    groups = [i // 2 for i in range(num_items)]
+    labels = start_labels(constraints, num_items=num_items, num_labels=2, config=CONFIG, seed=seed)
+    state = begin(labels, utility=oracle.utility(labels))
+    while state.iteration < CONFIG.iterations:
+        item = ask(state, groups=groups, config=CONFIG, seed=seed)
+        odds = oracle.odds(state.labels, item)
+        label = argmax_label((odds, -odds))
+        if label == state.labels[item]:
+            state = skip(state)
+            continue
+        options = constraints.repairs(state.labels, item=item, label=label)
+        tried = [(option, oracle.utility(option)) for option in options]
+        state, _ = tell(state, tried, config=CONFIG, seed=seed)
+    return state
+
+
+@pytest.mark.parametrize("num_items", [8, 10, 12])
+def test_annealing_ends_at_the_exhaustive_optimum(num_items: int) -> None:
+    """The mean signed log-odds of exclusive pairs: the best of three chains, in 11 of 12 seeds.
+
+    One chain alone ends in the inverse concept about one time in ten.
+    """
+    pairs = [Exclusive(members=(i, i + 1), label=0, is_exact=True) for i in range(0, num_items, 2)]
+    constraints = Constraints(pairs, num_items=num_items, num_labels=2)
+    consistent = [
+        tuple(label for first in firsts for label in (first, 1 - first))
+        for firsts in product((0, 1), repeat=num_items // 2)
+    ]
+    found = 0
+    for seed in range(12):
+        oracle = Oracle(num_items, seed)
+        chains = [
+            anneal(oracle, constraints, num_items=num_items, seed=stream_seed(seed, "chain", chain))
+            for chain in range(3)
+        ]
+        best = max(chains, key=lambda state: state.best_utility)
+        found += best.best_labels == max(consistent, key=oracle.utility)
+    assert found >= 11
