@@ -1,5 +1,6 @@
 """`rookery sft`: make an adapter from a taskset with known answers."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,7 @@ async def _train(
     data = sft_data(
         taskset.split(split), load_template(folder.path), end_token=eos[0] if eos else None
     )
+    checkpoints = out.with_name(f".{out.name}.checkpoints")
     with token_progress() as bar:
         line = bar.add_task(taskset.name, total=None, tokens=0)
 
@@ -90,7 +92,8 @@ async def _train(
 
         adapter = await train(
             model, data, config, name=out.name, base=model_name, init=init,
-            checkpoints=out.parent / ".checkpoints", on_step=stepped,
+            checkpoints=checkpoints, on_step=stepped,
         )  # fmt: skip
     write_adapter(adapter, out)
+    shutil.rmtree(checkpoints, ignore_errors=True)
     return adapter
