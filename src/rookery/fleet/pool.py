@@ -230,6 +230,6 @@ class Pool:
                 self.router.drop(call)
                 self._settle(call, self._darkness())
 
-    def _darkness(self) -> FleetError:
+    def _darkness(self) -> ServerLost:
         states = "; ".join(replica.last_error or replica.url for replica in self.replicas)
-        return FleetError(f"No server has been up for {self._heal_s:g} s. {states}")
+        return ServerLost(f"No server has been up for {self._heal_s:g} s. {states}", is_broken=True)

@@ -87,9 +87,9 @@ class Replica:
             found,
             max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
             max_logprobs=report.get("max_logprobs", found.max_logprobs),
-            max_loras=report.get("max_loras", limits.max_loras or found.max_loras),
+            max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
             max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras),
-            max_lora_rank=report.get("max_lora_rank", limits.max_lora_rank or found.max_lora_rank),
+            max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
         )
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}

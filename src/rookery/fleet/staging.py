@@ -29,7 +29,7 @@ from rookery.types import Adapter, LoraFactors, ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Staging", "open_staging", "wire_name"]
+__all__ = ["Staging", "as_safetensors", "open_staging", "wire_name"]
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "rookery-adapters-"
@@ -119,6 +119,25 @@ def open_staging(root: Path | None, *, in_place: bool = False) -> Iterator[Stagi
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def as_safetensors(path: Path) -> Iterator[Path]:
+    """The folder itself, or a copy of one that holds adapter_model.bin in the safe format."""
+    old = path / "adapter_model.bin"
+    if (path / "adapter_model.safetensors").exists() or not old.exists():
+        yield path
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = torch.load(old, map_location="cpu", weights_only=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copy(path / "adapter_config.json", folder)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "adapter_model.safetensors")
+        yield folder
 
 
 def _remove_left_over(parent: Path) -> None:

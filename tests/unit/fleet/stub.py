@@ -99,6 +99,7 @@ class Stub:
                 web.post("/v1/load_lora_adapter", self._load),
                 web.post("/v1/unload_lora_adapter", self._unload),
                 web.post("/reset_prefix_cache", self._reset),
+                web.post("/tokenize", self._tokenize),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -155,6 +156,10 @@ class Stub:
 
     async def _reset(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
         document = await request.json()

@@ -1,0 +1,382 @@
+"""A vLLM server from plain synchronous code: sampling, LoRA adapters, weight updates.
+
+    import rookery.vllm_backend as vllm_backend
+
+    vllm_backend.register_lora_adapter(adapter_id="poet", lora_path="/adapters/poet")
+    [answer] = vllm_backend.generate_with_vllm(["Once upon a time"], adapter_id="poet")
+    answer["text"]
+
+The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (seconds to wait for
+it), VLLM_ENABLE_LORA, VLLM_MAX_LORAS and VLLM_MAX_LORA_RANK are read too. `VLLM_GROUP_PORT` is
+accepted and not needed: weights go through files in shared memory, not through a port.
+
+Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
+from any thread.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from rookery.config import Config, parse_config
+from rookery.errors import FleetError
+from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
+from rookery.fleet.staging import as_safetensors
+from rookery.fleet.update import require_updates, update_weights
+from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BackendConfig",
+    "close_communicator",
+    "generate_with_vllm",
+    "get_client_info",
+    "init_communicator",
+    "initialize_vllm_client",
+    "list_lora_adapters",
+    "register_lora_adapter",
+    "reset_prefix_cache",
+    "shutdown_vllm_client",
+    "unregister_lora_adapter",
+    "update_model_weights",
+]
+
+Result = TypeVar("Result")
+INSTALL = "pip install 'rookery[vllm]'"
+RETRY_S = 0.25
+
+
+class BackendConfig(Config):
+    """The server, as the environment describes it."""
+
+    base_url: str = ""
+    """Wins over host and port."""
+    host: str = "localhost"
+    port: int = Field(default=8000, ge=1, le=65535)
+    group_port: int = 51216
+    timeout: float = Field(default=5.0, ge=0)
+    """Seconds to wait for the server to be reachable."""
+    enable_lora: bool = True
+    max_loras: int = Field(default=4, ge=1)
+    max_lora_rank: int = Field(default=64, ge=1)
+
+    @property
+    def url(self) -> str:
+        # A server that listens on every interface is reached at this machine's own.
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return self.base_url or f"http://{host}:{self.port}"
+
+
+@dataclass(slots=True)
+class _Backend:
+    """The event loop in its thread, the fleet on it, and what was registered."""
+
+    config: BackendConfig
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    fleet: Fleet
+    stack: AsyncExitStack
+    adapters: dict[str, tuple[str, ModelRef]] = field(default_factory=dict)
+    is_communicating: bool = False
+
+    def run(self, work: Awaitable[Result]) -> Result:
+        async def wait() -> Result:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
+
+
+_backend: _Backend | None = None
+_lock = threading.RLock()
+
+
+def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Connect to the server that `config` or the environment names; what `get_client_info` says.
+
+    Called by the other functions when it was not called before. ConnectionError when the server
+    cannot be reached within the timeout.
+    """
+    global _backend
+    with _lock:
+        shutdown_vllm_client()
+        given = {**_environment(), **(config or {})}
+        parsed = parse_config(BackendConfig, given, origin="the vLLM client's config")
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="rookery-vllm", daemon=True)
+        thread.start()
+        try:
+            opened = asyncio.run_coroutine_threadsafe(_open(parsed), loop)
+            fleet, stack = opened.result()
+        except BaseException as error:
+            _stop(loop, thread)
+            if isinstance(error, ServerLost):
+                raise ConnectionError(str(error)) from error
+            raise
+        _backend = _Backend(parsed, loop, thread, fleet, stack)
+        return get_client_info()
+
+
+def shutdown_vllm_client() -> None:
+    """Disconnect; adapters registered here are unloaded. Nothing when not connected."""
+    global _backend
+    with _lock:
+        if _backend is not None:
+            backend, _backend = _backend, None
+            for _, ref in backend.adapters.values():
+                backend.run(backend.fleet.unload(ref))
+            backend.run(backend.stack.aclose())
+            _stop(backend.loop, backend.thread)
+
+
+def generate_with_vllm(
+    prompts: Sequence[str | Sequence[int]],
+    adapter_id: str | None = None,
+    *,
+    n: int = 1,
+    max_tokens: int = 16,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """`n` answers per prompt, in order, each with text, token_ids, logprobs and finish_reason.
+
+    Prompts are texts or token ids; `adapter_id` is one that was registered. The seed of prompt i is
+    `seed + i`, so that equal prompts differ.
+    """
+    backend = _connected()
+    ref = backend.fleet.base if adapter_id is None else _registered(backend, adapter_id)
+    params = [
+        SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            # -1 keeps every token in vLLM's own interface, 0 here.
+            top_k=max(top_k, 0),
+            min_p=min_p,
+            stop=tuple(stop),
+            seed=seed + index,
+        )
+        for index in range(len(prompts))
+    ]
+
+    async def generate() -> list[tuple[Completion, ...]]:
+        client = backend.fleet.pool.replicas[0].client
+        tokens = [await _tokens(client, prompt) for prompt in prompts]
+        return await backend.fleet.sample(
+            [
+                SampleRequest(model=ref, prompt=prompt, params=own)
+                for prompt, own in zip(tokens, params, strict=True)
+            ]
+        )
+
+    return [
+        {
+            "prompt": prompt,
+            "text": completion.text,
+            "token_ids": list(completion.tokens),
+            "logprobs": list(completion.logprobs),
+            "finish_reason": completion.finish_reason,
+        }
+        for prompt, completions in zip(prompts, _run(backend, generate), strict=True)
+        for completion in completions
+    ]
+
+
+def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) -> bool:
+    """Make a PEFT folder servable as `adapter_id`. Registering an id again replaces its weights.
+
+    ValueError when there is no such folder, AdapterError when it does not fit the model.
+    """
+    path = Path(lora_path)
+    if not path.exists():
+        raise ValueError(f"LoRA path does not exist: {lora_path}")
+    backend = _connected()
+    if not backend.config.enable_lora:
+        raise ValueError("LoRA adapters are switched off: set VLLM_ENABLE_LORA=true.")
+    # Imported here: only adapters need torch.
+    from rookery.weights import read_adapter
+
+    with as_safetensors(path) as folder:
+        adapter = read_adapter(folder, name=adapter_id)
+    ref = _run(backend, lambda: backend.fleet.load(adapter))
+    with _lock:
+        previous = backend.adapters.get(adapter_id)
+        backend.adapters[adapter_id] = (str(lora_path), ref)
+    if previous is not None:
+        _run(backend, lambda: backend.fleet.unload(previous[1]))
+    return True
+
+
+def unregister_lora_adapter(adapter_id: str) -> bool:
+    """Forget an adapter after its last request; False when it was not registered."""
+    backend = _connected()
+    with _lock:
+        known = backend.adapters.pop(adapter_id, None)
+    if known is None:
+        return False
+    _run(backend, lambda: backend.fleet.unload(known[1]))
+    return True
+
+
+def list_lora_adapters() -> list[dict[str, str]]:
+    """`[{"adapter_id": "poet", "lora_path": "/adapters/poet"}]`, in order of registration."""
+    adapters = _connected().adapters
+    return [{"adapter_id": name, "lora_path": path} for name, (path, _) in adapters.items()]
+
+
+def init_communicator(device: str = "cuda") -> None:
+    """Check that the server's weights can be updated from here; needed before an update.
+
+    The device is where the trained model is; any will do.
+    """
+    backend = _connected()
+    _require_torch(device)
+    require_updates(backend.fleet)
+    backend.is_communicating = True
+
+
+def close_communicator() -> None:
+    """The end of weight updates."""
+    _connected().is_communicating = False
+
+
+def update_model_weights(model: "torch.nn.Module") -> None:
+    """Give the server the weights of a transformers model of the same architecture.
+
+    FleetError when the server's log-probabilities differ from the model's afterwards.
+    """
+    backend = _connected()
+    if not backend.is_communicating:
+        raise RuntimeError("Call init_communicator(device) before update_model_weights(model).")
+    _run(backend, lambda: update_weights(backend.fleet, model))
+
+
+def reset_prefix_cache() -> None:
+    """Make the server forget its cached prefixes."""
+    backend = _connected()
+    _run(backend, backend.fleet.reset_prefix_cache)
+
+
+def get_client_info() -> dict[str, Any]:
+    """Whether there is a client, and what it talks to."""
+    with _lock:
+        backend = _backend
+    if backend is None:
+        return {"initialized": False}
+    found = backend.fleet.capabilities
+    return {
+        "initialized": True,
+        "base_url": backend.config.url,
+        "is_up": any(replica.lane.is_open for replica in backend.fleet.pool.replicas),
+        "model": found.model,
+        "version": found.version,
+        "max_model_len": found.max_model_len,
+        "enable_lora": backend.config.enable_lora and found.has_lora_loading,
+        "max_loras": found.max_loras or backend.config.max_loras,
+        "max_lora_rank": found.max_lora_rank or backend.config.max_lora_rank,
+        "adapters": list(backend.adapters),
+        "communicator": backend.is_communicating,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """The settings that environment variables give, by config key."""
+    found = {name: os.environ.get(f"VLLM_{name.upper()}") for name in BackendConfig.model_fields}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+async def _open(config: BackendConfig) -> tuple[Fleet, AsyncExitStack]:
+    await _wait_reachable(config)
+    stack = AsyncExitStack()
+    fleet = await stack.enter_async_context(
+        open_fleet(
+            FleetConfig(
+                urls=(config.url,),
+                max_loras=config.max_loras,
+                max_lora_rank=config.max_lora_rank,
+                heal_s=config.timeout,
+            )
+        )
+    )
+    return fleet, stack
+
+
+async def _wait_reachable(config: BackendConfig) -> None:
+    deadline = time.monotonic() + config.timeout
+    async with open_session() as session:
+        client = Client(config.url, session=session)
+        while not await client.is_healthy():
+            if time.monotonic() >= deadline:
+                raise ConnectionError(
+                    f"The vLLM server can't be reached at {config.url}. Is it running? Start it "
+                    "with `rookery fleet up`, or `vllm serve MODEL --enable-lora` and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+                )
+            await asyncio.sleep(RETRY_S)
+
+
+async def _tokens(client: Client, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    """A prompt as token ids; texts are tokenized by the server, as its own routes would."""
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    answer = await client.post_json("/tokenize", {"prompt": prompt})
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list):
+        raise FleetError(f"{client.url}/tokenize answered no tokens: give token ids instead.")
+    return tuple(tokens)
+
+
+def _connected() -> _Backend:
+    with _lock:
+        if _backend is None:
+            initialize_vllm_client()
+        assert _backend is not None
+        return _backend
+
+
+def _registered(backend: _Backend, adapter_id: str) -> ModelRef:
+    known = backend.adapters.get(adapter_id)
+    if known is None:
+        names = ", ".join(backend.adapters) or "none"
+        raise ValueError(
+            f"LoRA adapter {adapter_id!r} is not registered (registered: {names}): call "
+            "register_lora_adapter(adapter_id, lora_path) first."
+        )
+    return known[1]
+
+
+def _run(backend: _Backend, work: Callable[[], Awaitable[Result]]) -> Result:
+    """Run on the backend's loop; a server that is gone is a ConnectionError, as documented."""
+    try:
+        return backend.run(work())
+    except ServerLost as lost:
+        raise ConnectionError(str(lost)) from lost
+
+
+def _require_torch(device: str) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"vLLM is not available: {INSTALL}") from error
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RuntimeError(f"device is {device}, but torch sees no GPU here: write cpu.")
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
