@@ -26,9 +26,10 @@ DEFAULT_BLOCK_TOKENS = 16
 _PROMPT = [1, 2, 3]
 _LABEL = 7
 """Tokens that every vocabulary has."""
-_HOT = 4.0
+_HOT = 2.0
+"""The highest temperature that vLLM takes."""
 _FLATTENED = 0.2
-"""Raw log-probabilities do not depend on the temperature; processed ones of temperature 4 move by
+"""Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
 more than this, half-precision rounding by less."""
 _INFO = "/server_info"
 

@@ -185,6 +185,8 @@ class Stub:
         self.bodies.append(body)
         if self.failures:
             return _error(self.failures.pop(0), "as asked")
+        if body.get("temperature", 1.0) > 2:
+            return _error(400, "temperature must be in [0, 2]")
         name = body["model"]
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
