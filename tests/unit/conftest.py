@@ -6,8 +6,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from rookery.slots import SlottedModel
+
+settings.register_profile("unit", deadline=None)  # a busy machine is not a failure
+settings.load_profile("unit")
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +24,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Path) -> "SlottedModel":
+    """Loaded once; every engine over it unloads its adapters."""
+    from rookery.slots import load_model
+
+    model = load_model(tiny_folder)
+    model.pack()
+    return model

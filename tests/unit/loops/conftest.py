@@ -11,7 +11,7 @@ from rookery.loops.genome.founders import FileInit, make_founders, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.slots import SlottedModel, load_model
+from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import load_template
 from rookery.weights import write_adapter
@@ -50,14 +50,6 @@ def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Evolve = Callable[..., GenomeResult]
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tiny_folder: Path) -> SlottedModel:
-    """Loaded once; every engine over it unloads its adapters."""
-    model = load_model(tiny_folder)
-    model.pack()
-    return model
 
 
 @pytest.fixture
