@@ -1,0 +1,262 @@
+"""The fleet on a GPU: adapters to first token, a population together, tokens per second.
+
+    python benchmarks/fleet_gpu.py --tokenizer FOLDER [--python PYTHON] [--parts adapters]
+
+Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
+of Qwen2.5-7B and weights that the server makes up. One H200: five minutes, mostly the start.
+
+Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer, through the
+worker extension and through stock `load_lora_adapter`. Population: 16 adapters x 16 prompts, all
+together and one after another. Tokens: the best of several plain clients, and `fleet.sample`.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rookery.fleet import Client, Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
+from rookery.fleet.replica import Replica
+from rookery.fleet.staging import wire_name
+from rookery.fleet.wire import Fields, encode_body
+from rookery.types import Adapter, LoraFactors, ModelRef, SampleRequest, SamplingParams
+from rookery.weights import make_adapter
+
+HIDDEN, KEYS, LAYERS, VOCAB = 3584, 512, 28, 152_064
+SHAPE_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": HIDDEN,
+    "intermediate_size": 18944, "num_hidden_layers": LAYERS, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "use_sliding_window": False,
+    "sliding_window": None, "max_window_layers": 28, "attention_dropout": 0.0,
+    "initializer_range": 0.02, "use_cache": True,
+}  # fmt: skip
+NEW_TOKENS = 128
+NUM_PROMPTS = 256
+NUM_ADAPTERS = 16
+
+
+def write_shape(folder: Path, tokenizer: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SHAPE_7B))
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (tokenizer / file).is_file():
+            shutil.copy(tokenizer / file, folder)
+
+
+def make_random(name: str, seed: int, *, device: str, rank: int = 16) -> Adapter:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    sizes = {"q_proj": HIDDEN, "k_proj": KEYS, "v_proj": KEYS, "o_proj": HIDDEN}
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        made = torch.randn(rows, columns, generator=generator, device=device)
+        return (made * 0.02).to(torch.bfloat16)
+
+    factors = {
+        f"model.layers.{layer}.self_attn.{leaf}": LoraFactors(
+            a=draw(rank, HIDDEN), b=draw(size_out, rank), scale=2.0
+        )
+        for layer in range(LAYERS)
+        for leaf, size_out in sizes.items()
+    }
+    return make_adapter(name, base="", factors=factors)
+
+
+def prompts(num: int, length: int = 64) -> list[tuple[int, ...]]:
+    return [tuple((7 * i + 13 * k) % 30_000 + 10 for k in range(length)) for i in range(num)]
+
+
+async def timed(work: Callable[[], Awaitable[object]]) -> float:
+    began = time.perf_counter()
+    await work()
+    return time.perf_counter() - began
+
+
+def show_times(name: str, seconds: Sequence[float]) -> float:
+    median = statistics.median(seconds)
+    print(f"{name:46}{median * 1e3:9.1f} ms median{max(seconds) * 1e3:9.1f} ms most")
+    return median
+
+
+async def first_token(fleet: Fleet, ref: ModelRef, prompt: tuple[int, ...]) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0)
+    await fleet.sample([SampleRequest(model=ref, prompt=prompt, params=params)])
+
+
+async def adapter_times(fleet: Fleet, *, num: int = 12) -> dict[str, float]:
+    """Load alone, and tensors to first token, by both routes; without the extension's own start."""
+    [replica] = fleet.pool.replicas
+    found = {"one token": show_times("one token, adapter loaded", await loaded_times(fleet))}
+    for route in ("http", "extension"):
+        replica.route = route
+        loads, firsts = [], []
+        for i in range(num):
+            adapter = make_random(f"{route}{i}", i, device="cpu")
+            prompt = prompts(1)[0]
+            began = time.perf_counter()
+            ref = await fleet.load(adapter)
+            await first_token(fleet, ref, prompt)
+            firsts.append(time.perf_counter() - began)
+            loads.append(
+                await load_alone(replica, make_random(f"x{route}{i}", 99 + i, device="cpu"))
+            )
+        found[f"{route} load"] = show_times(f"{route}: load call alone", loads[2:])
+        found[f"{route} first token"] = show_times(f"{route}: tensors to first token", firsts[2:])
+    print(f"ready to first token: extension {found['extension first token'] * 1e3:.1f} ms, stock "
+          f"{found['http first token'] * 1e3:.1f} ms")  # fmt: skip
+    return found
+
+
+async def loaded_times(fleet: Fleet) -> list[float]:
+    ref = await fleet.load(make_random("warm", 1000, device="cpu"))
+    await first_token(fleet, ref, prompts(1)[0])
+    return [await timed(lambda: first_token(fleet, ref, prompts(1)[0])) for _ in range(10)]
+
+
+async def load_alone(replica: Replica, adapter: Adapter) -> float:
+    """`load_lora_adapter` of a folder that is written already."""
+    ref = ModelRef(name=adapter.name, version=adapter.version)
+    staging = replica._staging
+    if replica.route == "extension":
+        dtype = replica.capabilities.lora_dtype or "bfloat16"
+        folder = staging.arena_folder(ref, adapter, dtype=dtype)
+    else:
+        folder = staging.peft_folder(ref, adapter, base=replica.capabilities.root)
+    seconds = await timed(lambda: replica.client.load_adapter(wire_name(ref), path=str(folder)))
+    await replica.client.unload_adapter(wire_name(ref))
+    return seconds
+
+
+async def population(fleet: Fleet) -> dict[str, float]:
+    """16 adapters x 16 prompts through our client: together, and one adapter after another."""
+    refs = [
+        await fleet.load(make_random(f"p{i}", 500 + i, device="cpu")) for i in range(NUM_ADAPTERS)
+    ]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    by_ref = [
+        [SampleRequest(model=ref, prompt=p, params=params) for p in prompts(16)] for ref in refs
+    ]
+    everything = [request for group in by_ref for request in group]
+    await fleet.sample(everything)
+    together = await timed(lambda: fleet.sample(everything))
+
+    async def one_after_another() -> None:
+        for group in by_ref:
+            await fleet.sample(group)
+
+    apart = await timed(one_after_another)
+    tokens = len(everything) * NEW_TOKENS
+    print(f"16 adapters x 16 prompts: together {tokens / together:,.0f} tok/s, one after another "
+          f"{tokens / apart:,.0f} tok/s: {apart / together:.1f}x")  # fmt: skip
+    return {"population together over apart": apart / together}
+
+
+async def raw_tokens(client: Client, model: str, per_call: int) -> float:
+    """Tokens per second of plain calls of `per_call` prompts, all in flight together."""
+    wanted = prompts(NUM_PROMPTS)
+    fields = Fields(max_tokens=NEW_TOKENS, ignore_eos=True)
+    bodies = [
+        encode_body(model, fields, wanted[first : first + per_call])
+        for first in range(0, NUM_PROMPTS, per_call)
+    ]
+    seconds = await timed(lambda: asyncio.gather(*(client.complete(body) for body in bodies)))
+    return NUM_PROMPTS * NEW_TOKENS / seconds
+
+
+async def token_route(client: Client, model: str) -> float:
+    """The same through `/inference/v1/generate`, a request per prompt."""
+    sampling = {
+        "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+        "detokenize": False,
+    }  # fmt: skip
+    bodies = [
+        json.dumps({"model": model, "token_ids": p, "sampling_params": sampling}).encode()
+        for p in prompts(NUM_PROMPTS)
+    ]
+    seconds = await timed(
+        lambda: asyncio.gather(
+            *(client.post("/inference/v1/generate", body, limit_s=600) for body in bodies)
+        )
+    )
+    return NUM_PROMPTS * NEW_TOKENS / seconds
+
+
+async def throughput(fleet: Fleet) -> dict[str, float]:
+    [replica] = fleet.pool.replicas
+    client, model = replica.client, replica.capabilities.model
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    wanted = [
+        SampleRequest(model=fleet.base, prompt=p, params=params) for p in prompts(NUM_PROMPTS)
+    ]
+    await fleet.sample(wanted)
+    rates: dict[str, float] = {}
+    for _ in range(2):
+        for per_call in (1, 32, 64, 256):
+            name = f"{NUM_PROMPTS // per_call} calls of {per_call}"
+            rates[name] = max(rates.get(name, 0.0), await raw_tokens(client, model, per_call))
+        if "/inference/v1/generate" in replica.capabilities.routes:
+            rate = await token_route(client, model)
+            rates["token route"] = max(rates.get("token route", 0.0), rate)
+        seconds = await timed(lambda: fleet.sample(wanted))
+        rate = NUM_PROMPTS * NEW_TOKENS / seconds
+        rates["fleet.sample"] = max(rates.get("fleet.sample", 0.0), rate)
+    best = max(rates.values())
+    for name, rate in rates.items():
+        print(f"{name:46}{rate:12,.0f} tok/s{rate / best:8.1%}")
+    return {"fleet over best client": rates["fleet.sample"] / best}
+
+
+def show(progress: LaunchProgress) -> None:
+    if progress.is_ready or int(progress.seconds * 2) % 40 == 0:
+        print(f"[{progress.seconds:5.0f} s] {progress.line[-100:]}", file=sys.stderr)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--parts", default="adapters,population,throughput")
+    parser.add_argument("--args", default="", help="further flags of vLLM, in one string")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    parts: dict[str, Callable[[Fleet], Awaitable[dict[str, float]]]] = {
+        "adapters": adapter_times,
+        "population": population,
+        "throughput": throughput,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        write_shape(Path(scratch), options.tokenizer)
+        launch = LaunchConfig(
+            model=scratch,
+            python=options.python,
+            replicas=1,
+            device=options.device,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_seqs=256,
+            max_loras=NUM_ADAPTERS,
+            max_cpu_loras=128,
+            max_lora_rank=16,
+            enforce_eager=options.eager,
+            args=("--load-format", "dummy", *options.args.split()),
+            env={"HF_HUB_OFFLINE": "1"},
+        )
+        found: dict[str, Any] = {}
+        async with open_fleet(FleetConfig(launch=launch), progress=show) as fleet:
+            for part in options.parts.split(","):
+                found |= await parts[part](fleet)
+    print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

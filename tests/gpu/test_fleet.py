@@ -1,0 +1,141 @@
+"""The fleet on real vLLM on a GPU. Minutes: a server takes about two to start.
+
+ROOKERY_VLLM_PYTHON=python3 ROOKERY_GPU_MODEL=/path/to/model pytest tests/gpu/test_fleet.py
+"""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+
+from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet.fit import read_shapes
+from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
+from rookery.weights import make_adapter
+
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+MODEL = os.environ.get("ROOKERY_GPU_MODEL", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(not MODEL, reason="ROOKERY_GPU_MODEL names no model folder"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(1500),
+]
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROMPT = tuple(range(100, 140))
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+
+def make(name: str, seed: int, *, device: str = "cpu", rank: int = 16) -> Adapter:
+    from pathlib import Path
+
+    generator = torch.Generator().manual_seed(seed)
+    factors = {
+        layer: LoraFactors(
+            a=(torch.randn(rank, size_in, generator=generator) * size_in**-0.5).to(device),
+            b=(torch.randn(size_out, rank, generator=generator) * 0.05).to(device),
+            scale=2.0,
+        )
+        for layer, (size_in, size_out) in read_shapes(Path(MODEL)).items()
+        if layer.endswith(TARGETS)
+    }
+    return make_adapter(name, base="", factors=factors)
+
+
+def launch_config() -> LaunchConfig:
+    return LaunchConfig(
+        model=MODEL,
+        python=PYTHON,
+        replicas=1,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_loras=8,
+        max_cpu_loras=64,
+        gpu_memory_utilization=0.4,
+        enforce_eager=True,
+        env={"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet() -> AsyncIterator[Fleet]:
+    async with open_fleet(FleetConfig(launch=launch_config())) as fleet:
+        yield fleet
+
+
+async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) -> None:
+    [own] = fleet.pool.replicas
+    assert own.route == "extension"
+    plain = FleetConfig(urls=(own.url,), max_loras=8, max_lora_rank=16)
+    for seed in range(3):
+        found = []
+        adapter = make(f"extension{seed}", seed)
+        ref = await fleet.load(adapter)
+        found.append(
+            (await fleet.sample([SampleRequest(model=ref, prompt=PROMPT, params=GREEDY)]))[0]
+        )
+        async with open_fleet(plain) as http:
+            assert http.pool.replicas[0].route == "http"
+            ref = await http.load(make(f"http{seed}", seed))
+            found.append(
+                (await http.sample([SampleRequest(model=ref, prompt=PROMPT, params=GREEDY)]))[0]
+            )
+        own._staging._in_place = True
+        try:
+            ref = await fleet.load(make(f"cuda{seed}", seed, device="cuda"))
+            found.append(
+                (await fleet.sample([SampleRequest(model=ref, prompt=PROMPT, params=GREEDY)]))[0]
+            )
+        finally:
+            own._staging._in_place = False
+        assert len({answer[0].tokens for answer in found}) == 1
+        assert len({answer[0].logprobs for answer in found}) == 1
+
+
+async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:
+    refs = [await fleet.load(make(f"p{i}", 100 + i)) for i in range(32)]
+    wanted = [
+        SampleRequest(model=ref, prompt=(*PROMPT, i), params=GREEDY)
+        for i in range(4)
+        for ref in refs
+    ]
+    together = await fleet.sample(wanted)
+    counts = Counter(answer[0].tokens for answer in together)
+    assert len(counts) > 32, "the adapters make a difference"
+    lane = fleet.pool.replicas[0].lane
+    assert set(refs) <= set(lane.resident)
+    for request, answer in list(zip(wanted, together, strict=True))[::16]:
+        [alone] = await fleet.sample([request])
+        # bfloat16 sums depend on the company: the first token is compared, and closely.
+        assert alone[0].tokens[0] == answer[0].tokens[0]
+        assert alone[0].logprobs[0] == pytest.approx(answer[0].logprobs[0], abs=0.1)
+
+
+async def test_a_killed_server_comes_back_and_nothing_is_lost(fleet: Fleet) -> None:
+    [replica] = fleet.pool.replicas
+    assert replica.local is not None
+    wanted = [
+        SampleRequest(
+            model=fleet.base,
+            prompt=(*PROMPT, i % 50),
+            params=SamplingParams(max_tokens=64, seed=i, ignore_eos=True),
+        )
+        for i in range(400)
+    ]
+
+    async def kill() -> None:
+        while replica.lane.num_sequences < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.kill(replica.local.pid, signal.SIGKILL)
+
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(fleet.sample(wanted))
+        group.create_task(kill())
+    assert all(len(answer[0].tokens) == 64 for answer in call.result())
+    assert replica.local.num_restarts == 1 and fleet.pool.num_resent > 0

@@ -1,0 +1,242 @@
+"""The fleet on real vLLM servers on the CPU, against the embedded engine. Minutes.
+
+ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_fleet.py
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoTokenizer
+
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.errors import AdapterError
+from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet.fit import read_shapes
+from rookery.fleet.probe import read_metrics
+from rookery.fleet.staging import wire_name
+from rookery.types import (
+    Adapter,
+    LoraFactors,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
+from rookery.weights import make_adapter
+
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(1200),
+]
+TEXTS = ("The capital of France is", "Once upon a time there was a", "2 + 2 =", "def add(a, b):")
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, top_logprobs=2)
+CLOSE = 2e-3
+"""Nats: float32 on both sides, sums in another order."""
+
+
+def _adapter(name: str, *, seed: int, rank: int, targets: tuple[str, ...]) -> Adapter:
+    """Random factors, strong enough to change what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for layer, (size_in, size_out) in read_shapes(resolve_model("smollm2").path).items():
+        if layer.endswith(targets):
+            factors[layer] = LoraFactors(
+                a=torch.randn(rank, size_in, generator=generator) * size_in**-0.5,
+                b=torch.randn(size_out, rank, generator=generator) * 0.1,
+                scale=1.5,
+            )
+    return make_adapter(name, base="smollm2", factors=factors)
+
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def adapters() -> list[Adapter]:
+    return [
+        _adapter("wide", seed=1, rank=8, targets=ALL),
+        _adapter("attention", seed=2, rank=3, targets=("q_proj", "v_proj")),
+        _adapter("mlp", seed=3, rank=16, targets=("down_proj",)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2").path)
+    return [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[EmbeddedEngine]:
+    async with open_engine(EngineConfig(model="smollm2", dtype="float32")) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet() -> AsyncIterator[Fleet]:
+    config = FleetConfig(
+        name="smollm2",
+        launch=LaunchConfig(
+            model=str(resolve_model("smollm2").path),
+            python=PYTHON,
+            replicas=2,
+            device="cpu",
+            dtype="float32",
+            max_model_len=2048,
+            max_loras=4,
+            max_cpu_loras=8,
+            cpu_cache_gib=1,
+            enforce_eager=True,
+            env={"HF_HUB_OFFLINE": "1"},
+        ),
+    )
+    async with open_fleet(config) as fleet:
+        yield fleet
+
+
+async def test_adapters_say_what_the_embedded_engine_says(
+    fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    assert fleet.base == engine.base
+    assert {replica.route for replica in fleet.pool.replicas} == {"extension"}
+    refs = [engine.base, *[await engine.load(adapter) for adapter in adapters]]
+    assert [fleet.base, *[await fleet.load(adapter) for adapter in adapters]] == refs
+    wanted = [SampleRequest(model=r, prompt=p, params=GREEDY) for r in refs for p in prompts]
+    expected = await engine.sample(wanted)
+    answers = await fleet.sample(wanted)
+    for [ours], [theirs] in zip(answers, expected, strict=True):
+        assert ours.tokens == theirs.tokens and ours.text == theirs.text
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+        assert ours.model == theirs.model and ours.finish_reason == theirs.finish_reason
+        for mine, other in zip(ours.top_logprobs, theirs.top_logprobs, strict=True):
+            assert [v for _, v in mine] == pytest.approx([v for _, v in other], abs=CLOSE)
+    assert len({c.tokens for [c] in answers}) > 3 * len(prompts), "the adapters make a difference"
+
+
+async def test_scores_equal_the_embedded_engine_s(
+    fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    refs = [engine.base, *[await engine.load(adapter) for adapter in adapters]]
+    for adapter in adapters:
+        await fleet.load(adapter)
+    long = (prompts[1] * 60)[:400]
+    wanted = [
+        request
+        for ref in refs
+        for request in (
+            ScoreRequest(model=ref, tokens=prompts[0], start=len(prompts[0]), labels=(260, 7042)),
+            ScoreRequest(model=ref, tokens=prompts[1], start=1, labels=(5,)),
+            ScoreRequest(model=ref, tokens=prompts[2], start=2, top_logprobs=3),
+            ScoreRequest(model=ref, tokens=long, start=399, labels=(11, 12)),
+        )
+    ]
+    for ours, theirs in zip(await fleet.score(wanted), await engine.score(wanted), strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+        assert ours.label_logprobs == pytest.approx(theirs.label_logprobs, abs=CLOSE)
+        for mine, other in zip(ours.top_logprobs, theirs.top_logprobs, strict=True):
+            assert [t for t, _ in mine] == [t for t, _ in other]
+
+
+async def test_the_extension_and_plain_http_load_the_same_adapter(
+    fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    config = FleetConfig(name="smollm2", urls=(fleet.pool.replicas[0].url,))
+    async with open_fleet(config) as plain:
+        assert plain.pool.replicas[0].route == "http"
+        for adapter in adapters:
+            ref = await fleet.load(adapter)
+            # Another name for the same weights: the servers must read them again.
+            copy = await plain.load(
+                Adapter(name=f"{adapter.name}-http", base=adapter.base, factors=adapter.factors,
+                        version=adapter.version)
+            )  # fmt: skip
+            params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+            [[one]] = await fleet.sample(
+                [SampleRequest(model=ref, prompt=prompts[0], params=params)]
+            )
+            [[two]] = await plain.sample(
+                [SampleRequest(model=copy, prompt=prompts[0], params=params)]
+            )
+            assert one.tokens == two.tokens
+            assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+
+
+async def test_label_scores_read_the_prefix_cache(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    long = (prompts[3] * 200)[:1000]
+    for turn in range(3):
+        await fleet.score(
+            [ScoreRequest(model=fleet.base, tokens=(*long, 20 + turn), start=1001, labels=(5, 6))]
+        )
+    hits = [m.prefix_hits for r in fleet.pool.replicas if (m := await read_metrics(r.client))]
+    assert max(hits) >= 2 * 896, "all whole blocks of the prefix but the last, twice"
+
+
+async def test_seeds_make_draws_repeatable_and_different(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    def draw(seed: int, n: int) -> SampleRequest:
+        params = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=seed, n=n)
+        return SampleRequest(model=fleet.base, prompt=prompts[1], params=params)
+
+    one, again, other = await fleet.sample([draw(1, 4), draw(1, 4), draw(2, 4)])
+    assert [c.tokens for c in one] == [c.tokens for c in again]
+    assert len({c.tokens for c in (*one, *other)}) > 4
+
+
+async def test_what_does_not_fit_is_refused_and_unloading_forgets(
+    fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    with pytest.raises(AdapterError, match="rank 17, the servers take at most 16"):
+        await fleet.load(_adapter("tall", seed=1, rank=17, targets=("q_proj",)))
+    ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))
+    await fleet.sample([SampleRequest(model=ref, prompt=prompts[0], params=GREEDY)])
+    await fleet.unload(ref)
+    for replica in fleet.pool.replicas:
+        models = await replica.client.get("/v1/models")
+        assert wire_name(ref) not in [model["id"] for model in models["data"]]
+
+
+async def test_a_killed_server_loses_no_request_and_comes_back(
+    fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    refs = [fleet.base, await fleet.load(adapters[0])]
+    wanted = [
+        SampleRequest(
+            model=refs[i % 2],
+            prompt=(*prompts[i % 4], 30 + i % 17),
+            params=SamplingParams(max_tokens=4, temperature=1.0, seed=i, ignore_eos=True),
+        )
+        for i in range(200)
+    ]
+    victim = fleet.pool.replicas[0]
+    assert victim.local is not None
+
+    async def kill() -> None:
+        while victim.lane.num_sequences < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.kill(victim.local.pid, signal.SIGKILL)
+
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(fleet.sample(wanted))
+        group.create_task(kill())
+    answers = call.result()
+    assert len(answers) == 200 and all(len(answer) == 1 for answer in answers)
+    assert all(len(c.tokens) == 4 and c.model == r.model
+               for r, [c] in zip(wanted, answers, strict=True))  # fmt: skip
+    assert fleet.pool.num_resent > 0
+    async with asyncio.timeout(600):
+        while not victim.lane.is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+    assert victim.local.num_restarts == 1
+    again = await fleet.sample(wanted[:40])
+    assert [c.tokens for [c] in again] == [c.tokens for [c] in answers[:40]]
+    assert victim.lane.has_measured
