@@ -108,40 +108,20 @@ class Client:
         return await self.post("/v1/completions", body, limit_s=self.config.request_s)
 
     async def post(self, path: str, body: bytes, *, limit_s: float | None = None) -> Any:
-        """POST and decode; a busy server is asked again, later and later."""
-        try:
-            return await self._request("POST", path, body, limit_s)
-        except _Busy as first:
-            await asyncio.sleep(first.wait_s)
-        try:
-            async for attempt in stamina.retry_context(
-                on=_Busy,
-                attempts=_ATTEMPTS,
-                timeout=None,
-                wait_initial=_FIRST_WAIT_S,
-                wait_max=_LONGEST_WAIT_S,
-            ):
-                with attempt:
-                    return await self._request("POST", path, body, limit_s)
-        except _Busy as last:
-            raise ServerLost(
-                f"{self.url} is still busy after {_ATTEMPTS + 1} attempts: {last}. Lower "
-                "max_in_flight, or add servers.",
-                is_broken=False,
-            ) from None
-        raise AssertionError("the retry loop ends by returning or raising")
+        """POST and decode."""
+        return await self._persist("POST", path, body, limit_s)
 
     async def post_json(self, path: str, document: Mapping[str, Any]) -> Any:
         return await self.post(path, json.dumps(document).encode())
 
     async def get(self, path: str) -> Any:
         """GET and decode: JSON where the server says so, else text."""
-        return await self._request("GET", path, None, None)
+        return await self._persist("GET", path, None, None)
 
     async def is_healthy(self) -> bool:
         """Whether `/health` answers 200 now; servers without that route count by `/v1/models`."""
         try:
-            await self.get("/health")
+            await self._request("GET", "/health", None, None)
         except ServerRefusal as refusal:
             return refusal.status == 404 and await self._lists_models()
         except (ServerLost, _Busy):
@@ -187,9 +167,35 @@ class Client:
         """Forget cached prefixes; needed after the base weights change, not for new adapters."""
         await self.post_json("/reset_prefix_cache", {})
 
+    async def _persist(
+        self, method: str, path: str, body: bytes | None, limit_s: float | None
+    ) -> Any:
+        """A request; a busy server is asked again, later and later."""
+        try:
+            return await self._request(method, path, body, limit_s)
+        except _Busy as first:
+            await asyncio.sleep(first.wait_s)
+        try:
+            async for attempt in stamina.retry_context(
+                on=_Busy,
+                attempts=_ATTEMPTS,
+                timeout=None,
+                wait_initial=_FIRST_WAIT_S,
+                wait_max=_LONGEST_WAIT_S,
+            ):
+                with attempt:
+                    return await self._request(method, path, body, limit_s)
+        except _Busy as last:
+            raise ServerLost(
+                f"{self.url} is still busy after {_ATTEMPTS + 1} attempts: {last}. Lower "
+                "max_in_flight, or add servers.",
+                is_broken=False,
+            ) from None
+        raise AssertionError("the retry loop ends by returning or raising")
+
     async def _lists_models(self) -> bool:
         try:
-            await self.get("/v1/models")
+            await self._request("GET", "/v1/models", None, None)
         except (ServerLost, ServerRefusal, _Busy):
             return False
         return True

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import FleetError, RookeryError
+from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
@@ -40,6 +40,7 @@ from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, S
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
 logger = logging.getLogger(__name__)
+_UNREADABLE = "A server answered what cannot be read"
 
 
 class FleetConfig(Config):
@@ -131,10 +132,11 @@ class Fleet:
             for r in requests
         ]
         answers = await self._send(entries)
-        return [
-            _completions(request, choices)
-            for request, choices in zip(requests, answers, strict=True)
-        ]
+        with boundary(FleetError, _UNREADABLE):
+            return [
+                _completions(request, choices)
+                for request, choices in zip(requests, answers, strict=True)
+            ]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         plans = [plan_score(request, capabilities=self.capabilities) for request in requests]
@@ -143,8 +145,10 @@ class Fleet:
             for plan in plans
             for part in plan.parts
         ]
-        readings = iter([read_reading(choices[0]) for choices in await self._send(entries)])
-        return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
+        answers = await self._send(entries)
+        with boundary(FleetError, _UNREADABLE):
+            readings = iter([read_reading(choices[0]) for choices in answers])
+            return [assemble_score(plan, [next(readings) for _ in plan.parts]) for plan in plans]
 
     async def load(self, adapter: Adapter) -> ModelRef:
         """Check the adapter; a server gets it with the first request that names it.

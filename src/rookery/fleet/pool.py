@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rookery.errors import FleetError, RookeryError
-from rookery.fleet.client import ServerLost, ServerRefusal
+from rookery.errors import FleetError, RookeryError, boundary
+from rookery.fleet.client import ServerLost
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.replica import Replica
 from rookery.fleet.router import Router
@@ -114,31 +114,30 @@ class Pool:
                 pass
             replica.attention.clear()
             try:
-                await self._look(replica)
-            except (ServerLost, ServerRefusal) as error:
+                with boundary(FleetError, f"Looking after {replica.url}"):
+                    await self._look(replica)
+            except FleetError as error:
                 replica.last_error = str(error)
                 replica.breaker.record_failed_probe(now_s=time.monotonic())
-                replica.lane.is_open = False
-            except FleetError as error:
-                logger.error("%s is given up: %s", replica.url, error)
-                replica.last_error = str(error)
-                replica.lane.is_open = False
-                self._wake.set()
-                return
+                self._evacuate(replica)
             self._wake.set()
+            if replica.is_given_up:
+                logger.error("%s is given up: %s", replica.url, replica.last_error)
+                return
 
     async def _look(self, replica: Replica) -> None:
         if replica.local is not None and not replica.local.is_alive:
             replica.lane.is_open = False
+            replica.is_given_up = True
             await replica.local.restart()
+            replica.is_given_up = False
             await replica.reconnect(self._find_ref)
             logger.info("%s is back", replica.url)
         elif replica.breaker.is_open:
             if not replica.breaker.should_probe(now_s=time.monotonic()):
                 return
             if not await replica.client.is_healthy():
-                replica.breaker.record_failed_probe(now_s=time.monotonic())
-                return
+                raise ServerLost(replica.last_error, is_broken=True)
             await replica.reconnect(self._find_ref)
             logger.info("%s is back", replica.url)
         else:
@@ -154,12 +153,13 @@ class Pool:
         is_done = False
         try:
             adapter = None if call.is_base else self._find_adapter(call.ref)
-            choices = await replica.serve(call, adapter)
+            with boundary(FleetError, f"{replica.url} answered what cannot be read"):
+                choices = await replica.serve(call, adapter)
             is_done = True
             replica.breaker.num_losses = 0
         except ServerLost as loss:
             self._lose(call, replica, loss)
-        except (ServerRefusal, RookeryError) as error:
+        except RookeryError as error:
             self._settle(call, error)
         else:
             self._settle(call, choices)
@@ -192,6 +192,16 @@ class Pool:
             return
         self.num_resent += 1
         self.router.add(call, is_first=True)
+
+    def _evacuate(self, replica: Replica) -> None:
+        """The server is out of reach: what it was sent is sent elsewhere."""
+        replica.lane.is_open = False
+        loss = ServerLost(replica.last_error, is_broken=True)
+        for call in list(replica.lane.in_flight):
+            self._lose(call, replica, loss)
+            task = self._tasks.get((call, replica.lane.name))
+            if task is not None:
+                task.cancel()
 
     def _settle(self, call: Call, outcome: Choices | RookeryError) -> None:
         """Answer the caller, once; what still runs for this call elsewhere is stopped."""

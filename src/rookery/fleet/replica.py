@@ -31,6 +31,11 @@ DEFAULT_WINDOW = 256
 """Sequences in flight on a server that does not tell how many it computes together."""
 
 
+OVERLAP = 1.5
+"""Sequences in flight per one that the server computes: a call's last sequence holds its place
+while its others are done, and the server must have the next ones by then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
     """What the pool's config says about every server; None leaves it to the server."""
@@ -62,6 +67,8 @@ class Replica:
         self.attention = asyncio.Event()
         """Set when the server needs a look before the next regular one."""
         self.last_error = ""
+        self.is_given_up = False
+        """It cannot be started again: nobody looks after it any more."""
         self.layers: dict[str, tuple[int, int]] = {}
         self.capabilities: Capabilities
         self.route: Route = "none"
@@ -94,8 +101,9 @@ class Replica:
         )
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
-        window = limits.max_in_flight or self.capabilities.max_num_seqs or DEFAULT_WINDOW
-        self.lane.window = window
+        together = self.capabilities.max_num_seqs
+        own = int(OVERLAP * together) if together else DEFAULT_WINDOW
+        self.lane.window = limits.max_in_flight or own
         self.lane.max_loras = 0 if self.route == "none" else self._max_loras()
         self._open()
 

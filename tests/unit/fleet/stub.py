@@ -61,6 +61,8 @@ class Stub:
     )  # fmt: skip
     failures: list[int] = field(default_factory=list)
     """Statuses to answer to the next completions, one each."""
+    garbage: list[object] = field(default_factory=list)
+    """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
     loads: Counter[str] = field(default_factory=Counter)
@@ -185,6 +187,8 @@ class Stub:
         self.bodies.append(body)
         if self.failures:
             return _error(self.failures.pop(0), "as asked")
+        if self.garbage:
+            return web.json_response(self.garbage.pop(0))
         if body.get("temperature", 1.0) > 2:
             return _error(400, "temperature must be in [0, 2]")
         name = body["model"]

@@ -380,3 +380,32 @@ async def test_a_refused_request_is_an_error_and_the_server_stays() -> None:
         with pytest.raises(FleetError, match=r"refused .400."):
             await fleet.sample(requests(fleet.base, 1))
         assert fleet.pool.replicas[0].lane.is_open and fleet.pool.num_resent == 0
+
+
+async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
+    """One connection breaks and the server is ill: the others do not wait for their time limit."""
+    stubs = [Stub(), Stub()]
+    async with pool(*stubs, max_in_flight=8) as fleet:
+        stubs[0].hang = True
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(fleet.sample(requests(fleet.base, 12)))
+            await stubs[0].wait_in_flight(2)
+            stubs[0].healthy = False
+            ill = fleet.pool.replicas[0]
+            ill.breaker.record_loss(now_s=time.monotonic(), is_broken=True)
+            ill.lane.is_open = False
+            ill.attention.set()
+        assert len(call.result()) == 12
+        assert not ill.lane.in_flight and not ill.lane.is_open
+
+
+@pytest.mark.parametrize(
+    "answer", [[1], {"choices": "x"}, {"choices": [{"index": 0}]}, {"choices": [5]}]
+)
+async def test_garbage_is_an_error_of_that_request_alone(answer: object) -> None:
+    stub = Stub()
+    async with pool(stub) as fleet:
+        stub.garbage = [answer]
+        with pytest.raises(FleetError):
+            await fleet.sample(requests(fleet.base, 1))
+        assert len(await fleet.sample(requests(fleet.base, 3))) == 3
