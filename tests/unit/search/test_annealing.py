@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from itertools import product
 
-import numpy as np
 import pytest
 
 from rookery.search.annealing import (
@@ -118,15 +117,15 @@ class Oracle:
         # Of a pair exactly one is true.
         for i in range(0, num_items, 2):
             self.truth[i + 1] = -self.truth[i]
-        self.noise = rng.normal(0.0, 0.8, num_items)
+        self.noise = [float(x) for x in rng.normal(0.0, 0.8, num_items)]
 
     def odds(self, labels: Labels, item: int) -> float:
         """log p(label 0) - log p(label 1) given all labels but the item's own."""
         others = [i for i in labelled_items(labels) if i != item]
         signs = [1 - 2 * labels[i] for i in others]
-        agree = np.mean([s * self.truth[i] for s, i in zip(signs, others, strict=True)] or [0.0])
-        pull = 1 + 2 * float(agree) * len(others) / (len(others) + 4)
-        return float(np.clip(self.truth[item] * pull + self.noise[item], -11.5, 11.5))
+        agree = sum(s * self.truth[i] for s, i in zip(signs, others, strict=True))
+        pull = 1 + 2 * agree / (len(others) + 4)
+        return max(-11.5, min(11.5, self.truth[item] * pull + self.noise[item]))
 
     def utility(self, labels: Labels) -> float:
         own = labelled_items(labels)

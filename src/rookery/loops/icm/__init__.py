@@ -1,0 +1,20 @@
+"""icm: labels data that has no labels, by internal coherence.
+
+loop.py       the loop and its config
+items.py      items, their groups and batches; the true labels, for the report alone
+prompts.py    items as tokens: demonstrations and queries that join exactly
+relations.py  constraints over fields of the items
+objective.py  U = alpha * P - I
+reader.py     label log-probabilities: each context once, by content, durable
+chain.py      one search: the paper's annealing
+siblings.py   what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
+verdict.py    what the labels are worth
+report.py     the result beside its siblings
+exports.py    files for training
+"""
+
+from rookery.loops.icm.items import read_gold, read_items
+from rookery.loops.icm.loop import Bench, IcmConfig, IcmResult, label
+from rookery.loops.icm.prompts import load_encoder
+
+__all__ = ["Bench", "IcmConfig", "IcmResult", "label", "load_encoder", "read_gold", "read_items"]

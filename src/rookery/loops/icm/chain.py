@@ -1,0 +1,226 @@
+"""One search over the labels of one batch: the paper's algorithm, a call per step.
+
+label a few items at random, consistently
+repeat: draw an item; ask for its most likely label given all others
+        if that is news: take it up, repair its group in every consistent way, keep the best
+        accept by the gain in U and the temperature
+until all items are labelled and none is frustrated, or the iterations are used up
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rookery.loops.icm.objective import Assessment, ObjectiveConfig, Read, assess, predict
+from rookery.loops.icm.reader import Context, Reader
+from rookery.search.annealing import (
+    Annealing,
+    AnnealingConfig,
+    Decision,
+    argmax_label,
+    ask,
+    begin,
+    skip,
+    start_labels,
+    tell,
+)
+from rookery.search.constraints import Constraints
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+
+__all__ = ["Chain", "ChainResult", "Problem", "Step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One batch of items as the search sees it: without texts and without true labels."""
+
+    num_items: int
+    num_labels: int
+    groups: tuple[int, ...]
+    """The group of every item."""
+    constraints: Constraints
+    reader: Reader
+    objective: ObjectiveConfig
+
+    async def assess(self, labellings: Sequence[Labels]) -> list[Assessment]:
+        """U of each labelling; all that is not known yet is asked for at once."""
+        contexts = [(labels, item) for labels in labellings for item in labelled_items(labels)]
+        reads = iter(await self.reader.read(contexts))
+        return [
+            self._judge(labels, {item: next(reads) for item in labelled_items(labels)})
+            for labels in labellings
+        ]
+
+    def _judge(self, labels: Labels, reads: dict[int, Read]) -> Assessment:
+        return assess(
+            labels,
+            reads,
+            config=self.objective,
+            num_violated=self.constraints.num_violated(labels),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One decision, and where the search stands after it. Iterations without news leave none."""
+
+    iteration: int
+    item: int
+    tried: int
+    """Consistent options that were evaluated."""
+    proposed_utility: float
+    is_accepted: bool
+    temperature: float
+    labels: Labels
+    utility: float
+    best_utility: float
+    num_frustrated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainResult:
+    """The best labelling of one search."""
+
+    labels: Labels
+    assessment: Assessment
+    start: Labels
+    num_iterations: int
+    num_accepted: int
+    is_settled: bool
+    """All labelled and nothing frustrated: it ended because there was nothing left to do."""
+    labelled_at: tuple[int, ...]
+    """The iteration in which each item got its label; -1 for a start label and for none."""
+    steps: tuple[Step, ...]
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The more complete labelling is better, then the higher utility."""
+        return self.assessment.num_labelled, self.assessment.utility
+
+
+class Chain:
+    """A search with its own random numbers."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        config: AnnealingConfig,
+        seed: int,
+        speculate: int = 1,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        self._problem = problem
+        self._config = config
+        self._seed = seed
+        self._speculate = speculate
+        self._on_step = on_step
+        self._steps: list[Step] = []
+
+    async def run(self, start: Labels | None = None) -> ChainResult:
+        """Search from random start labels, or from the given ones."""
+        problem = self._problem
+        if start is None:
+            start = start_labels(
+                problem.constraints,
+                num_items=problem.num_items,
+                num_labels=problem.num_labels,
+                config=self._config,
+                seed=self._seed,
+            )
+        [now] = await problem.assess([start])
+        state = begin(start, utility=now.utility)
+        best, labelled_at = now, [UNLABELLED] * problem.num_items
+        best_at = tuple(labelled_at)
+        while state.iteration < self._config.iterations and not _is_settled(state.labels, now):
+            await self._look_ahead(state, now)
+            before = state
+            state, decision, tried = await self._iterate(state, now)
+            if decision is None or not decision.is_accepted:
+                continue
+            now = tried[decision.labels]
+            for item in _changed(before.labels, state.labels):
+                labelled_at[item] = decision.iteration
+            if state.best_labels is state.labels:
+                best, best_at = now, tuple(labelled_at)
+        return ChainResult(
+            labels=state.best_labels,
+            assessment=best,
+            start=start,
+            num_iterations=state.iteration,
+            num_accepted=state.num_accepted,
+            is_settled=_is_settled(state.best_labels, best),
+            labelled_at=best_at,
+            steps=tuple(self._steps),
+        )
+
+    async def _iterate(
+        self, state: Annealing, now: Assessment
+    ) -> tuple[Annealing, Decision | None, dict[Labels, Assessment]]:
+        item = self._draw(state)
+        [read] = await self._problem.reader.read([(state.labels, item)])
+        options = self._options(state.labels, item, read, now)
+        if not options:
+            return skip(state), None, {}
+        found = await self._problem.assess(options)
+        tried = dict(zip(options, found, strict=True))
+        utilities = [(labels, assessment.utility) for labels, assessment in tried.items()]
+        state, decision = tell(state, utilities, config=self._config, seed=self._seed)
+        after = tried[decision.labels] if decision.is_accepted else now
+        self._record(item, state, decision, num_tried=len(tried), after=after)
+        return state, decision, tried
+
+    def _draw(self, state: Annealing) -> int:
+        return ask(state, groups=self._problem.groups, config=self._config, seed=self._seed)
+
+    def _options(
+        self, labels: Labels, item: int, read: Read, now: Assessment
+    ) -> tuple[Labels, ...]:
+        label = argmax_label(predict(read, prior=now.prior))
+        if label == labels[item]:
+            return ()
+        return self._problem.constraints.repairs(labels, item=item, label=label)
+
+    async def _look_ahead(self, state: Annealing, now: Assessment) -> None:
+        """Ask for what the next iterations need if none of them changes anything, in one call.
+
+        A wrong guess costs tokens and no decision: every read is found by its content.
+        """
+        if self._speculate <= 1:
+            return
+        wanted: list[Context] = []
+        for ahead in range(self._speculate):
+            item = self._draw(replace(state, iteration=state.iteration + ahead))
+            read = self._problem.reader.known((state.labels, item))
+            if read is None:
+                wanted.append((state.labels, item))
+                continue
+            for option in self._options(state.labels, item, read, now):
+                wanted.extend((option, other) for other in labelled_items(option))
+        await self._problem.reader.prefetch(wanted)
+
+    def _record(
+        self, item: int, state: Annealing, decision: Decision, *, num_tried: int, after: Assessment
+    ) -> None:
+        step = Step(
+            iteration=decision.iteration,
+            item=item,
+            tried=num_tried,
+            proposed_utility=decision.utility,
+            is_accepted=decision.is_accepted,
+            temperature=decision.temperature,
+            labels=state.labels,
+            utility=state.utility,
+            best_utility=state.best_utility,
+            num_frustrated=len(after.frustrated),
+        )
+        self._steps.append(step)
+        if self._on_step is not None:
+            self._on_step(step)
+
+
+def _is_settled(labels: Labels, assessment: Assessment) -> bool:
+    return UNLABELLED not in labels and not assessment.frustrated
+
+
+def _changed(before: Labels, after: Labels) -> list[int]:
+    return [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]

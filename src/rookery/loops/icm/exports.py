@@ -1,0 +1,211 @@
+"""Labels as files that training takes: of what was labelled, and nothing else.
+
+labels.jsonl   every item: label, probability, margin, where it comes from; null when unlabelled
+sft.jsonl      a taskset: prompt, choices, answer (`rookery sft`, `genome`, any scorer of choices)
+pairs.jsonl    preferences: prompt, chosen, rejected
+soft.jsonl     prompt and the probability of each label
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rookery.config import Config
+from rookery.loops.icm.items import Item
+from rookery.loops.icm.objective import Read
+from rookery.runs import Run
+from rookery.tasks.prompt_template import (
+    check_prompt_template,
+    compile_prompt_template,
+    render_prompt_template,
+)
+
+__all__ = ["ExportsConfig", "LabelRecord", "PairsConfig", "make_pairs", "write_exports"]
+
+
+class LabelPairsConfig(Config):
+    """The label against every other label, behind the item's own prompt."""
+
+    type: Literal["label"] = "label"
+
+
+class GroupPairsConfig(Config):
+    """Items of a group that carry the label against those that do not."""
+
+    type: Literal["group"] = "group"
+    prompt: str
+    """jinja2 over an item's fields, what both answer: "{{ question }}"."""
+    response: str
+    """jinja2 over an item's fields, the answer: "{{ claim }}"."""
+    label: str = ""
+    """Empty: the first label."""
+
+    @field_validator("prompt", "response")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        return check_prompt_template(value)
+
+
+class ComparePairsConfig(Config):
+    """Items that compare two responses: with the label the first is chosen, else the second."""
+
+    type: Literal["compare"] = "compare"
+    prompt: str
+    """jinja2 over an item's fields, what both answer."""
+    first: str
+    """jinja2, the response that the label prefers."""
+    second: str
+    """jinja2, the other one."""
+    label: str = ""
+    """Empty: the first label."""
+
+    @field_validator("prompt", "first", "second")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        return check_prompt_template(value)
+
+
+PairsConfig = Annotated[
+    ComparePairsConfig | GroupPairsConfig | LabelPairsConfig, Field(discriminator="type")
+]
+
+
+class ExportsConfig(Config):
+    """What the files for training hold."""
+
+    pairs: PairsConfig = LabelPairsConfig()
+    min_margin: float = 0.0
+    """Only items whose label has at least these log-odds; labels.jsonl has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelRecord:
+    """What became of one item."""
+
+    item: Item
+    label: int | None
+    read: Read | None
+    """Log-probabilities among the labels, given all other labels."""
+    margin: float | None
+    """Log-odds of the label."""
+    iteration: int | None
+    """When it got its label; None for a start label."""
+    provenance: Mapping[str, Any]
+    """Model, order, batch, chain and seed."""
+
+
+def write_exports(
+    run: Run, records: Sequence[LabelRecord], *, labels: Sequence[str], config: ExportsConfig
+) -> None:
+    """The four files, each replaced whole."""
+    run.write_text("labels.jsonl", _lines(_label_row(record, labels) for record in records))
+    sure = [r for r in records if r.margin is not None and r.margin >= config.min_margin]
+    run.write_text("sft.jsonl", _lines(_sft_row(record, labels) for record in sure))
+    run.write_text("soft.jsonl", _lines(_soft_row(record, labels) for record in sure))
+    run.write_text("pairs.jsonl", _lines(make_pairs(sure, labels=labels, config=config.pairs)))
+
+
+def make_pairs(
+    records: Sequence[LabelRecord], *, labels: Sequence[str], config: PairsConfig
+) -> list[dict[str, Any]]:
+    """Preference rows; margin is the log-odds that the chosen one is rightly so."""
+    match config:
+        case LabelPairsConfig():
+            return [
+                _pair(r.item.text, f" {labels[r.label or 0]}", f" {other}", r.margin)
+                for r in records
+                for index, other in enumerate(labels)
+                if index != r.label
+            ]
+        case GroupPairsConfig():
+            return _group_pairs(records, config, wanted=_wanted(config.label, labels))
+        case ComparePairsConfig():
+            return _compare_pairs(records, config, wanted=_wanted(config.label, labels))
+
+
+def _group_pairs(
+    records: Sequence[LabelRecord], config: GroupPairsConfig, *, wanted: int
+) -> list[dict[str, Any]]:
+    prompt, response = map(compile_prompt_template, (config.prompt, config.response))
+    groups: dict[str, list[LabelRecord]] = {}
+    for record in records:
+        groups.setdefault(record.item.group, []).append(record)
+
+    def fill(template: Any, record: LabelRecord) -> str:
+        return render_prompt_template(template, record.item.fields, where=record.item.id)
+
+    return [
+        _pair(
+            fill(prompt, good),
+            fill(response, good),
+            fill(response, bad),
+            min(good.margin or 0.0, bad.margin or 0.0),
+        )
+        for group in groups.values()
+        for good in group
+        for bad in group
+        if good.label == wanted and bad.label != wanted
+    ]
+
+
+def _compare_pairs(
+    records: Sequence[LabelRecord], config: ComparePairsConfig, *, wanted: int
+) -> list[dict[str, Any]]:
+    """One row per comparison: the reverse of one that is there already says nothing new."""
+    prompt, first, second = map(
+        compile_prompt_template, (config.prompt, config.first, config.second)
+    )
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for record in records:
+        fields, where = record.item.fields, record.item.id
+        texts = [render_prompt_template(t, fields, where=where) for t in (prompt, first, second)]
+        chosen, rejected = texts[1:] if record.label == wanted else texts[:0:-1]
+        key = (texts[0], chosen, rejected)
+        rows.setdefault(key, _pair(texts[0], chosen, rejected, record.margin))
+    return list(rows.values())
+
+
+def _pair(prompt: str, chosen: str, rejected: str, margin: float | None) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin}
+
+
+def _wanted(label: str, labels: Sequence[str]) -> int:
+    return labels.index(label) if label else 0
+
+
+def _label_row(record: LabelRecord, labels: Sequence[str]) -> dict[str, Any]:
+    return {
+        "id": record.item.id,
+        "label": None if record.label is None else labels[record.label],
+        "score": None if record.read is None else record.read[record.label or 0],
+        "margin": record.margin,
+        "iteration": record.iteration,
+        "text": record.item.text,
+        **record.provenance,
+    }
+
+
+def _sft_row(record: LabelRecord, labels: Sequence[str]) -> dict[str, Any]:
+    return {
+        "id": record.item.id,
+        "prompt": record.item.text,
+        "choices": list(labels),
+        "answer": labels[record.label or 0],
+    }
+
+
+def _soft_row(record: LabelRecord, labels: Sequence[str]) -> dict[str, Any]:
+    read = record.read or ()
+    return {
+        "id": record.item.id,
+        "prompt": record.item.text,
+        "probabilities": {name: math.exp(v) for name, v in zip(labels, read, strict=True)},
+    }
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,0 +1,228 @@
+"""Items to be labelled: rows of a .jsonl or .json file, without the answers.
+
+    data:
+      path: claims.jsonl
+      prompt: "Question: {{ question }}\nClaim: {{ claim }}\nI think this claim is"
+      labels: ["True", "False"]
+      group: question
+
+A gold file is for the report alone. Its field is dropped from the items when both are one file, so
+that neither a prompt nor a constraint can see it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rookery.config import Config
+from rookery.errors import TaskError
+from rookery.tasks.jsonl import near_name, read_jsonl
+from rookery.tasks.prompt_template import (
+    check_prompt_template,
+    compile_prompt_template,
+    render_prompt_template,
+)
+from rookery.tasks.rows import Row
+
+__all__ = ["DataConfig", "GoldConfig", "Item", "batch_items", "read_gold", "read_items"]
+
+
+class GoldConfig(Config):
+    """True labels, read after the search, for the report alone."""
+
+    path: Path | None = None
+    """A .jsonl or .json file; empty: the file of the items."""
+    field: str = "label"
+    """The field that holds the true label."""
+    values: dict[str, str] = Field(default_factory=dict)
+    """What values mean which label, where they are not its name: {"1": "True", "0": "False"}."""
+
+
+class DataConfig(Config):
+    """What is to be labelled, and with which labels."""
+
+    path: Path
+    """A .jsonl file with an object per line, or a .json file with a list of objects."""
+    prompt: str
+    """jinja2 over an item's fields. It ends where the label begins, without a space at the end."""
+    labels: tuple[str, ...] = Field(default=("True", "False"), min_length=2)
+    """Each must be one token behind the prompt and a space."""
+    preamble: str = ""
+    """A text before the first demonstration."""
+    separator: str = "\n\n"
+    """Between a label and the next demonstration."""
+    id: str = ""
+    """The field that names an item; empty: `id` where there is one, else a hash of the prompt."""
+    group: str = ""
+    """Items of equal value here belong together: they stay in one batch and next to one another."""
+    limit: int | None = Field(default=None, ge=1)
+    """Only the first so many items."""
+    gold: GoldConfig | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        if value != value.rstrip():
+            raise ValueError(
+                f"the prompt ends in whitespace ({value[-8:]!r}): end it with the last word, the "
+                "space belongs to the label's token"
+            )
+        return check_prompt_template(value)
+
+    @model_validator(mode="after")
+    def _has_distinct_labels(self) -> Self:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"labels are {list(self.labels)}: each may be there once")
+        return self
+
+    def from_folder(self, folder: Path) -> "DataConfig":
+        """The config with its paths taken from the folder of its file."""
+        gold = self.gold
+        if gold is not None and gold.path is not None:
+            gold = gold.model_copy(update={"path": folder / gold.path.expanduser()})
+        return self.model_copy(update={"path": folder / self.path.expanduser(), "gold": gold})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One thing to be labelled: `Item(id="q7-2", text="Question: ...", group="q7", ...)`."""
+
+    id: str
+    text: str
+    """The prompt, up to where the label begins."""
+    group: str
+    fields: Mapping[str, Any]
+    """The row without its true label."""
+
+
+def read_items(config: DataConfig) -> list[Item]:
+    """The items in file order, or a TaskError that names the row."""
+    template = compile_prompt_template(config.prompt)
+    hidden = _gold_field(config)
+    items: list[Item] = []
+    seen: dict[str, str] = {}
+    for row in _rows(config.path):
+        if config.limit is not None and len(items) == config.limit:
+            break
+        fields = {key: value for key, value in row.fields.items() if key != hidden}
+        text = render_prompt_template(template, fields, where=row.where)
+        name = _name(config, fields, text, where=row.where)
+        if name in seen:
+            raise TaskError(
+                f"{row.where}: has the id {name!r} of {seen[name]}: an id names one item. Give "
+                "another field as data.id, or drop the repeated row."
+            )
+        seen[name] = row.where
+        group = _group(config, fields, where=row.where) if config.group else name
+        items.append(Item(id=name, text=text, group=group, fields=fields))
+    if len(items) < 2:
+        raise TaskError(f"{config.path} has {len(items)} items; labels need at least 2.")
+    return items
+
+
+def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
+    """The true label of each item that has one, by id. Only the report may call this."""
+    gold = config.gold
+    if gold is None:
+        return {}
+    names = {item.id for item in items}
+    found: dict[str, int] = {}
+    template = compile_prompt_template(config.prompt)
+    for row in _rows(gold.path or config.path):
+        fields = {key: value for key, value in row.fields.items() if key != gold.field}
+        text = ""
+        if not _id_field(config, fields):
+            text = render_prompt_template(template, fields, where=row.where)
+        name = _name(config, fields, text, where=row.where)
+        if name in names and gold.field in row.fields:
+            found[name] = _label(config, row)
+    if not found:
+        raise TaskError(
+            f"{gold.path or config.path} has no item with a field {gold.field!r}: name the field "
+            "as data.gold.field, or leave data.gold out."
+        )
+    return found
+
+
+def batch_items(items: Sequence[Item], *, size: int) -> list[list[Item]]:
+    """Batches of at most `size`, whole groups together, as even as they can be, in item order."""
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    largest = max(groups.values(), key=len)
+    if len(largest) > size:
+        raise TaskError(
+            f"The group {largest[0].group!r} has {len(largest)} items and a batch {size}: a group "
+            "stays in one batch. Write a larger batch_size, or another data.group."
+        )
+    num_batches = -(-len(items) // size)
+    goal = -(-len(items) // num_batches)
+    batches: list[list[Item]] = [[]]
+    for group in groups.values():
+        is_full = len(batches[-1]) + len(group) > size or len(batches[-1]) >= goal
+        if is_full and batches[-1]:
+            batches.append([])
+        batches[-1].extend(group)
+    return batches
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix != ".json":
+        yield from read_jsonl(path)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise TaskError(f"{path} holds no list of objects: write [{{...}}, ...], or .jsonl.")
+    for number, fields in enumerate(found, start=1):
+        yield Row(where=f"{path} object {number}", fields=fields)
+
+
+def _gold_field(config: DataConfig) -> str | None:
+    gold = config.gold
+    if gold is None or (gold.path is not None and gold.path != config.path):
+        return None
+    return gold.field
+
+
+def _id_field(config: DataConfig, fields: Mapping[str, object]) -> str:
+    return config.id or ("id" if "id" in fields else "")
+
+
+def _name(config: DataConfig, fields: Mapping[str, object], text: str, *, where: str) -> str:
+    field = _id_field(config, fields)
+    if not field:
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    value = fields.get(field)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise TaskError(f"{where}: {field!r} is {value!r}; an id is a text or a whole number.")
+    return str(value)
+
+
+def _group(config: DataConfig, fields: Mapping[str, object], *, where: str) -> str:
+    if config.group not in fields:
+        found = ", ".join(map(repr, fields))
+        raise TaskError(f"{where}: has no field {config.group!r} (data.group); it has {found}.")
+    return json.dumps(fields[config.group], sort_keys=True)
+
+
+def _label(config: DataConfig, row: Row) -> int:
+    assert config.gold is not None
+    value = row.fields[config.gold.field]
+    text = value if isinstance(value, str) else json.dumps(value)
+    name = config.gold.values.get(text, text)
+    if name not in config.labels:
+        raise TaskError(
+            f"{row.where}: the true label {text!r} is none of {list(config.labels)}: say what it "
+            f'means, data.gold.values: {{"{text}": "{config.labels[0]}"}}.'
+        )
+    return config.labels.index(name)

@@ -1,0 +1,302 @@
+"""The icm loop: labels without labels, by internal coherence.
+
+    for each batch of items, several chains at a time:
+        anneal the labels until nothing is frustrated          # chain.py
+    labels = the best chain of each batch
+    compare with what needs no search                          # siblings.py
+    read the true labels, if there are any, for the report     # verdict.py
+
+Everything is a function of (config, seed) and of the answers, and every answer is in the run's
+event log before it counts. So resuming is running again: what was answered is not asked twice.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.errors import TaskError
+from rookery.fleet import FleetConfig
+from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
+from rookery.loops.icm.exports import ExportsConfig, write_exports
+from rookery.loops.icm.items import DataConfig, Item, batch_items
+from rookery.loops.icm.objective import ObjectiveConfig
+from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.reader import ScoreStore, SharedReader
+from rookery.loops.icm.relations import ConstraintConfig, build_constraints, fields_of
+from rookery.loops.icm.report import Batch, label_records, make_report
+from rookery.loops.icm.siblings import SiblingsConfig
+from rookery.ports import Sampler
+from rookery.runs import NewEvent, Run
+from rookery.search.annealing import AnnealingConfig
+from rookery.search.orders import TreeOrder
+from rookery.search.streams import stream_seed
+from rookery.types import ModelRef
+
+__all__ = ["Bench", "ChainStep", "IcmConfig", "IcmResult", "label", "open_problem"]
+
+logger = logging.getLogger(__name__)
+
+BLOCK_DECISIONS = 64
+"""Decisions written together: they follow from the answers, which are written at once."""
+
+
+class IcmConfig(Config):
+    """One labelling of one file of items."""
+
+    engine: Annotated[EngineConfig | FleetConfig, Field(discriminator="type")] = EngineConfig()
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    data: DataConfig
+    constraints: tuple[ConstraintConfig, ...] = ()
+    """What is known of the items' form. Without any, small models give everything one label."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    search: AnnealingConfig = AnnealingConfig()
+    batch_size: int = Field(default=256, ge=2)
+    """Items that are labelled together, each a demonstration for the others: together they must
+    fit the model's context."""
+    num_chains: int = Field(default=3, ge=1)
+    """Searches of each batch from different start labels; the best counts. One alone ends in the
+    inverse concept about one time in ten."""
+    parallel: int = Field(default=4, ge=1)
+    """Chains at a time, over all batches."""
+    speculate: int = Field(default=1, ge=1)
+    """Iterations to ask ahead for in one call, guessing that none changes anything: for engines
+    that one evaluation does not fill. Costs tokens, changes no decision."""
+    siblings: SiblingsConfig = SiblingsConfig()
+    exports: ExportsConfig = ExportsConfig()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _hides_gold(self) -> Self:
+        gold = self.data.gold
+        if gold is None or (gold.path is not None and gold.path != self.data.path):
+            return self
+        read = {self.data.group, self.data.id}.union(*map(fields_of, self.constraints))
+        if gold.field in read:
+            raise ValueError(
+                f"the field {gold.field!r} holds the true labels (data.gold) and a group, an id or "
+                "a constraint reads it: the search must not see them"
+            )
+        return self
+
+    def from_folder(self, folder: Path) -> "IcmConfig":
+        """The config with the data's paths taken from the folder of its file."""
+        return self.model_copy(update={"data": self.data.from_folder(folder)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What the loop runs on."""
+
+    sampler: Sampler
+    model: ModelRef
+    encoder: Encoder
+    context_tokens: int | None = None
+    """The longest prompt of the model, where it is known: checked before anything is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainStep:
+    """A decision of one chain, for whoever watches."""
+
+    batch: int
+    chain: int
+    num_items: int
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class IcmResult:
+    """The labels by item id, None where there is none, and the report about them."""
+
+    labels: dict[str, str | None]
+    report: dict[str, Any]
+
+
+async def label(
+    config: IcmConfig,
+    *,
+    items: Sequence[Item],
+    bench: Bench,
+    run: Run,
+    gold: Callable[[], Mapping[str, int]] | None = None,
+    on_step: Callable[[ChainStep], None] | None = None,
+) -> IcmResult:
+    """Run or resume one labelling in `run`, which is left with labels, exports and report.
+
+    `gold` is called when the search is over: nothing before it can depend on the true labels.
+    """
+    store = ScoreStore(run)
+    batches = _open_batches(config, items, bench, store)
+    await _search(config, batches, run, on_step)
+    store.part = "siblings"
+    naive_tokens = sum(batch.reader.naive_tokens for batch in batches)
+    truth = dict(gold()) if gold is not None else {}
+    report = await make_report(
+        batches,
+        labels=config.data.labels,
+        siblings=config.siblings,
+        search=config.search,
+        gold=truth,
+    )
+    records = label_records(batches)
+    write_exports(run, records, labels=config.data.labels, config=config.exports)
+    report = {
+        "kind": "icm",
+        "run": run.name,
+        "model": bench.model.version,
+        "seed": config.seed,
+        "data": config.data.path.name,
+        **report,
+        "tokens": {
+            "naive": naive_tokens,
+            "requested": store.tokens["search"],
+            "computed": store.computed["search"],
+            "siblings": store.computed["siblings"],
+            "num_requests": store.requests["search"],
+        },
+        "seconds": _seconds(run),
+    }
+    run.write_json("report.json", report)
+    names = config.data.labels
+    found = {r.item.id: None if r.label is None else names[r.label] for r in records}
+    return IcmResult(labels=found, report=report)
+
+
+def open_problem(
+    config: IcmConfig, items: Sequence[Item], *, bench: Bench, store: ScoreStore
+) -> Problem:
+    """One batch as the search sees it: indices, groups, constraints and a reader."""
+    prompts = Prompts(items, encoder=bench.encoder, data=config.data)
+    if bench.context_tokens is not None and prompts.longest_tokens > bench.context_tokens:
+        fits = int(len(items) * bench.context_tokens / prompts.longest_tokens)
+        raise TaskError(
+            f"A batch of {len(items)} items makes prompts of {prompts.longest_tokens:,} tokens; "
+            f"the model reads {bench.context_tokens:,}: write batch_size: {fits} or less."
+        )
+    names = list(dict.fromkeys(item.group for item in items))
+    groups = tuple(names.index(item.group) for item in items)
+    members = [[i for i, own in enumerate(groups) if own == g] for g in range(len(names))]
+    order = TreeOrder(members)
+    return Problem(
+        num_items=len(items),
+        num_labels=len(config.data.labels),
+        groups=groups,
+        constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
+        reader=SharedReader(
+            bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
+        ),
+        objective=config.objective,
+    )
+
+
+def _open_batches(
+    config: IcmConfig, items: Sequence[Item], bench: Bench, store: ScoreStore
+) -> list[Batch]:
+    return [
+        Batch(
+            index=index,
+            items=tuple(own),
+            problem=open_problem(config, own, bench=bench, store=store),
+            seed=stream_seed(config.seed, "batch", index),
+            provenance={
+                "model": bench.model.served_name,
+                "order": "tree",
+                "seed": config.seed,
+                "batch": index,
+            },
+        )
+        for index, own in enumerate(batch_items(items, size=config.batch_size))
+    ]
+
+
+async def _search(
+    config: IcmConfig,
+    batches: Sequence[Batch],
+    run: Run,
+    on_step: Callable[[ChainStep], None] | None,
+) -> None:
+    """All chains of all batches, a few at a time; each batch is left with its results."""
+    room = asyncio.Semaphore(config.parallel)
+
+    async def search(batch: Batch, chain: int) -> ChainResult:
+        journal = _Journal(run, batch, chain)
+
+        def stepped(step: Step) -> None:
+            journal.add(step)
+            if on_step is not None:
+                on_step(
+                    ChainStep(batch=batch.index, chain=chain, num_items=len(batch.items), step=step)
+                )
+
+        async with room:
+            result = await Chain(
+                batch.problem,
+                config=config.search,
+                seed=stream_seed(batch.seed, "chain", chain),
+                speculate=config.speculate,
+                on_step=stepped,
+            ).run()
+        journal.flush()
+        logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
+        return result
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for batch in batches:
+                batch.tasks = [
+                    group.create_task(search(batch, chain)) for chain in range(config.num_chains)
+                ]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    for batch in batches:
+        batch.results = [task.result() for task in batch.tasks]
+
+
+class _Journal:
+    """Decisions as events, written in blocks: a resumed run makes those it lost again.
+
+    They are keyed by iteration: one that decides otherwise the second time is refused.
+    """
+
+    def __init__(self, run: Run, batch: Batch, chain: int) -> None:
+        self._run = run
+        self._batch = batch
+        self._chain = chain
+        self._waiting: list[NewEvent] = []
+
+    def add(self, step: Step) -> None:
+        payload = {
+            "item": self._batch.items[step.item].id,
+            "is_accepted": step.is_accepted,
+            "utility": step.utility,
+            "proposed_utility": step.proposed_utility,
+            "temperature": step.temperature,
+            "labels": "".join("-" if x < 0 else chr(ord("0") + x) for x in step.labels),
+            "num_frustrated": step.num_frustrated,
+        }
+        key = f"{self._batch.index}/{self._chain}/{step.iteration}"
+        self._waiting.append(NewEvent(kind="decision", payload=payload, key=key))
+        if len(self._waiting) >= BLOCK_DECISIONS:
+            self.flush()
+
+    def flush(self) -> None:
+        self._run.append_many(self._waiting)
+        self._waiting.clear()
+
+
+def _seconds(run: Run) -> float:
+    """Of work, over all resumes."""
+    seconds = started = last = 0.0
+    for event in run.events():
+        if event.kind in {"run/created", "run/opened"}:
+            seconds, started = seconds + last - started, event.time_s
+        last = event.time_s
+    return seconds + last - started

@@ -1,0 +1,163 @@
+"""What the labels are worth, said without flattery: one verdict and the sentences behind it.
+
+partial      some items have no label
+collapsed    all items have the same label
+inconsistent constraints are broken
+inverse      true labels were given and the labels are their opposite
+chance       true labels were given and the labels agree with them no better than chance
+ambiguous    another start ends elsewhere with as high a utility
+frustrated   many items are predicted to have another label than they have
+coherent     none of these
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.statistics import Interval, wilson
+
+__all__ = ["Agreement", "Evidence", "Verdict", "agree", "judge"]
+
+Verdict = Literal[
+    "partial",
+    "collapsed",
+    "inconsistent",
+    "inverse",
+    "chance",
+    "ambiguous",
+    "frustrated",
+    "coherent",
+]
+
+LOW_MASS = 0.5
+"""Below this the model mostly expects something else than a label."""
+
+MANY_FRUSTRATED = 0.25
+"""Above this share of frustrated items the labels predict one another hardly better than a coin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far labels agree with others, and how far they would by chance."""
+
+    interval: Interval
+    chance: float
+    num_items: int
+
+    @property
+    def is_chance(self) -> bool:
+        return self.interval.low <= self.chance <= self.interval.high
+
+    @property
+    def is_inverse(self) -> bool:
+        return self.interval.high < self.chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything a verdict rests on."""
+
+    labels: Labels
+    names: Sequence[str]
+    num_frustrated: int
+    num_violated: int
+    mass: float
+    gold: Agreement | None
+    rivals: Sequence[tuple[float, float]]
+    """(utility lost against the result, share of labels in common) of complete labellings that
+    other starts ended with."""
+
+
+def agree(
+    labels: Mapping[int, int], others: Mapping[int, int], *, tied: Sequence[Sequence[int]]
+) -> Agreement | None:
+    """Agreement on the items that both label; None when there are none.
+
+    Items that constraints tie together count as one for the interval: of a pair of which exactly
+    one is true, the second label is no news.
+    """
+    both = sorted(labels.keys() & others.keys())
+    if not both:
+        return None
+    share = sum(labels[i] == others[i] for i in both) / len(both)
+    num_free = sum(any(i in set(both) for i in own) for own in tied)
+    found = wilson(successes=round(share * num_free), trials=num_free)
+    ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
+    chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
+    interval = Interval(
+        estimate=share,
+        low=min(found.low, share),
+        high=max(found.high, share),
+        confidence=found.confidence,
+        method="wilson",
+        num_values=num_free,
+    )
+    return Agreement(interval=interval, chance=chance, num_items=len(both))
+
+
+def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
+    """The verdict, and a warning for everything that speaks against the labels."""
+    found: dict[Verdict, str] = {}
+    _judge_form(evidence, found)
+    _judge_gold(evidence, found)
+    _judge_rivals(evidence, found)
+    warnings = list(found.values())
+    if evidence.mass < LOW_MASS:
+        warnings.append(
+            f"The model gives the labels {evidence.mass:.0%} of its probability: it expects "
+            "something else there. Check the prompt and the labels."
+        )
+    return next(iter(found), "coherent"), warnings
+
+
+def _judge_form(evidence: Evidence, found: dict[Verdict, str]) -> None:
+    num_items = len(evidence.labels)
+    num_labelled = num_items - evidence.labels.count(UNLABELLED)
+    if num_labelled < num_items:
+        found["partial"] = (
+            f"Only {num_labelled} of {num_items} items are labelled: adding the others made the "
+            "labels predict one another worse, or the iterations were used up. This is no success."
+        )
+    held = Counter(label for label in evidence.labels if label != UNLABELLED)
+    if len(held) == 1 and num_labelled > 1:
+        found["collapsed"] = (
+            f"All labels are {evidence.names[next(iter(held))]}. One label for everything predicts "
+            "itself best: declare constraints between items, or set objective.calibrate."
+        )
+    if evidence.num_violated:
+        found["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
+
+
+def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:
+    gold = evidence.gold
+    if gold is None:
+        return
+    words = (
+        f"the labels agree with the true ones on {gold.interval.estimate:.0%} of "
+        f"{gold.num_items} items (95 % interval {gold.interval.low:.0%} to "
+        f"{gold.interval.high:.0%}, chance {gold.chance:.0%})"
+    )
+    if gold.is_inverse:
+        found["inverse"] = (
+            f"The inverse concept: {words}. The items were told apart, and the labels swapped."
+        )
+    elif gold.is_chance:
+        found["chance"] = f"No better than chance: {words}."
+
+
+def _judge_rivals(evidence: Evidence, found: dict[Verdict, str]) -> None:
+    near = [same for lost, same in evidence.rivals if lost <= 0 and same < 1]
+    if near:
+        found["ambiguous"] = (
+            f"A search from other start labels ends at least as high with only {min(near):.0%} of "
+            "the labels in common: the start decides, not the items. These may be chance labels or "
+            "the inverse concept."
+        )
+    share = evidence.num_frustrated / max(1, len(evidence.labels))
+    if share > MANY_FRUSTRATED:
+        found["frustrated"] = (
+            f"{evidence.num_frustrated} of {len(evidence.labels)} items are predicted to have "
+            "another label than they have: the labels look like chance to the model itself."
+        )

@@ -1,0 +1,337 @@
+"""The icm loop end to end on a scripted model: concept, resume, honesty, equality of the paths."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops.oracle import Oracle, make_config, write_items
+
+from rookery.errors import EngineError, TaskError
+from rookery.loops.icm import IcmConfig, IcmResult, label, read_gold, read_items
+from rookery.loops.icm.chain import Chain, Problem
+from rookery.loops.icm.loop import open_problem
+from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.reader import PlainReader, ScoreStore, SharedReader
+from rookery.runs import Run
+from rookery.search.orders import TreeOrder
+from rookery.testing import BASE
+from rookery.types import Score
+
+
+async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = "a") -> IcmResult:
+    path = root / name
+    opened = Run.open(path) if path.exists() else Run.create(root, kind="icm", config={}, name=name)
+    items = read_items(config.data)
+    with opened as run:
+        return await label(
+            config,
+            items=items,
+            bench=oracle.bench,
+            run=run,
+            gold=lambda: read_gold(config.data, items),
+        )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def decisions(path: Path) -> list[tuple[str, Any]]:
+    with Run.view(path) as run:
+        return [(event.key, event.payload) for event in run.events("decision")]
+
+
+@pytest.fixture
+def problem(tmp_path: Path):
+    """A scripted model and one batch of its items, with every reader."""
+
+    def make(num_items: int, *, reader: str = "shared", **changes: Any):
+        oracle = Oracle(num_items, **changes)
+        config = make_config(write_items(tmp_path / "items.jsonl", oracle))
+        items = read_items(config.data)
+        opened = open_problem(config, items, bench=oracle.bench, store=ScoreStore())
+        if reader == "plain":
+            prompts = Prompts(items, encoder=oracle.bench.encoder, data=config.data)
+            order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
+            plain = PlainReader(oracle.sampler, prompts=prompts, order=order, model=BASE)
+            fields = ("num_items", "num_labels", "groups", "constraints", "objective")
+            opened = Problem(reader=plain, **{f: getattr(opened, f) for f in fields})
+        return oracle, opened, config
+
+    return make
+
+
+async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_path: Path) -> None:
+    oracle = Oracle(16, seed=1)
+    config = make_config(write_items(tmp_path / "items.jsonl", oracle))
+    result = await run_icm(tmp_path, oracle, config)
+    report = result.report
+    assert oracle.accuracy(result.labels) == 1.0
+    assert report["verdict"] == "coherent" and report["warnings"] == []
+    assert report["num_labelled"] == 16 and report["balance"] == {"True": 8, "False": 8}
+    assert [row["name"] for row in report["rows"]] == [
+        "icm", "zero-shot", "random few-shot", "bootstrap", "golden few-shot", "inverted seed",
+    ]  # fmt: skip
+    assert report["rows"][0]["accuracy"] == 1.0
+    assert report["tokens"]["computed"] < report["tokens"]["requested"] < report["tokens"]["naive"]
+    assert report["gold"]["utility"] == pytest.approx(report["utility"])
+    rows = read_rows(tmp_path / "a" / "labels.jsonl")
+    assert [row["id"] for row in rows] == [f"i{i}" for i in range(16)]
+    assert all(row["margin"] > 0 and row["model"] == "base@fake" for row in rows)
+    sft = read_rows(tmp_path / "a" / "sft.jsonl")
+    assert sft[0] == {
+        "id": "i0", "prompt": "#0 is", "choices": ["True", "False"], "answer": result.labels["i0"],
+    }  # fmt: skip
+    soft = read_rows(tmp_path / "a" / "soft.jsonl")
+    assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in soft)
+    pairs = read_rows(tmp_path / "a" / "pairs.jsonl")
+    assert all(row["chosen"] != row["rejected"] for row in pairs) and len(pairs) == 16
+
+
+@pytest.mark.parametrize("order_weight", [0.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_shared_and_the_plain_path_decide_alike(problem, seed, order_weight) -> None:
+    """Memo, batches and speculation change no decision, also when the order matters."""
+    found = []
+    for reader, speculate in (("plain", 1), ("shared", 1), ("shared", 6)):
+        oracle, opened, config = problem(12, reader=reader, seed=seed, order_weight=order_weight)
+        chain = Chain(opened, config=config.search, seed=seed, speculate=speculate)
+        found.append((await chain.run(), oracle.sampler.num_scores))
+        if reader == "shared":
+            assert len(set(oracle.asked)) == len(oracle.asked), "no context was asked for twice"
+    (plain, num_plain), (shared, num_shared), (ahead, _) = found
+    assert plain == shared == ahead
+    assert num_shared < num_plain
+
+
+async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> None:
+    """Blocks of one request, answered backwards."""
+    _, opened, config = problem(10, seed=3, order_weight=4.0)
+    expected = await Chain(opened, config=config.search, seed=3).run()
+    monkeypatch.setattr("rookery.loops.icm.reader.BLOCK_REQUESTS", 1)
+    oracle, opened, config = problem(10, seed=3, order_weight=4.0)
+    score = oracle.sampler.score
+
+    async def late(requests):
+        import asyncio
+
+        for _ in range(len(requests[0].tokens) % 7):
+            await asyncio.sleep(0)
+        return await score(requests)
+
+    monkeypatch.setattr(oracle.sampler, "score", late)
+    assert await Chain(opened, config=config.search, seed=3).run() == expected
+
+
+async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
+    for seed in range(4):
+        oracle = Oracle(10, seed=seed)
+        path = write_items(tmp_path / f"{seed}.jsonl", oracle)
+        config = make_config(path, num_chains=3, seed=seed)
+        items = read_items(config.data)
+        opened = open_problem(config, items, bench=oracle.bench, store=ScoreStore())
+        options = [
+            tuple(x for first in firsts for x in (first, 1 - first))
+            for firsts in product((0, 1), repeat=5)
+        ]
+        best = max(a.utility for a in await opened.assess(options))
+        result = await run_icm(tmp_path, oracle, config, name=f"run{seed}")
+        assert result.report["utility"] == pytest.approx(best)
+
+
+async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> None:
+    oracle = Oracle(12, seed=2)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    config = make_config(path)
+    first = await run_icm(tmp_path, oracle, config, name="first")
+    rows = read_rows(path)
+    truth = [row["truth"] for row in rows]
+    for row, other in zip(rows, truth[1:] + truth[:1], strict=True):
+        row["truth"] = other
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    second = await run_icm(tmp_path, oracle, config, name="second")
+    assert decisions(tmp_path / "first") == decisions(tmp_path / "second")
+    assert first.labels == second.labels
+    assert first.report["rows"][0]["accuracy"] != second.report["rows"][0]["accuracy"]
+
+
+def test_the_search_cannot_be_shown_the_true_labels(tmp_path: Path) -> None:
+    oracle = Oracle(4)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    with pytest.raises(ValueError, match="holds the true labels"):
+        make_config(path, constraints=[{"type": "exclusive", "group": "truth"}])
+    data = {"path": str(path), "prompt": "#{{ n }} {{ truth }} is", "gold": {"field": "truth"}}
+    with pytest.raises(TaskError, match="truth"):
+        read_items(make_config(path, data=data).data)
+    assert all("truth" not in item.fields for item in read_items(make_config(path).data))
+
+
+class Killed(BaseException):
+    pass
+
+
+async def test_a_run_killed_anywhere_resumes_without_asking_twice(tmp_path: Path) -> None:
+    oracle = Oracle(10, seed=4, order_weight=2.0)
+    config = make_config(write_items(tmp_path / "items.jsonl", oracle), num_chains=2)
+    expected = (await run_icm(tmp_path, oracle, config, name="whole")).report
+    total = len(oracle.asked)
+    score, asked, kills = oracle.sampler.score, [], 0
+    for room in (1, 3, 4, 9, 30):
+        left = [room]
+
+        async def dying(requests, left=left):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            answers = await score(requests)
+            asked.extend(request.tokens for request in requests)
+            return answers
+
+        oracle.sampler.score = dying
+        try:
+            report = (await run_icm(tmp_path, oracle, config, name="killed")).report
+        except (Killed, BaseExceptionGroup):
+            kills += 1
+    oracle.sampler.score = score
+    before = len(oracle.asked)
+    report = (await run_icm(tmp_path, oracle, config, name="killed")).report
+    asked.extend(oracle.asked[before:])
+    assert kills >= 4
+    assert len(asked) == len(set(asked)) == total, "what was answered is not asked for again"
+    same = set(expected) - {"run", "seconds", "tokens"}
+    assert {k: report[k] for k in same} == {k: expected[k] for k in same}
+    assert decisions(tmp_path / "killed") != [] and report["tokens"]["naive"] > 0
+    again = len(oracle.asked)
+    assert (await run_icm(tmp_path, oracle, config, name="killed")).report["rows"] == report["rows"]
+    assert len(oracle.asked) == again, "a finished run costs nothing to open"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda n: [Score(model=BASE, logprobs=())] * n, "label log-probabilities"),
+        (lambda n: [Score(model=BASE, logprobs=(), label_logprobs=(-1.0,))] * n, "for 2 labels"),
+        (
+            lambda n: [Score(model=BASE, logprobs=(), label_logprobs=(-1.0, float("nan")))] * n,
+            "finite",
+        ),
+        (
+            lambda n: [Score(model=BASE, logprobs=(), label_logprobs=(-1.0, float("-inf")))] * n,
+            "finite",
+        ),
+        (
+            lambda n: [Score(model=BASE, logprobs=(), label_logprobs=(-1.0, -1.0))] * (n - 1),
+            "asked",
+        ),
+    ],
+)
+async def test_a_missing_number_is_an_error(tmp_path: Path, answer, words: str) -> None:
+    oracle = Oracle(6)
+    config = make_config(write_items(tmp_path / "items.jsonl", oracle))
+
+    async def broken(requests):
+        return answer(len(requests))
+
+    oracle.sampler.score = broken
+    with pytest.raises(EngineError, match=words):
+        await run_icm(tmp_path, oracle, config)
+
+
+async def test_without_constraints_a_biased_model_collapses_and_is_told_so(tmp_path: Path) -> None:
+    oracle = Oracle(12, prior=0.2, pull=0.5, noise=0.1, bias=4.0)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    result = await run_icm(tmp_path, oracle, make_config(path, constraints=[]))
+    assert result.report["verdict"] == "collapsed"
+    assert "All labels are True" in result.report["warnings"][0]
+    calibrated = make_config(path, constraints=[], objective={"calibrate": True}, num_chains=3)
+    result = await run_icm(tmp_path, oracle, calibrated, name="calibrated")
+    assert result.report["verdict"] != "collapsed" and oracle.accuracy(result.labels) == 1.0
+
+
+async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -> None:
+    oracle = Oracle(20, seed=1)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    config = make_config(path, search={"iterations": 2, "num_start": 4})
+    result = await run_icm(tmp_path, oracle, config)
+    assert result.report["verdict"] == "partial"
+    assert result.report["num_labelled"] < 20
+    assert None in result.labels.values()
+    rows = read_rows(tmp_path / "a" / "sft.jsonl")
+    assert len(rows) <= result.report["num_labelled"]
+
+
+async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tmp_path) -> None:
+    """No prior: concept and inverse are equally coherent, and the start decides."""
+    oracle = Oracle(16, prior=0.0, pull=3.0, noise=0.0)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    reports = [
+        (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")).report
+        for s in range(6)
+    ]
+    accuracies = {report["rows"][0]["accuracy"] for report in reports}
+    assert accuracies == {0.0, 1.0}, "both ends are found"
+    for report in reports:
+        assert report["verdict"] == (
+            "inverse" if report["rows"][0]["accuracy"] == 0 else "ambiguous"
+        )
+        assert any("the start decides" in warning for warning in report["warnings"])
+
+
+async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_path) -> None:
+    oracle = Oracle(22, seed=5)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    result = await run_icm(tmp_path, oracle, make_config(path, batch_size=8, num_chains=2))
+    assert len(result.labels) == 22
+    rows = read_rows(tmp_path / "a" / "labels.jsonl")
+    assert {row["batch"] for row in rows} == {0, 1, 2}
+    for i in range(0, 22, 2):
+        assert rows[i]["batch"] == rows[i + 1]["batch"]
+    assert oracle.accuracy(result.labels) > 0.85
+
+
+async def test_more_than_two_labels(tmp_path: Path) -> None:
+    """Three labels by prompt; the hidden concept of the fake is their name in the text."""
+    rows = [{"id": f"i{i}", "word": "abc"[i % 3]} for i in range(9)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = IcmConfig.model_validate(
+        {
+            "data": {"path": str(path), "prompt": "{{ id }} {{ word }} is", "labels": list("abc")},
+            "search": {"iterations": 200, "num_start": 3},
+            "num_chains": 1,
+        }
+    )
+    oracle = Oracle(2)
+
+    def logprob(model, tokens, token):
+        names = {t: word for word, t in oracle.words.ids.items()}
+        return -0.1 if names[tokens[-2]] == names[token] else -3.0
+
+    oracle.sampler._logprob = logprob
+    items = read_items(config.data)
+    with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
+        result = await label(config, items=items, bench=oracle.bench, run=run)
+    assert result.labels == {row["id"]: row["word"] for row in rows}
+    assert result.report["gold"] is None and result.report["rows"][0]["accuracy"] is None
+
+
+def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None:
+    oracle, _, config = problem(12)
+    from dataclasses import replace
+
+    bench = replace(oracle.bench, context_tokens=20)
+    with pytest.raises(TaskError, match="write batch_size: 5 or less"):
+        open_problem(config, read_items(config.data), bench=bench, store=ScoreStore())
+
+
+async def test_chains_of_one_batch_share_what_is_in_flight(problem) -> None:
+    oracle, opened, _ = problem(8)
+    assert isinstance(opened.reader, SharedReader)
+    import asyncio
+
+    labels = (0, 1) * 4
+    contexts = [(labels, item) for item in range(8)]
+    one, two = await asyncio.gather(opened.reader.read(contexts), opened.reader.read(contexts))
+    assert one == two and oracle.sampler.num_scores == 8
