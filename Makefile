@@ -22,7 +22,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
-	$(BIN)/pytest tests/real -m "not vllm" $(ARGS)
+	$(BIN)/pytest tests/real $(ARGS)
 
 test-real: $(VENV)/.ready .venv-vllm/.ready
 	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/real $(ARGS)

@@ -22,7 +22,7 @@ from rookery.weights.merge import LinearConfig, merge
 from rookery.weights.mutate import GaussianConfig, mutate
 
 FOUNDERS = Path(__file__).parent / "founders"
-NAMES = ("label-kind", "label-language", "label-living", "label-sentiment")
+NAMES = ("mark-kind", "mark-language", "mark-living", "mark-sentiment")
 SEED = 0
 SEARCH = PopulationConfig(
     size=4,

@@ -1,7 +1,7 @@
 """Make the founders of the demo: one small adapter per labelling task, by supervised training.
 
 Hardware: 2 CPU cores, about 10 minutes. Each adapter (rank 8, attention of the last 4 layers of
-SmolLM2, 0.5 MB) learns one task's own meaning of the labels red and blue from the task's search
+SmolLM2, 0.5 MB) learns one task's own meaning of two labels from the task's search
 split. The same command gives the same files, byte for byte on the same versions of torch.
 
     python examples/make_founders.py
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TASKS = ("label-kind", "label-language", "label-living", "label-sentiment", "label-size")
+TASKS = ("mark-kind", "mark-language", "mark-living", "mark-sentiment")
 SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "30", "--learning-rate", "0.003"]
 FOUNDERS = Path(__file__).parent / "founders"
 

@@ -33,7 +33,7 @@ def _prompts() -> list[tuple[int, ...]]:
 
 async def test_greedy_answers_equal_transformers_and_peft(engine: EmbeddedEngine) -> None:
     """Base and two adapters in one batch: tokens equal, log-probs to 1e-4."""
-    names = ("label-kind", "label-living")
+    names = ("mark-kind", "mark-living")
     refs = [engine.base, *[await engine.load(read_adapter(FOUNDERS / name)) for name in names]]
     greedy = SamplingParams(max_tokens=16, temperature=0)
     prompts = _prompts()

@@ -140,23 +140,29 @@ def _json_slots(seed: int) -> Iterator[Fields]:
         yield {"id": f"{name}-{age}-{city}", "prompt": prompt, "reference": reference}
 
 
-def _label(title: str, *, red: Sequence[str], blue: Sequence[str]) -> Generator:
+def _label(
+    title: str,
+    *,
+    red: Sequence[str],
+    blue: Sequence[str],
+    labels: tuple[str, str] = LABELS,
+) -> Generator:
     """A task whose items alternate between the labels for as long as both last."""
 
     def draw(seed: int) -> Iterator[Fields]:
         orders = (_shuffled(red, seed=seed), _shuffled(blue, seed=seed))
         for pair in zip_longest(*orders):
-            for item, label in zip(pair, LABELS, strict=True):
+            for item, label in zip(pair, labels, strict=True):
                 if item is not None:
-                    prompt = f"Task: {title}\nItem: {item}\nIs it red or blue? Answer:"
+                    question = f"Is it {labels[0]} or {labels[1]}?"
                     yield {
                         "id": item,
-                        "prompt": prompt,
+                        "prompt": f"Task: {title}\nItem: {item}\n{question} Answer:",
                         "reference": label,
-                        "choices": list(LABELS),
+                        "choices": list(labels),
                     }
 
-    summary = f"{title}: {len(red)} red and {len(blue)} blue items"
+    summary = f"{title}: {len(red)} {labels[0]} and {len(blue)} {labels[1]} items"
     return Generator(summary=summary, draw=draw, scorer=ChoiceConfig())
 
 
@@ -206,4 +212,18 @@ GENERATORS: dict[str, Generator] = {
     ),
     "label-sentiment": _label("sentiment", red=words.POSITIVE, blue=words.NEGATIVE),
     "label-size": _label("size", red=words.BIG_ANIMALS, blue=words.SMALL_ANIMALS),
+    # The same rules with labels of their own: adapters of these can be merged, those above clash.
+    "mark-kind": _label("kind", red=words.FRUITS, blue=words.TOOLS, labels=("red", "blue")),
+    "mark-language": _label(
+        "language", red=words.FRENCH, blue=words.ENGLISH, labels=("left", "right")
+    ),
+    "mark-living": _label(
+        "living",
+        red=words.OBJECTS,
+        blue=words.BIG_ANIMALS + words.SMALL_ANIMALS,
+        labels=("up", "down"),
+    ),
+    "mark-sentiment": _label(
+        "sentiment", red=words.POSITIVE, blue=words.NEGATIVE, labels=("north", "south")
+    ),
 }
