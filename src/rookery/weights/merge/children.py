@@ -195,7 +195,8 @@ def _weighted_sum(
 ) -> None:
     """One pass for two parents whose coefficients sum to 1, the common case; else one each."""
     if len(vectors) == 2 and abs(sum(coefficients) - 1) < 1e-12:
-        torch.lerp(vectors[0], vectors[1], coefficients[1], out=out)
+        # A weight in a tensor takes the quicker kernel.
+        torch.lerp(vectors[0], vectors[1], torch.tensor(coefficients[1]), out=out)
         return
     torch.mul(vectors[0], coefficients[0], out=out)
     for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):

@@ -23,6 +23,11 @@ from rookery.weights.merge.rows import Rows
 __all__ = ["Ballot", "TiesConfig", "limits", "ties"]
 
 
+_NEXT_TO_NOTHING = np.float32(1e-30)
+"""Added to the weights of the elected so that none elected gives 0 / 1e-30 = 0. It changes no
+weight above 1e-22."""
+
+
 class TiesConfig(Config):
     type: Literal["ties"] = "ties"
     space: Space = "delta"
@@ -99,7 +104,7 @@ class Ballot:
             np.add(weight_of, part, out=weight_of)
             np.multiply(vote, part, out=part)
             np.add(out, part, out=out)
-        np.maximum(weight_of, np.finfo(np.float32).tiny, out=weight_of)
+        np.add(weight_of, _NEXT_TO_NOTHING, out=weight_of)
         np.divide(out, weight_of, out=out)
 
     def _weigh(self, vote: Floats, weight: np.float32, total: Floats, *, out: Floats) -> None:
