@@ -151,7 +151,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows, size = factor_rows(population), population.data[0].numel()
-    found = limits(TiesConfig(density=DENSITY), rows, 0)
+    found = limits(TiesConfig(density=DENSITY), rows=rows, row=0)
     values, target = population.data.numpy(), torch.empty(1 << 15).numpy()
     ballot, width = Ballot([0.4, 0.6]), target.size
     starts = range(0, size - width, width)
@@ -170,7 +170,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
             target[:] = values[0, start : start + width]
 
     stages: dict[str, Callable[[], object]] = {
-        "select the limits, once per parent": lambda: limits(TiesConfig(), rows, 0),
+        "select the limits, once per parent": lambda: limits(TiesConfig(), rows=rows, row=0),
         "trim two parents": trim,
         "elect and average": elect,
         "copy to the cache, for comparison": copy,

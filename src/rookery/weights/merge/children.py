@@ -116,7 +116,9 @@ def _combined(
         for child in range(len(crosses))
     ]
     weigh = WEIGHINGS[method.type]
-    coefficients = [weigh(method, *pair) for pair in zip(crosses, grams, strict=True)]
+    coefficients = [
+        weigh(method, cross=cross, gram=gram) for cross, gram in zip(crosses, grams, strict=True)
+    ]
     weighted = b * torch.tensor(coefficients)[:, :, None, None]
     return a.flatten(1, 2), weighted.transpose(1, 2).flatten(2)
 
@@ -147,14 +149,15 @@ def _blend_layer(
         for cross in crosses
     ]
     dense = torch.empty(len(crosses), layer.num_out * layer.num_in)
-    BLENDS[method.type](method, rows, crosses=local, out=dense)
+    BLENDS[method.type](method, rows=rows, crosses=local, out=dense)
     return dense.view(-1, layer.num_out, layer.num_in)
 
 
 def _blend_factors(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
-    BLENDS[method.type](method, factor_rows(population), crosses=crosses, out=children.data)
+    rows = factor_rows(population)
+    BLENDS[method.type](method, rows=rows, crosses=crosses, out=children.data)
 
 
 def _weigh_factors(
@@ -176,7 +179,7 @@ def _stretches(
     for place in all_places[:1] if method.type in UNIFORM else all_places:
         vectors = population.data[:, place.start : place.stop]
         gram = Gram(layer=place.layer, products=partial(_products, vectors, rows))
-        coefficients = weigh(method, cross, gram)
+        coefficients = weigh(method, cross=cross, gram=gram)
         if current is not None and coefficients != current:
             yield begin, place.start, current
             begin = place.start

@@ -62,7 +62,7 @@ class Mask:
         return self._factors[start : start + end - begin]
 
 
-def dare(method: DareConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch.Tensor) -> None:
+def dare(method: DareConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
     """Children of the rows [P, M] into `out` [C, M]."""
     values, children = rows.data.numpy(), out.numpy()
     length = values.shape[1]

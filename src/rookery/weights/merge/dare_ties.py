@@ -25,7 +25,7 @@ class DareTiesConfig(Config):
 
 
 def dare_ties(
-    method: DareTiesConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch.Tensor
+    method: DareTiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor
 ) -> None:
     """Children of the rows [P, M] into `out` [C, M]."""
     values, children = rows.data.numpy(), out.numpy()

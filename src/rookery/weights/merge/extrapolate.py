@@ -20,7 +20,7 @@ class ExtrapolateConfig(Config):
     """How far past the first parent, in units of the distance to the average of the others."""
 
 
-def extrapolate(method: ExtrapolateConfig, cross: Cross, gram: Gram) -> tuple[float, ...]:  # noqa: ARG001
+def extrapolate(method: ExtrapolateConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:  # noqa: ARG001
     """The first parent is the one to go past; the weights of the others average them."""
     require_parents(cross, least=2, most=None, method=method.type)
     others = Cross(parents=cross.parents[1:], weights=cross.weights[1:])

@@ -23,7 +23,7 @@ class LayerwiseConfig(Config):
     """What draws together: a transformer block ("model.layers.3"), or each linear layer alone."""
 
 
-def layerwise(method: LayerwiseConfig, cross: Cross, gram: Gram) -> tuple[float, ...]:
+def layerwise(method: LayerwiseConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:
     """Coefficients of sum 1, the same for a and b and for every layer of one unit."""
     parts = shares(cross)
     block = _BLOCK.match(gram.layer)

@@ -21,5 +21,5 @@ class LinearConfig(Config):
     """Divide the weights by their sum; false takes them as they are."""
 
 
-def linear(method: LinearConfig, cross: Cross, gram: Gram) -> tuple[float, ...]:  # noqa: ARG001
+def linear(method: LinearConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:  # noqa: ARG001
     return normalised(cross) if method.normalise else cross.weights

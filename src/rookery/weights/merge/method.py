@@ -1,15 +1,13 @@
 """The operators by name. A new one is a file with its config and function, and a line here."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.dare import DareConfig, dare
 from rookery.weights.merge.dare_ties import DareTiesConfig, dare_ties
 from rookery.weights.merge.extrapolate import ExtrapolateConfig, extrapolate
-from rookery.weights.merge.gram import Gram
 from rookery.weights.merge.layerwise import LayerwiseConfig, layerwise
 from rookery.weights.merge.linear import LinearConfig, linear
 from rookery.weights.merge.slerp import SlerpConfig, slerp
@@ -28,7 +26,7 @@ MergeConfig = Annotated[
     Field(discriminator="type"),
 ]
 
-WEIGHINGS: Mapping[str, Callable[[Any, Cross, Gram], tuple[float, ...]]] = {
+WEIGHINGS: Mapping[str, Callable[..., tuple[float, ...]]] = {
     "linear": linear,
     "slerp": slerp,
     "layerwise": layerwise,

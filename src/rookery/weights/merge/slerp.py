@@ -24,7 +24,7 @@ class SlerpConfig(Config):
     """Combine delta W (exact) or the two factors apart."""
 
 
-def slerp(method: SlerpConfig, cross: Cross, gram: Gram) -> tuple[float, ...]:
+def slerp(method: SlerpConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:
     """Two parents; the second weight's share is how far along the arc the child lies.
 
     The arc is taken between the directions, its length between the lengths: with lengths 1 and 3

@@ -36,11 +36,11 @@ class TiesConfig(Config):
     """The part of each tensor that is kept, largest magnitudes first."""
 
 
-def ties(method: TiesConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch.Tensor) -> None:
+def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
     """Children of the rows [P, M] into `out` [C, M]. Each parent's limits are found once."""
     values, children = rows.data.numpy(), out.numpy()
     used = sorted({parent for cross in crosses for parent in cross.parents})
-    found = each(lambda row: limits(method, rows, row), used)
+    found = each(lambda row: limits(method, rows=rows, row=row), used)
     least = dict(zip(used, found, strict=True))
 
     def make(child: int) -> None:
@@ -54,7 +54,7 @@ def ties(method: TiesConfig, rows: Rows, *, crosses: Sequence[Cross], out: torch
     each(make, range(len(crosses)))
 
 
-def limits(method: TiesConfig, rows: Rows, row: int) -> list[np.float32]:
+def limits(method: TiesConfig, *, rows: Rows, row: int) -> list[np.float32]:
     """Per piece the least magnitude that is kept."""
     values = rows.data[row].numpy()
     return [
