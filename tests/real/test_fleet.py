@@ -11,18 +11,20 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
-from rookery.errors import AdapterError
+from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet.checks import verify
 from rookery.fleet.fit import read_shapes
+from rookery.fleet.operations import status
 from rookery.fleet.probe import read_metrics
 from rookery.fleet.staging import wire_name
+from rookery.fleet.update import update_weights
 from rookery.types import (
     Adapter,
     LoraFactors,
-    ModelRef,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
@@ -135,6 +137,7 @@ async def test_scores_equal_the_embedded_engine_s(
             ScoreRequest(model=ref, tokens=prompts[1], start=1, labels=(5,)),
             ScoreRequest(model=ref, tokens=prompts[2], start=2, top_logprobs=3),
             ScoreRequest(model=ref, tokens=long, start=399, labels=(11, 12)),
+            ScoreRequest(model=ref, tokens=long[:140], start=100),
         )
     ]
     for ours, theirs in zip(await fleet.score(wanted), await engine.score(wanted), strict=True):
@@ -203,6 +206,28 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
     for replica in fleet.pool.replicas:
         models = await replica.client.get("/v1/models")
         assert wire_name(ref) not in [model["id"] for model in models["data"]]
+
+
+async def test_verifying_a_real_server(fleet: Fleet) -> None:
+    checks = {check.name: check for check in await verify(fleet.pool.replicas[0].url)}
+    assert all(check.is_fine is not False for check in checks.values()), checks
+    for name in ("completion", "log-probs", "label log-probs", "adapters", "prefix cache"):
+        assert checks[name].is_fine, checks[name]
+    [one, two] = await status()
+    assert one.is_up and two.is_up and one.version and one.hit_rate is not None
+
+
+async def test_new_base_weights_arrive_or_are_reported_not_to(fleet: Fleet) -> None:
+    """vLLM on the CPU keeps the old output layer of tied models: the canary must say so."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
+    assert await update_weights(fleet, model) < CLOSE
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.05)
+    with pytest.raises(FleetError, match="computes with others"):
+        await update_weights(fleet, model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.div_(1.05)
+    assert await update_weights(fleet, model) < CLOSE
 
 
 async def test_a_killed_server_loses_no_request_and_comes_back(

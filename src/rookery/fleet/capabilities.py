@@ -35,6 +35,8 @@ class Capabilities:
     has_label_logprobs: bool
     """`logprob_token_ids` works: log-probabilities of any given tokens, exactly."""
     has_prompt_logprobs: bool
+    """Reports the tokens of a prompt, and lives: vLLM with adapters on the CPU dies of it when it
+    computes anything else in the same step."""
     has_processed_logprobs: bool
     """Log-probabilities are of the distribution drawn from (temperature, top-p applied)."""
     has_prefix_cache: bool

@@ -102,7 +102,9 @@ async def _labels(client: Client, found: Capabilities) -> tuple[bool, str]:
     return all(token in after for token in (5, 6, 7)), "of any token, exactly"
 
 
-async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool, str]:
+async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | None, str]:
+    if not found.has_prompt_logprobs and found.has_label_logprobs:
+        return None, "not used: not offered, or deadly there; texts are scored token by token"
     if not found.has_prompt_logprobs:
         return False, "not offered: texts cannot be scored; use a vLLM server"
     body = encode_body(found.model, Fields(prompt_top=0), [_PROMPT])

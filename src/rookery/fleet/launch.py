@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 STOP_S = 15.0
 """How long a server may take to stop by itself; vLLM needs two seconds."""
+LOGS_S = 7 * 24 * 3600.0
 _GUARD = (
     "import ctypes,os,sys;"
     "ctypes.CDLL(None).prctl(1,15);"
@@ -247,12 +248,17 @@ async def open_servers(
             await _stop_all(room.servers)
             for port in room.ports:
                 port.release()
-            ledger.close(keep_logs=not is_fine)
+            died = any(server.num_restarts for server in room.servers)
+            ledger.close(keep_logs=died or not is_fine)
 
 
 def reap_orphans(root: Path) -> int:
-    """Stop servers whose owner died without stopping them; how many there were."""
+    """Stop servers whose owner died without stopping them; how many there were.
+
+    Logs that were kept because something went wrong go after a week.
+    """
     num = 0
+    _remove_old_logs(root)
     for found in find_ledgers(root):
         if not found.has_owner:
             stopped = stop_processes(found.records)
@@ -261,6 +267,14 @@ def reap_orphans(root: Path) -> int:
             num += stopped
             shutil.rmtree(found.folder, ignore_errors=True)
     return num
+
+
+def _remove_old_logs(root: Path) -> None:
+    for folder in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > LOGS_S
+            if is_old and not (folder / "ledger.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepare(

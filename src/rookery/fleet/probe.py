@@ -60,7 +60,8 @@ async def probe(client: Client) -> Capabilities:
         max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
         has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
         has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
-        has_prompt_logprobs="prompt_logprobs" in fields,
+        has_prompt_logprobs="prompt_logprobs" in fields
+        and not (lora and _dig(config, "device_config").get("device") == "cpu"),
         has_processed_logprobs=_is_processed(mild, hot),
         has_prefix_cache=bool(metrics and metrics.has_prefix_cache),
         block_tokens=(metrics and metrics.block_tokens) or DEFAULT_BLOCK_TOKENS,

@@ -92,6 +92,7 @@ class Replica:
         limits = self._settings
         self.capabilities = replace(
             found,
+            has_prompt_logprobs=found.has_prompt_logprobs and not self._is_cpu_with_adapters(),
             max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
             max_logprobs=report.get("max_logprobs", found.max_logprobs),
             max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
@@ -180,6 +181,11 @@ class Replica:
             logger.warning("%s: no worker extension, adapters go by HTTP: %s", self.url, error)
             return {}
         return reports[0] if isinstance(reports[0], dict) else {}
+
+    def _is_cpu_with_adapters(self) -> bool:
+        if self.local is None:
+            return False
+        return self.local.config.is_on_cpu and self.local.config.max_loras > 0
 
     def _max_loras(self) -> int:
         if self.capabilities.max_loras is None:

@@ -105,6 +105,10 @@ class LaunchConfig(Config):
         return self
 
     @property
+    def is_on_cpu(self) -> bool:
+        return self.device == "cpu" or (self.device == "auto" and not visible_gpus())
+
+    @property
     def lora_rank(self) -> int:
         """The rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
@@ -134,7 +138,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-loras"] = config.max_loras
         flags["--max-cpu-loras"] = config.max_cpu_loras
         flags["--max-lora-rank"] = config.lora_rank
-    if _device(config) == "cuda":
+    if not config.is_on_cpu:
         flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
@@ -162,9 +166,7 @@ def environment(
         env["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(adapters)
     path = [str(modules), *([env["PYTHONPATH"]] if env.get("PYTHONPATH") else [])]
     env["PYTHONPATH"] = os.pathsep.join(path)
-    env.update(
-        _cuda(config, index) if _device(config) == "cuda" else _cpu(config, index, num_servers)
-    )
+    env.update(_cuda(config, index) if not config.is_on_cpu else _cpu(config, index, num_servers))
     env.update(config.env)
     return env
 
@@ -173,7 +175,7 @@ def num_replicas(config: LaunchConfig) -> int:
     """How many servers the config starts."""
     if config.replicas is not None:
         return config.replicas
-    if _device(config) == "cpu":
+    if config.is_on_cpu:
         return 1
     return max(1, len(visible_gpus()) // (config.tensor_parallel * config.data_parallel))
 
@@ -185,12 +187,6 @@ def visible_gpus() -> tuple[str, ...]:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
     devices = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
     return tuple(sorted((name.removeprefix("nvidia") for name in devices), key=int))
-
-
-def _device(config: LaunchConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if visible_gpus() else "cpu"
 
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:

@@ -82,10 +82,10 @@ def _logprobs(model: "torch.nn.Module") -> list[float]:
 
 
 async def _difference(replica: Replica, expected: Sequence[float]) -> float:
-    body = encode_body(replica.capabilities.model, Fields(prompt_top=0), [CANARY])
-    [[choice]] = read_choices(await replica.client.complete(body), num_prompts=1, n=1)
-    rows = read_reading(choice).prompt[1:]
-    found = [
-        (row or {}).get(token, float("inf")) for row, token in zip(rows, CANARY[1:], strict=True)
-    ]
+    tail = CANARY[1:]
+    prompts = [CANARY[:end] for end in range(1, len(CANARY))]
+    body = encode_body(replica.capabilities.model, Fields(ids=tuple(sorted(tail))), prompts)
+    choices = read_choices(await replica.client.complete(body), num_prompts=len(prompts), n=1)
+    rows = [read_reading(choice).after for [choice] in choices]
+    found = [row.get(token, float("inf")) for row, token in zip(rows, tail, strict=True)]
     return max(abs(a - b) for a, b in zip(found, expected, strict=True))

@@ -90,13 +90,13 @@ async def test_scores_are_exact_by_every_method() -> None:
     async with connect(stub) as client:
         found = await probe(client)
         for start, labels, top, method in [
-            (40, (7, 8), 0, "after"),
+            (40, (7, 8), 0, "steps"),
             (38, (7, 8), 0, "steps"),
             (38, (), 0, "steps"),
             (5, (7, 8), 0, "prompt"),
             (5, (), 0, "prompt"),
             (38, (7,), 3, "prompt"),
-            (40, (), 3, "after"),
+            (40, (), 3, "steps"),
         ]:
             request = ScoreRequest(
                 model=BASE, tokens=tokens, start=start, labels=labels, top_logprobs=top
@@ -109,6 +109,30 @@ async def test_scores_are_exact_by_every_method() -> None:
                 assert len(score.top_logprobs) == len(tokens) - start + 1
                 best = sorted(range(VOCABULARY), key=lambda t: -after[t])[:top]
                 assert [t for t, _ in score.top_logprobs[-1]] == best
+
+
+async def test_servers_that_cannot_report_prompts_are_asked_step_by_step() -> None:
+    tokens = tuple((7 * i) % VOCABULARY for i in range(30))
+    after = logprobs_after("tiny", tokens)
+    for fields in (("logprobs", "logprob_token_ids"), ("logprobs",)):
+        stub = Stub(fields=fields)
+        async with connect(stub) as client:
+            found = await probe(client)
+            best = sorted(range(VOCABULARY), key=lambda t: -after[t])
+            request = ScoreRequest(
+                model=BASE, tokens=tokens, start=25, labels=(best[1],), top_logprobs=2
+            )
+            if "logprob_token_ids" in fields:
+                score = await score_with(client, found, request)
+                row = [logprobs_after("tiny", tokens[:i])[tokens[i]] for i in range(25, 30)]
+                assert score.logprobs == pytest.approx(row)
+                assert score.label_logprobs == pytest.approx([after[best[1]]])
+                assert [t for t, _ in score.top_logprobs[-1]] == best[:2]
+                assert len(score.top_logprobs) == 6
+            else:
+                with pytest.raises(FleetError, match="--max-logprobs"):
+                    await score_with(client, found, request)
+        assert not any("prompt_logprobs" in body for body in stub.bodies)
 
 
 async def test_labels_and_short_tails_never_ask_for_prompt_logprobs() -> None:
