@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -30,11 +30,8 @@ from rookery.config import Config, parse_config
 from rookery.errors import FleetError
 from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
 from rookery.fleet.staging import as_safetensors
-from rookery.fleet.update import require_updates, update_weights
+from rookery.fleet.update import Model, require_torch, require_updates, update_weights
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "BackendConfig",
@@ -52,7 +49,6 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
-INSTALL = "pip install 'rookery[vllm]'"
 RETRY_S = 0.25
 
 
@@ -244,7 +240,7 @@ def init_communicator(device: str = "cuda") -> None:
     The device is where the trained model is; any will do.
     """
     backend = _connected()
-    _require_torch(device)
+    require_torch(device)
     require_updates(backend.fleet)
     backend.is_communicating = True
 
@@ -254,7 +250,7 @@ def close_communicator() -> None:
     _connected().is_communicating = False
 
 
-def update_model_weights(model: "torch.nn.Module") -> None:
+def update_model_weights(model: Model) -> None:
     """Give the server the weights of a transformers model of the same architecture.
 
     FleetError when the server's log-probabilities differ from the model's afterwards.
@@ -365,15 +361,6 @@ def _run(backend: _Backend, work: Callable[[], Awaitable[Result]]) -> Result:
         return backend.run(work())
     except ServerLost as lost:
         raise ConnectionError(str(lost)) from lost
-
-
-def _require_torch(device: str) -> None:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(f"vLLM is not available: {INSTALL}") from error
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RuntimeError(f"device is {device}, but torch sees no GPU here: write cpu.")
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rookery.errors import FleetError
 from rookery.fleet.fleet import Fleet
@@ -23,15 +23,18 @@ from rookery.fleet.wire import Fields, encode_body, read_choices, read_reading
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CANARY_NATS", "require_updates", "update_weights"]
+__all__ = ["CANARY_NATS", "Model", "require_torch", "require_updates", "update_weights"]
 
+Model: TypeAlias = "torch.nn.Module"
+"""A transformers model, with `save_pretrained`."""
+INSTALL = "pip install 'rookery[vllm]'"
 CANARY = (1, 5, 9, 2, 7, 3)
 """Tokens that every vocabulary has."""
 CANARY_NATS = 0.1
 """Half-precision servers differ from a float32 model by less, old weights by more."""
 
 
-async def update_weights(fleet: Fleet, model: "torch.nn.Module") -> float:
+async def update_weights(fleet: Fleet, model: Model) -> float:
     """Give all servers the weights; the largest difference seen afterwards, in nats."""
     require_updates(fleet)
     expected = await asyncio.to_thread(_logprobs, model)
@@ -62,7 +65,17 @@ def require_updates(fleet: Fleet) -> None:
             )
 
 
-def _save(model: "torch.nn.Module") -> Path:
+def require_torch(device: str) -> None:
+    """ImportError unless weights can be made here, RuntimeError unless the device is here."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"vLLM is not available: {INSTALL}") from error
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RuntimeError(f"device is {device}, but torch sees no GPU here: write cpu.")
+
+
+def _save(model: Model) -> Path:
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="rookery-weights-", dir=parent))
     folder.chmod(0o755)
@@ -70,7 +83,7 @@ def _save(model: "torch.nn.Module") -> Path:
     return folder
 
 
-def _logprobs(model: "torch.nn.Module") -> list[float]:
+def _logprobs(model: Model) -> list[float]:
     """The model's own log-probabilities of the canary's tokens."""
     import torch
 
