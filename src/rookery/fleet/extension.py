@@ -108,7 +108,7 @@ class _Loader:
                 factors.append(view)
             # The scale is in B already: vLLM must not multiply it in, the memory is shared.
             weights[module] = LoRALayerWeights(
-                module, layer_rank, layer_rank, factors[0], factors[1], 1.0
+                module, layer_rank, layer_rank, factors[0], factors[1], scaling=1.0
             )
         return LoRAModel(request.lora_int_id, rank, weights)
 
