@@ -19,9 +19,9 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rookery.errors import EngineError, FleetError, RookeryError, TaskError
 from rookery.ports import Sampler, Scorer
@@ -44,6 +44,10 @@ from rookery.types import (
 )
 
 __all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source"]
+
+Result = TypeVar("Result")
+Pair = tuple[ModelRef, Task]
+Rollouts = tuple[Rollout, ...]
 
 BLOCK_REQUESTS = 64
 """Requests of one call: what is lost at most when the process is killed, per block in flight."""
@@ -96,11 +100,11 @@ class RolloutLog:
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
         """Store a block of rollouts, all or none. Failed ones are not: they are asked again."""
-        events = []
+        news: dict[str, dict[str, object]] = {}
         for key, model, rollout, num_tokens in rollouts:
             if rollout.error or key in self._known:
                 continue
-            payload = {
+            news[key] = {
                 "model": model.served_name,
                 "task": rollout.task.id,
                 "reward": rollout.reward,
@@ -108,10 +112,10 @@ class RolloutLog:
                 "completion": _write_completion(rollout.completion),
                 "num_tokens": num_tokens,
             }
-            self._known[key] = payload
-            events.append(NewEvent(kind="rollout", payload=payload, key=key))
-        if events and self._run is not None:
+        if news and self._run is not None:
+            events = [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
             self._run.append_many(events)
+        self._known |= news
 
 
 class TasksetEvaluator:
@@ -136,7 +140,14 @@ class TasksetEvaluator:
         """Tokens of these answers and their prompts."""
         self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
         """Prompts with their choices by task id: a search puts them to many models."""
-        self._askings = {taskset.name: self._asking(taskset) for taskset in tasksets}
+        self._askings: dict[str, _Asking] = {}
+        for taskset in tasksets:
+            if taskset.name in self._askings:
+                raise TaskError(
+                    f"Two tasksets are called {taskset.name!r}, and their results could not be "
+                    "told apart: give one of them another name: in its config."
+                )
+            self._askings[taskset.name] = self._asking(taskset)
 
     def _asking(self, taskset: Taskset) -> _Asking:
         config = taskset.scorer
@@ -145,7 +156,7 @@ class TasksetEvaluator:
             scorer=build_scorer(config, judge=self._sampler, template=self._template),
             params=taskset.sampling,
             normalize=config.normalize if isinstance(config, ChoiceConfig) else "sum",
-            fingerprint=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
+            fingerprint=_digest(text),
         )
 
     async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
@@ -169,13 +180,10 @@ class TasksetEvaluator:
             else:
                 earned = [r.reward for r in group.rollouts if r.reward is not None]
                 rewards[group.task.id] = sum(earned) / len(earned)
-            num_tokens += self._num_tokens(group)
+            num_tokens += sum(self._cost(rollout) for rollout in group.rollouts)
         return Evaluation(
             model=model, rewards=rewards, errors=errors, num_tokens=num_tokens, seconds=seconds
         )
-
-    def _num_tokens(self, group: Group) -> int:
-        return sum(self._cost(rollout) for rollout in group.rollouts)
 
     def _cost(self, rollout: Rollout) -> int:
         """Tokens of a prompt and its answer."""
@@ -184,63 +192,52 @@ class TasksetEvaluator:
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
         """Every task under every model: the groups of the first model, then of the second, ..."""
-        block = max(1, BLOCK_REQUESTS // max(1, len(models)))
-        places = asyncio.Semaphore(NUM_BLOCKS)  # filled and drained by the blocks below
-        groups: dict[tuple[ModelRef, str], Group] = {}
-        try:
-            async with asyncio.TaskGroup() as running:
-                for first in range(0, len(tasks), block):
-                    await places.acquire()
-                    part = tasks[first : first + block]
-                    running.create_task(self._block(models, part, groups, places))
-        except ExceptionGroup as failed:
-            known = failed.subgroup(RookeryError)
-            if known is None:
-                raise
-            raise known.exceptions[0] from failed
+        each_model = list(dict.fromkeys(models))
+        each_task = list({task.id: task for task in tasks}.values())
+        block = max(1, BLOCK_REQUESTS // max(1, len(each_model)))
+        places = asyncio.Semaphore(NUM_BLOCKS)  # filled and drained by the blocks
+        parts = await _together(
+            self._block(each_model, each_task[first : first + block], places)
+            for first in range(0, len(each_task), block)
+        )
+        groups = {(group.model, group.task.id): group for part in parts for group in part}
         return [groups[model, task.id] for model in models for task in tasks]
 
     async def _block(
-        self,
-        models: Sequence[ModelRef],
-        tasks: Sequence[Task],
-        groups: dict[tuple[ModelRef, str], Group],
-        places: asyncio.Semaphore,
-    ) -> None:
-        try:
+        self, models: Sequence[ModelRef], tasks: Sequence[Task], places: asyncio.Semaphore
+    ) -> list[Group]:
+        async with places:
             pairs = [(model, task) for task in tasks for model in models]
-            found = {pair: self._find(*pair) for pair in pairs}
-            missing = [pair for pair in pairs if found[pair] is None]
-            asked = dict(zip(missing, await self._ask(missing), strict=True)) if missing else {}
-            for model, task in pairs:
-                rollouts = found[model, task] or asked[model, task]
-                groups[model, task.id] = Group(task=task, model=model, rollouts=rollouts)
-            self._keep(asked)
-            num_tokens = sum(self._num_tokens(groups[m, t.id]) for m, t in missing)
-            self.num_rollouts += sum(len(rollouts) for rollouts in asked.values())
+            found = [self._find(*pair) for pair in pairs]
+            missing = [pair for pair, known in zip(pairs, found, strict=True) if known is None]
+            asked = await self._ask(missing) if missing else []
+            answers = iter(asked)
+            groups = [
+                Group(task=task, model=model, rollouts=next(answers) if known is None else known)
+                for (model, task), known in zip(pairs, found, strict=True)
+            ]
+            self._keep(missing, asked)
+            num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
+            self.num_rollouts += sum(len(rollouts) for rollouts in asked)
             self.num_tokens += num_tokens
             if self._on_progress is not None:
                 self._on_progress(Progress(num_rollouts=len(pairs), num_tokens=num_tokens))
-        finally:
-            places.release()
+            return groups
 
-    def _find(self, model: ModelRef, task: Task) -> tuple[Rollout, ...] | None:
+    def _find(self, model: ModelRef, task: Task) -> Rollouts | None:
         if self._log is None:
             return None
-        rollouts = []
-        for index in range(self._num_answers(task)):
-            rollout = self._log.find(self._key(model, task, index), task, model)
-            if rollout is None:
-                return None
-            rollouts.append(rollout)
-        return tuple(rollouts)
+        keys = [self._key(model, task, index) for index in range(self._num_answers(task))]
+        found = [self._log.find(key, task, model) for key in keys]
+        known = tuple(rollout for rollout in found if rollout is not None)
+        return known if len(known) == len(keys) else None
 
-    def _keep(self, asked: Mapping[tuple[ModelRef, Task], tuple[Rollout, ...]]) -> None:
+    def _keep(self, pairs: Sequence[Pair], asked: Sequence[Rollouts]) -> None:
         if self._log is not None:
             self._log.add(
                 [
                     (self._key(model, task, index), model, rollout, self._cost(rollout))
-                    for (model, task), rollouts in asked.items()
+                    for (model, task), rollouts in zip(pairs, asked, strict=True)
                     for index, rollout in enumerate(rollouts)
                 ]
             )
@@ -250,21 +247,28 @@ class TasksetEvaluator:
         return asking.params.n if asking.scorer.answer == "sample" else 1
 
     def _key(self, model: ModelRef, task: Task, index: int) -> str:
-        return f"{model.version}|{task.id}|{self._askings[task.source].fingerprint}|{index}"
+        """Holds what the task says: a row that was corrected under its id is another question."""
+        said = _digest(repr((task.prompt, task.reference, task.choices)))
+        return f"{model.version}|{task.id}|{said}|{self._askings[task.source].fingerprint}|{index}"
 
-    async def _ask(self, pairs: Sequence[tuple[ModelRef, Task]]) -> list[tuple[Rollout, ...]]:
-        """The rollouts of each pair. When the batch fails, each pair is asked alone once."""
+    async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
+        """The rollouts of each pair. When the batch fails, each pair is asked by itself once."""
         try:
             answers = await self._answers(pairs)
         except (EngineError, FleetError) as error:
             if len(pairs) == 1:
                 task = pairs[0][1]
                 return [(Rollout(task=task, completion=None, reward=None, error=str(error)),)]
-            return [(await self._ask([pair]))[0] for pair in pairs]
-        return [
-            tuple([await self._judge(task, completion) for completion in completions])
-            for (_, task), completions in zip(pairs, answers, strict=True)
-        ]
+            alone = await _together(self._ask([pair]) for pair in pairs)
+            return [rollouts for [rollouts] in alone]
+        judged = iter(
+            await _together(
+                self._judge(task, completion)
+                for (_, task), completions in zip(pairs, answers, strict=True)
+                for completion in completions
+            )
+        )
+        return [tuple(next(judged) for _ in completions) for completions in answers]
 
     async def _judge(self, task: Task, completion: Completion) -> Rollout:
         try:
@@ -273,19 +277,18 @@ class TasksetEvaluator:
             return Rollout(task=task, completion=completion, reward=None, error=str(error))
         return Rollout(task=task, completion=completion, reward=reward)
 
-    async def _answers(
-        self, pairs: Sequence[tuple[ModelRef, Task]]
-    ) -> list[tuple[Completion, ...]]:
+    async def _answers(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
         """Sampled pairs and chosen pairs go to the sampler side by side."""
         chosen = [self._askings[task.source].scorer.answer == "choose" for _, task in pairs]
         to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
         to_choose = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
-        sampled, picked = await asyncio.gather(
-            self._sampler.sample([self._sample_request(*pair) for pair in to_sample]),
-            self._choose(to_choose),
-        )
-        from_sample, from_choice = iter(sampled), iter(picked)
-        return [next(from_choice) if is_chosen else next(from_sample) for is_chosen in chosen]
+        answers = await _together([self._draw(to_sample), self._choose(to_choose)])
+        sampled, picked = map(iter, answers)
+        return [next(picked) if is_chosen else next(sampled) for is_chosen in chosen]
+
+    async def _draw(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+        requests = [self._sample_request(*pair) for pair in pairs]
+        return await self._sampler.sample(requests) if requests else []
 
     def _sample_request(self, model: ModelRef, task: Task) -> SampleRequest:
         """The seed is the task's, not the model's: all models draw the same random numbers."""
@@ -297,11 +300,11 @@ class TasksetEvaluator:
             params=replace(params, seed=int.from_bytes(digest, "big")),
         )
 
-    async def _choose(self, pairs: Sequence[tuple[ModelRef, Task]]) -> list[tuple[Completion, ...]]:
+    async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
         """Score the choices of each pair; the completion is the likeliest choice."""
         requests = [self._choice_requests(*pair) for pair in pairs]
         flat = [request for group in requests for request in group]
-        scores = iter(await self._sampler.score(flat))
+        scores = iter(await self._sampler.score(flat) if flat else [])
         return [
             (self._pick(task, group, [next(scores) for _ in group]),)
             for (_, task), group in zip(pairs, requests, strict=True)
@@ -312,6 +315,7 @@ class TasksetEvaluator:
         encoded = self._encoded.get(task.id)
         if encoded is None:
             encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
+            _require_distinct(task, encoded)
             self._encoded[task.id] = encoded
         start = encoded[0][1]
         if all(len(tokens) == start + 1 for tokens, _ in encoded):
@@ -348,6 +352,31 @@ def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[
         if task.id in rewards:
             sums.setdefault(task.source, []).append(rewards[task.id])
     return {source: sum(values) / len(values) for source, values in sums.items()}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=6).hexdigest()
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results, in order. The first error ends the others, and is raised when they ended."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(work) for work in works]
+    except ExceptionGroup as group:
+        # An error of ours is a sentence, and tells more than what followed from it.
+        errors = sorted(group.exceptions, key=lambda error: not isinstance(error, RookeryError))
+    else:
+        return [task.result() for task in tasks]
+    raise errors[0]
+
+
+def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> None:
+    if len({tokens for tokens, _ in encoded}) < len(encoded):
+        raise TaskError(
+            f"Task {task.id}: two of its choices {list(task.choices)} are the same tokens to this "
+            "model's tokenizer: write them differently, or take another model."
+        )
 
 
 def _write_completion(completion: Completion | None) -> dict[str, object] | None:

@@ -1,0 +1,531 @@
+"""Rollouts: how tasks are put, what is asked again, who fails alone, what it adds up to."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_adapter
+
+import rookery.rollout
+from rookery.embedded import EngineConfig, run_engine
+from rookery.errors import EngineError, ModelError, RunError, TaskError
+from rookery.ports import Evaluator
+from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
+from rookery.runs import Run
+from rookery.slots import SlottedModel
+from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig
+from rookery.tasks.taskset import Taskset
+from rookery.tasks.template import Template, load_template
+from rookery.testing import BASE, FakeSampler
+from rookery.types import (
+    Completion,
+    Message,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    Task,
+)
+
+POET = ModelRef(name="poet", version="1")
+JUDGE = ModelRef(name="judge", version="1")
+
+
+class Recorder(FakeSampler):
+    """Remembers what it was asked, and how many calls were open at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.samples: list[SampleRequest] = []
+        self.scores: list[ScoreRequest] = []
+        self.sizes: list[int] = []
+        self.num_open = self.most_open = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entered = asyncio.Event()
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        self.samples += requests
+        return await self._through(super().sample(requests), len(requests))
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        self.scores += requests
+        return await self._through(super().score(requests), len(requests))
+
+    async def _through(self, answer: Any, size: int) -> Any:
+        self.sizes.append(size)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        self.entered.set()
+        try:
+            await self.gate.wait()
+            return await answer
+        finally:
+            answer.close()
+            self.num_open -= 1
+
+
+@pytest.fixture(scope="module")
+def template(tiny_folder: Path) -> Template:
+    return load_template(tiny_folder)
+
+
+def written(num: int = 4, name: str = "written", **params: Any) -> Taskset:
+    """Tasks whose right answer is the decoded text of the fake's tokens, which is never right."""
+    tasks = tuple(
+        Task(id=f"{name}/{i}", prompt=f"w{5 + i} w7", reference="w90", source=name)
+        for i in range(num)
+    )
+    sampling = SamplingParams(**{"max_tokens": 3, **params})
+    return Taskset(name=name, tasks=tasks, scorer=ExactConfig(), sampling=sampling)
+
+
+def chosen(*choices: str, num: int = 3, name: str = "chosen", normalize: str = "sum") -> Taskset:
+    tasks = tuple(
+        Task(id=f"{name}/{i}", prompt=f"w{5 + i} w8", reference=choices[i % len(choices)],
+             choices=choices, source=name)
+        for i in range(num)
+    )  # fmt: skip
+    return Taskset(name=name, tasks=tasks, scorer=ChoiceConfig(normalize=normalize))
+
+
+def scored_by(taskset: Taskset, folder: Path, body: str) -> Taskset:
+    path = folder / "scorer.py"
+    path.write_text(f"def reward(task, completion):\n    {body}\n")
+    return replace(taskset, scorer=PythonConfig(function=f"{path}:reward"))
+
+
+def evaluator(
+    sampler: FakeSampler, template: Template, *tasksets: Taskset, **options: Any
+) -> TasksetEvaluator:
+    return TasksetEvaluator(sampler, template=template, tasksets=tasksets, **options)
+
+
+def test_it_is_an_evaluator(template: Template) -> None:
+    assert isinstance(evaluator(FakeSampler(), template, written()), Evaluator)
+
+
+async def test_groups_come_model_by_model_in_task_order(template: Template) -> None:
+    taskset = written(7, n=2)
+    groups = await evaluator(FakeSampler(), template, taskset).rollout(
+        [POET, BASE], taskset.tasks[::-1]
+    )
+    assert [(g.model, g.task) for g in groups] == [
+        (model, task) for model in (POET, BASE) for task in taskset.tasks[::-1]
+    ]
+    for group in groups:
+        assert [r.task for r in group.rollouts] == [group.task] * 2
+        assert all(r.completion is not None and r.completion.model == group.model
+                   for r in group.rollouts)  # fmt: skip
+        assert group.rollouts[0].completion != group.rollouts[1].completion
+
+
+async def test_choices_of_one_token_are_labels_of_one_request(template: Template) -> None:
+    sampler = Recorder(logprob=lambda model, prefix, token: -1.0 if token == 91 else -2.0)
+    taskset = chosen("w90", "w91", "w92")
+    groups = await evaluator(sampler, template, taskset).rollout([BASE], taskset.tasks)
+    assert len(sampler.scores) == 3 and not sampler.samples
+    for request, task in zip(sampler.scores, taskset.tasks, strict=True):
+        assert request.tokens == template.encode(task)
+        assert request.start == len(request.tokens) and request.labels == (90, 91, 92)
+    completions = [g.rollouts[0].completion for g in groups]
+    assert {(c.text, c.tokens, c.logprobs) for c in completions} == {("w91", (91,), (-1.0,))}
+    assert [g.rollouts[0].reward for g in groups] == [0.0, 1.0, 0.0]
+
+
+async def test_longer_choices_are_scored_whole(template: Template) -> None:
+    sampler = Recorder()
+    taskset = chosen("w90", "w91 w92", num=2)
+    groups = await evaluator(sampler, template, taskset).rollout([BASE, POET], taskset.tasks)
+    assert len(sampler.scores) == 2 * 2 * 2
+    assert {request.labels for request in sampler.scores} == {()}
+    for group in groups:
+        prompt = template.encode(group.task)
+        mine = [r for r in sampler.scores if r.model == group.model and r.tokens[:2] == prompt]
+        assert [r.tokens[r.start :] for r in mine] == [(90,), (91, 92)]
+        totals = [sum(s.logprobs) for s in await FakeSampler().score(mine)]
+        best = totals.index(max(totals))
+        [rollout] = group.rollouts
+        assert rollout.completion is not None
+        assert rollout.completion.text == group.task.choices[best]
+        assert sum(rollout.completion.logprobs) == totals[best]
+
+
+@pytest.mark.parametrize(("normalize", "best"), [("sum", "w90"), ("mean", "w91 w92")])
+async def test_normalize_decides_between_short_and_long(
+    template: Template, normalize: str, best: str
+) -> None:
+    """log p: -1.5 of one token, -1 and -1 of two."""
+    sampler = FakeSampler(logprob=lambda model, prefix, token: -1.5 if token == 90 else -1.0)
+    taskset = chosen("w90", "w91 w92", num=1, normalize=normalize)
+    [group] = await evaluator(sampler, template, taskset).rollout([BASE], taskset.tasks)
+    assert group.rollouts[0].completion is not None
+    assert group.rollouts[0].completion.text == best
+
+
+async def test_choices_that_the_tokenizer_cannot_tell_apart_are_refused(
+    template: Template,
+) -> None:
+    taskset = chosen("yes", "no")  # both are the unknown word of the tiny vocabulary
+    with pytest.raises(TaskError, match=r"chosen/0: two of its choices \['yes', 'no'\]"):
+        await evaluator(FakeSampler(), template, taskset).rollout([BASE], taskset.tasks)
+
+
+async def test_all_models_draw_the_same_random_numbers(template: Template) -> None:
+    sampler = Recorder()
+    taskset = written(5, seed=3, n=2, temperature=0.7)
+    await evaluator(sampler, template, taskset).rollout([BASE, POET], taskset.tasks)
+    seeds = {
+        model: {r.prompt: r.params.seed for r in sampler.samples if r.model == model}
+        for model in (BASE, POET)
+    }
+    assert seeds[BASE] == seeds[POET] and len(set(seeds[BASE].values())) == 5
+    assert {(r.params.n, r.params.temperature) for r in sampler.samples} == {(2, 0.7)}
+    other = Recorder()
+    again = replace(taskset, sampling=replace(taskset.sampling, seed=4))
+    await evaluator(other, template, again).rollout([BASE], taskset.tasks)
+    assert not {r.params.seed for r in other.samples} & set(seeds[BASE].values())
+
+
+async def test_answers_do_not_depend_on_company_or_order(template: Template) -> None:
+    taskset = written(150, n=2)
+    whole = await evaluator(FakeSampler(), template, taskset).rollout([BASE], taskset.tasks)
+    parts = evaluator(FakeSampler(), template, taskset)
+    half = await parts.rollout([POET, BASE], taskset.tasks[75:])
+    assert half[75:] == whole[75:]
+    assert await parts.rollout([BASE], taskset.tasks[::-1]) == whole[::-1]
+
+
+async def test_a_failing_model_fails_alone(template: Template) -> None:
+    tasksets = [written(6, n=2), chosen("w90", "w91", num=6)]
+    tasks = [task for taskset in tasksets for task in taskset.tasks]
+    sound = await evaluator(FakeSampler(), template, *tasksets).evaluate([BASE, POET], tasks)
+    sampler = Recorder()
+    sampler.failing.add(POET)
+    judged = evaluator(sampler, template, *tasksets)
+    good, bad = await judged.evaluate([BASE, POET], tasks)
+    assert good.rewards == sound[0].rewards and good.num_tokens == sound[0].num_tokens
+    assert bad.rewards == {} and list(bad.errors) == [t.id for t in tasks]
+    assert set(bad.errors.values()) == {"poet@1 was told to fail."}
+    assert sampler.most_open > 2, "after the batch failed, the others are asked together again"
+    assert sampler.num_open == 0
+
+
+async def test_a_batch_that_fails_leaves_no_call_behind(template: Template) -> None:
+    """Samples and scores are asked side by side: when one fails, the other ends with it."""
+
+    class Stuck(Recorder):
+        async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+            if not self.scores:
+                self.gate.clear()
+            try:
+                return await super().score(requests)
+            finally:
+                self.gate.set()
+
+        async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+            raise EngineError("out of memory")
+
+    sampler = Stuck()
+    sampler.failing.add(BASE)
+    tasksets = [written(1), chosen("w90", "w91", num=1)]
+    tasks = [task for taskset in tasksets for task in taskset.tasks]
+    [evaluation] = await evaluator(sampler, template, *tasksets).evaluate([BASE], tasks)
+    assert len(evaluation.errors) == 2
+    assert asyncio.all_tasks() == {asyncio.current_task()} and sampler.num_open == 0
+
+
+async def test_a_scorer_that_raises_is_a_failed_rollout(template: Template, tmp_path: Path) -> None:
+    body = "return 1 / 0 if task.id.endswith('2') else float(len(completion.tokens))"
+    taskset = scored_by(written(4), tmp_path, body)
+    judged = evaluator(FakeSampler(), template, taskset)
+    groups = await judged.rollout([BASE], taskset.tasks)
+    assert [g.rollouts[0].reward for g in groups] == [3.0, 3.0, None, 3.0]
+    failed = groups[2].rollouts[0]
+    assert failed.completion is not None, "what could not be judged can be looked at"
+    assert "written/2" in failed.error and "division by zero" in failed.error
+    [evaluation] = await judged.evaluate([BASE], taskset.tasks)
+    assert list(evaluation.errors) == ["written/2"] and len(evaluation.rewards) == 3
+
+
+async def test_one_bad_answer_of_several_fails_its_task_only(
+    template: Template, tmp_path: Path
+) -> None:
+    [group] = await evaluator(FakeSampler(), template, written(1, n=3)).rollout(
+        [BASE], written(1).tasks
+    )
+    assert group.rollouts[1].completion is not None
+    bad = group.rollouts[1].completion.tokens
+    body = f"return 'x' if completion.tokens == {bad} else 1.0"
+    taskset = scored_by(written(2, n=3), tmp_path, body)
+    [evaluation] = await evaluator(FakeSampler(), template, taskset).evaluate([BASE], taskset.tasks)
+    assert list(evaluation.errors) == ["written/0"] and evaluation.rewards == {"written/1": 1.0}
+    assert "returned 'x'" in evaluation.errors["written/0"]
+
+
+async def test_a_judge_is_asked_about_a_whole_block_together(template: Template) -> None:
+    sampler = Recorder(decode=lambda tokens: "Score: 7 .")
+    scorer = JudgeConfig(model="judge@1", prompt="w4 {{ completion }}")
+    taskset = replace(written(10), scorer=scorer)
+    [evaluation] = await evaluator(sampler, template, taskset).evaluate([BASE], taskset.tasks)
+    asked = [r for r in sampler.samples if r.model == JUDGE]
+    assert len(asked) == 10 and len(evaluation.rewards) == 10
+    assert sampler.most_open == 10, "a slow judge is not waited for one answer at a time"
+
+
+async def test_a_judge_that_fails_fails_the_rollout(template: Template) -> None:
+    sampler = FakeSampler(decode=lambda tokens: "Score: 7 .")
+    sampler.failing.add(JUDGE)
+    taskset = replace(written(2), scorer=JudgeConfig(model="judge@1", prompt="w4 {{ completion }}"))
+    [evaluation] = await evaluator(sampler, template, taskset).evaluate([BASE], taskset.tasks)
+    assert evaluation.rewards == {} and "judge@1" in evaluation.errors["written/0"]
+
+
+REFERENCES: list[Any] = [["w90", "x"], 4, 0.5, True]
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=repr)
+async def test_references_may_be_any_json(template: Template, reference: Any) -> None:
+    taskset = written(2)
+    tasks = tuple(replace(task, reference=reference) for task in taskset.tasks)
+    log = RolloutLog()
+    for _ in range(2):
+        judged = evaluator(FakeSampler(), template, replace(taskset, tasks=tasks), log=log)
+        [evaluation] = await judged.evaluate([BASE], tasks)
+        assert evaluation.rewards == {"written/0": 0.0, "written/1": 0.0}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with Run.create(tmp_path, kind="eval", name="r", config={}) as run:
+        yield run
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_the_log_holds_is_not_asked_again(
+    template: Template, tmp_path: Path, n: int
+) -> None:
+    tasksets = [written(5, n=n), chosen("w90", "w91", num=3), chosen("w4 w5", "w6", name="long")]
+    tasks = [task for taskset in tasksets for task in taskset.tasks]
+    first = FakeSampler()
+    with Run.create(tmp_path, kind="eval", name="r", config={}) as run:
+        judged = evaluator(first, template, *tasksets, log=RolloutLog(run))
+        groups = await judged.rollout([BASE, POET], tasks)
+        assert judged.num_rollouts == 2 * (5 * n + 3 + 3) == run.counts()["rollout"]
+        assert first.num_samples == 2 * 5 * n
+        again = evaluator(FakeSampler(), template, *tasksets, log=RolloutLog(run))
+        assert await again.rollout([POET], tasks) == groups[len(tasks) :]
+    second = FakeSampler()
+    with Run.open(tmp_path / "r") as run:
+        seen: list[Progress] = []
+        judged = evaluator(
+            second, template, *tasksets, log=RolloutLog(run), on_progress=seen.append
+        )
+        assert await judged.rollout([BASE, POET], tasks) == groups
+        assert run.counts()["rollout"] == 2 * (5 * n + 3 + 3)
+    assert (second.num_samples, second.num_scores) == (0, 0)
+    assert (judged.num_rollouts, judged.num_tokens) == (0, 0)
+    assert sum(p.num_rollouts for p in seen) == 2 * len(tasks)
+    assert sum(p.num_tokens for p in seen) == 0
+
+
+Change = Callable[[Taskset], Taskset]
+CHANGES: dict[str, Change] = {
+    "sampling": lambda t: replace(t, sampling=replace(t.sampling, temperature=0.3)),
+    "scorer": lambda t: replace(t, scorer=ExactConfig(ignore_case=True)),
+    "prompt": lambda t: replace(t, tasks=tuple(replace(x, prompt="w50") for x in t.tasks)),
+    "reference": lambda t: replace(t, tasks=tuple(replace(x, reference="w9") for x in t.tasks)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_another_way_of_asking_is_another_question(
+    template: Template, run: Run, change: str
+) -> None:
+    """Also when a row was corrected under its old id between two resumes."""
+    taskset = written(2)
+    await evaluator(FakeSampler(), template, taskset, log=RolloutLog(run)).rollout(
+        [BASE], taskset.tasks
+    )
+    changed = CHANGES[change](taskset)
+    judged = evaluator(FakeSampler(), template, changed, log=RolloutLog(run))
+    await judged.rollout([BASE], changed.tasks)
+    assert judged.num_rollouts == 2 and run.counts()["rollout"] == 4
+
+
+async def test_other_weights_are_asked_and_equal_ones_under_another_name_are_not(
+    template: Template,
+) -> None:
+    taskset, log = written(2), RolloutLog()
+    judged = evaluator(FakeSampler(), template, taskset, log=log)
+    await judged.rollout([POET], taskset.tasks)
+    await judged.rollout([ModelRef(name="twin", version="1")], taskset.tasks)
+    assert judged.num_rollouts == 2 and len(log) == 2
+    await judged.rollout([ModelRef(name="poet", version="2")], taskset.tasks)
+    assert judged.num_rollouts == 4
+
+
+async def test_failed_answers_are_asked_again(template: Template, run: Run) -> None:
+    taskset = written(3, n=2)
+    sampler = FakeSampler()
+    sampler.failing.add(POET)
+    await evaluator(sampler, template, taskset, log=RolloutLog(run)).rollout(
+        [BASE, POET], taskset.tasks
+    )
+    assert run.counts()["rollout"] == 6, "failures are not answers"
+    sampler.failing.clear()
+    judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
+    groups = await judged.rollout([BASE, POET], taskset.tasks)
+    assert judged.num_rollouts == 6 and not any(r.error for g in groups for r in g.rollouts)
+
+
+async def test_an_answer_that_was_not_stored_is_not_known(template: Template, run: Run) -> None:
+    taskset, log = written(2), RolloutLog(run)
+    run.close()
+    with pytest.raises(RunError):
+        await evaluator(FakeSampler(), template, taskset, log=log).rollout([BASE], taskset.tasks)
+    assert len(log) == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_models_and_tasks_given_twice_are_asked_once(template: Template, run: Run) -> None:
+    taskset, sampler = written(2), FakeSampler()
+    judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
+    groups = await judged.rollout([BASE, BASE], [*taskset.tasks, taskset.tasks[0]])
+    assert len(groups) == 6 and groups[0] == groups[2] == groups[3]
+    assert judged.num_rollouts == 2 == sampler.num_samples
+
+
+async def test_evaluations_sum_up(template: Template, tmp_path: Path) -> None:
+    body = "return float(completion.tokens[0])"
+    taskset = scored_by(written(3, n=2), tmp_path, body)
+    seen: list[Progress] = []
+    judged = evaluator(FakeSampler(), template, taskset, on_progress=seen.append)
+    groups = await judged.rollout([BASE, POET], taskset.tasks)
+    evaluations = await judged.evaluate([BASE, POET], taskset.tasks)
+    for i, evaluation in enumerate(evaluations):
+        mine = groups[3 * i : 3 * i + 3]
+        expected = {
+            g.task.id: sum(r.completion.tokens[0] for r in g.rollouts if r.completion) / 2
+            for g in mine
+        }
+        assert evaluation.rewards == expected and list(evaluation.rewards) == list(expected)
+        assert evaluation.errors == {} and evaluation.model == (BASE, POET)[i]
+        assert evaluation.num_tokens == 3 * 2 * (2 + 3), "prompt and answer, of every answer"
+        assert evaluation.seconds >= 0
+    assert judged.num_rollouts == 2 * 12 and judged.num_tokens == 2 * 2 * 30
+    assert sum(p.num_rollouts for p in seen) == 12 and sum(p.num_tokens for p in seen) == 120
+
+
+async def test_nothing_to_ask_is_no_question(template: Template) -> None:
+    taskset = written(2)
+    sampler = Recorder()
+    judged = evaluator(sampler, template, taskset)
+    assert await judged.rollout([BASE], []) == [] == await judged.rollout([], taskset.tasks)
+    [evaluation] = await judged.evaluate([BASE], [])
+    assert evaluation.rewards == {} and evaluation.num_tokens == 0 and sampler.sizes == []
+
+
+@pytest.mark.parametrize("num_models", [1, 3, 100])
+async def test_blocks_are_small_and_few_are_in_flight(
+    template: Template, monkeypatch: pytest.MonkeyPatch, num_models: int
+) -> None:
+    monkeypatch.setattr(rookery.rollout, "BLOCK_REQUESTS", 8)
+    monkeypatch.setattr(rookery.rollout, "NUM_BLOCKS", 3)
+    sampler = Recorder()
+    taskset = written(40)
+    models = [ModelRef(name="m", version=str(i)) for i in range(num_models)]
+    groups = await evaluator(sampler, template, taskset).rollout(models, taskset.tasks)
+    assert len(groups) == 40 * num_models
+    assert sampler.most_open == 3
+    assert max(sampler.sizes) == max(8 // num_models * num_models, num_models)
+
+
+async def test_cancellation_leaves_nothing_hanging(template: Template, run: Run) -> None:
+    sampler = Recorder()
+    sampler.gate.clear()
+    tasksets = [written(200), chosen("w90", "w91", num=200)]
+    tasks = [task for taskset in tasksets for task in taskset.tasks]
+    judged = evaluator(sampler, template, *tasksets, log=RolloutLog(run))
+    work = asyncio.create_task(judged.evaluate([BASE, POET], tasks))
+    await sampler.entered.wait()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert sampler.num_open == 0 and asyncio.all_tasks() == {asyncio.current_task()}
+    sampler.gate.set()
+    evaluations = await judged.evaluate([BASE, POET], tasks)
+    assert all(len(e.rewards) == 400 for e in evaluations), "and it can be asked again"
+
+
+async def test_errors_of_ours_come_out_as_they_are(template: Template) -> None:
+    taskset = written(200)
+    chat = replace(taskset.tasks[150], prompt=(Message(role="user", content="w5"),))
+    tasks = [*taskset.tasks[:150], chat, *taskset.tasks[151:]]
+    sampler = Recorder()
+    with pytest.raises(ModelError, match="no chat template"):
+        await evaluator(sampler, template, taskset).rollout([BASE], tasks)
+    assert sampler.num_open == 0 and asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_bug_comes_out_as_itself(template: Template) -> None:
+    def reply(request: SampleRequest, index: int) -> tuple[int, ...]:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        await evaluator(FakeSampler(reply=reply), template, written()).rollout(
+            [BASE], written().tasks
+        )
+
+
+def test_two_tasksets_of_one_name_are_refused(template: Template) -> None:
+    with pytest.raises(TaskError, match=r"Two tasksets are called 'written'.*name: "):
+        evaluator(FakeSampler(), template, written(), written(2))
+
+
+def test_means_are_taken_by_source() -> None:
+    tasks = [*written(2, "a").tasks, *written(2, "b").tasks, *written(1, "c").tasks]
+    rewards = {"a/0": 1.0, "a/1": 0.0, "b/1": 0.25}
+    assert mean_by_source(rewards, tasks) == {"a": 0.5, "b": 0.25}
+
+
+async def test_on_the_embedded_engine(
+    template: Template, tiny_folder: Path, tiny_model: SlottedModel
+) -> None:
+    """Mixed models, both ways of asking, a prompt that is too long: against single requests."""
+    tasksets = [
+        written(3, n=2, temperature=0.8),
+        chosen("w90", "w91", num=3),
+        chosen("w90 w4", "w91", num=3, name="long"),
+    ]
+    huge = replace(tasksets[0].tasks[0], id="written/huge", prompt="w5 " * 200)
+    tasks = [huge, *(task for taskset in tasksets for task in taskset.tasks)]
+    config = EngineConfig(model=str(tiny_folder))
+    async with run_engine(
+        tiny_model, config=config, detokenize=template.decode, name="tiny"
+    ) as engine:
+        models = [engine.base, await engine.load(tiny_adapter("poet", seed=1))]
+        judged = evaluator(engine, template, *tasksets, log=RolloutLog())
+        groups = await judged.rollout(models, tasks)
+        for model, mine in zip(models, (groups[:10], groups[10:]), strict=True):
+            [failed] = mine[0].rollouts
+            assert "A prompt has 200 tokens" in failed.error and failed.reward is None
+            for group in mine[1:]:
+                [alone] = await evaluator(engine, template, *tasksets).rollout(
+                    [model], [group.task]
+                )
+                assert [r.reward for r in alone.rollouts] == [r.reward for r in group.rollouts]
+                for one, other in zip(alone.rollouts, group.rollouts, strict=True):
+                    assert one.completion is not None and other.completion is not None
+                    assert one.completion.tokens == other.completion.tokens
+                    assert one.completion.logprobs == pytest.approx(
+                        other.completion.logprobs, abs=1e-4
+                    )
+        with pytest.raises(EngineError):
+            await engine.unload(POET)
+        await engine.unload(models[1])
+    assert judged.num_rollouts == 2 * (3 * 2 + 3 + 3) + 2
