@@ -27,8 +27,9 @@ from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.fleet.cluster import place_on_ray
 from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
-from rookery.fleet.launch import Progress, open_servers
+from rookery.fleet.launch import LocalServer, Progress, open_servers
 from rookery.fleet.pool import Pool
 from rookery.fleet.replica import Replica, ReplicaSettings
 from rookery.fleet.scoring import assemble_score, plan_score
@@ -245,40 +246,41 @@ async def open_fleet(
     """Start or find the servers, keep the pool going inside the block, stop what was started."""
     async with AsyncExitStack() as stack:
         staging = stack.enter_context(open_staging(config.adapter_folder, in_place=config.in_place))
-        session = await stack.enter_async_context(open_session())
-        settings = ReplicaSettings(
-            max_in_flight=config.max_in_flight,
-            max_loras=config.max_loras,
-            max_lora_rank=config.max_lora_rank,
-            is_folder_shared=config.adapter_folder is not None,
-            has_resolver=config.resolver,
-        )
-        key = os.environ.get(config.api_key_env, "")
-        replicas = [
-            Replica(
-                Client(url, session=session, config=config.client, api_key=key),
-                settings=settings,
-                staging=staging,
-            )
-            for url in config.urls
-        ]
-        if config.launch is not None:
-            servers = await stack.enter_async_context(
-                open_servers(config.launch, progress=progress, adapters=staging.root)
-            )
-            replicas += [
-                Replica(
-                    Client(server.url, session=session, config=config.client),
-                    settings=settings,
-                    staging=staging,
-                    local=server,
-                )
-                for server in servers
-            ]
+        replicas = await _open_replicas(config, stack=stack, staging=staging, progress=progress)
         await _connect(replicas)
         fleet = Fleet(replicas, config=config, staging=staging)
         async with _running(fleet.pool):
             yield fleet
+
+
+async def _open_replicas(
+    config: FleetConfig, *, stack: AsyncExitStack, staging: Staging, progress: Progress | None
+) -> list[Replica]:
+    """The servers of the config: those that run, and those started here or on a cluster."""
+    session = await stack.enter_async_context(open_session())
+    settings = ReplicaSettings(
+        max_in_flight=config.max_in_flight,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        is_folder_shared=config.adapter_folder is not None,
+        has_resolver=config.resolver,
+    )
+
+    def make(url: str, api_key: str, local: LocalServer | None = None) -> Replica:
+        client = Client(url, session=session, config=config.client, api_key=api_key)
+        return Replica(client, settings=settings, staging=staging, local=local)
+
+    replicas = [make(url, os.environ.get(config.api_key_env, "")) for url in config.urls]
+    launch = config.launch
+    if launch is not None and launch.placement == "ray":
+        cluster = place_on_ray(launch, num=launch.replicas or 1, address=launch.ray_address)
+        placed = await stack.enter_async_context(cluster)
+        replicas += [make(url, placed.api_key) for url in placed.urls]
+    elif launch is not None:
+        started = open_servers(launch, progress=progress, adapters=staging.root)
+        servers = await stack.enter_async_context(started)
+        replicas += [make(server.url, launch.api_key, server) for server in servers]
+    return replicas
 
 
 async def _connect(replicas: Sequence[Replica]) -> None:

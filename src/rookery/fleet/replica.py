@@ -173,7 +173,7 @@ class Replica:
 
     async def _attach(self, found: Capabilities) -> dict[str, Any]:
         """The worker extension's report; empty where it is not, which only our own servers tell."""
-        if self.local is None or not self.local.config.extension or not found.has_worker_calls:
+        if self.local is None or not self.local.config.has_extension or not found.has_worker_calls:
             return {}
         try:
             reports = await self.client.call_workers("rookery_attach")

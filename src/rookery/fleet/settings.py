@@ -71,7 +71,12 @@ class LaunchConfig(Config):
     max_logprobs: int = Field(default=20, ge=0)
     extension: bool = True
     """Load adapters through Rookery's worker extension, straight from memory."""
+    placement: Literal["here", "ray"] = "here"
+    """`ray` starts the servers on the nodes of a Ray cluster."""
+    ray_address: str = "auto"
     host: str = "127.0.0.1"
+    api_key: str = Field(default="", repr=False, exclude=True)
+    """The key that servers on another address than this machine's own must ask for."""
     port: int = Field(default=18000, ge=1, le=65535)
     """Ports are searched from here upwards."""
     startup_s: float = Field(default=1200.0, gt=0)
@@ -96,13 +101,25 @@ class LaunchConfig(Config):
                 f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, "
                 f"{self.max_loras}."
             )
-        if self.host not in ("127.0.0.1", "localhost", "::1"):
+        if not self.is_private and not self.api_key:
             raise ValueError(
-                f"host is {self.host}; Rookery's servers accept adapters from anyone who reaches "
-                "them, so they listen on 127.0.0.1 only. Reach them from elsewhere by an ssh "
-                "tunnel, or start vLLM yourself with --api-key and give its URL in urls."
+                f"host is {self.host}; servers without a key listen on 127.0.0.1 only, as whoever "
+                "reaches them can load adapters. Reach them by an ssh tunnel, set api_key, or "
+                "start vLLM yourself with --api-key and give its URL in urls."
             )
+        if self.placement == "ray" and self.replicas is None:
+            raise ValueError("placement: ray needs replicas, the number of servers to place.")
         return self
+
+    @property
+    def is_private(self) -> bool:
+        """Only this machine reaches the servers."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def has_extension(self) -> bool:
+        """The extension is called through routes that only private servers may have."""
+        return self.extension and self.is_private
 
     @property
     def is_on_cpu(self) -> bool:
@@ -132,7 +149,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--tensor-parallel-size": config.tensor_parallel if config.tensor_parallel > 1 else None,
         "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
         "--api-server-count": config.api_servers if config.api_servers > 1 else None,
-        "--worker-extension-cls": EXTENSION_CLASS if config.extension else None,
+        "--worker-extension-cls": EXTENSION_CLASS if config.has_extension else None,
     }
     if config.max_loras:
         flags["--max-loras"] = config.max_loras
@@ -157,7 +174,10 @@ def environment(
     for name in ("VLLM_HOST", "VLLM_PORT"):
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
-    env["VLLM_SERVER_DEV_MODE"] = "1"
+    env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
+    if config.api_key:
+        # In the environment, not on the command line, which every user of the machine can read.
+        env["VLLM_API_KEY"] = config.api_key
     if config.max_loras:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.max_loras and adapters is not None:

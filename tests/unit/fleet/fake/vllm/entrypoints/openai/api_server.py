@@ -40,5 +40,5 @@ if MODE == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if MODE == "child":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+host, port = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--host", "--port"))
+ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
