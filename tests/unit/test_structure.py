@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from rookery.loops.genome import GenomeConfig
+from rookery.loops.icm import IcmConfig, read_gold, read_items
+from rookery.loops.icm.relations import build_constraints
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rookery"
@@ -127,13 +129,22 @@ def test_help_does_not_import_torch() -> None:
     assert "genome" in text and time.monotonic() - start < 10
 
 
-GENOME_CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
+GENOME_CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(ICM_CONFIGS))
 
 
 @pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)
 def test_every_genome_config_parses(path: Path) -> None:
     config = GenomeConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).init is not None
+
+
+@pytest.mark.parametrize("path", ICM_CONFIGS, ids=lambda p: p.name)
+def test_every_icm_config_parses_and_its_items_are_there(path: Path) -> None:
+    config = IcmConfig.model_validate(yaml.safe_load(path.read_text())).from_folder(path.parent)
+    items = read_items(config.data)
+    assert len(read_gold(config.data, items)) == len(items)
+    build_constraints(config.constraints, items=items, labels=config.data.labels)
 
 
 def test_the_project_speaks_of_itself_alone() -> None:

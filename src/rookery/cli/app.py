@@ -7,6 +7,7 @@ import cyclopts
 from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
 from rookery.cli.genome import genome
+from rookery.cli.icm import icm
 from rookery.cli.runs import runs
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
@@ -22,6 +23,7 @@ app = cyclopts.App(
 )
 app.command(evaluate, name="eval")
 app.command(genome)
+app.command(icm)
 app.command(sft)
 app.command(runs)
 app.command(doctor)

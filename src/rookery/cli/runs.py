@@ -107,6 +107,10 @@ def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
             from rookery.cli.genome import resume_genome
 
             return resume_genome(run)
+        if run.kind == "icm":
+            from rookery.cli.icm import resume_icm
+
+            return resume_icm(run)
         raise RunError(f"{path} is a run of kind {run.kind!r}, which this version cannot resume.")
 
 

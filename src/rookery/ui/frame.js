@@ -1,5 +1,5 @@
-// What all charts of the page share: the report, numbers as text, tooltips, colours, axes.
-// The page joins frame.js, lineage.js and page.js, in this order, into one script.
+// What all charts share: the report, numbers as text, tooltips, colours, axes.
+// A page joins frame.js, its own files and draw.js, in this order, into one script.
 "use strict";
 
 const report = JSON.parse(document.getElementById("report").textContent);

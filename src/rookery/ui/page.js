@@ -1,7 +1,6 @@
-// The other charts, and the drawing of them all: at first, after a resize, on light and dark.
+// The other charts of a genome report; draw.js draws what `kinds` names.
 
 const FITNESS_PX = 380;
-const SVG_LIMIT = 3000; // marks that a browser moves smoothly as SVG; more are drawn on canvas
 
 function generationAxis(colours) {
   return axis(colours, {
@@ -251,31 +250,3 @@ const kinds = {
     marks: () => report.generations.length,
   },
 };
-
-const charts = [...document.querySelectorAll("[data-chart]")].map((box) => {
-  const kind = kinds[box.dataset.chart];
-  const { height, minWidth = 0 } = kind.size();
-  box.style.height = `${height}px`;
-  box.style.minWidth = `${minWidth}px`;
-  const chart = echarts.init(box, null, { renderer: kind.marks() > SVG_LIMIT ? "canvas" : "svg" });
-  const draw = () => {
-    const place = { index: Number(box.dataset.index), width: box.clientWidth };
-    chart.setOption(kind.draw(palette(), place), { notMerge: true });
-  };
-  draw();
-  kind.ready?.(chart);
-  return { box, chart, draw };
-});
-
-const redraw = ({ chart, draw }) => {
-  chart.resize();
-  draw();
-};
-const observer = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    const resized = charts.find(({ box }) => box === target);
-    if (resized.chart.getWidth() !== target.clientWidth) redraw(resized);
-  }
-});
-charts.forEach(({ box }) => observer.observe(box));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(redraw));

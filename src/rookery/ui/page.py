@@ -23,7 +23,7 @@ from rookery.ui import wording
 from rookery.ui.headline import make_headline
 from rookery.ui.report import GenomeReport, ReportRow, parse_report
 
-__all__ = ["render_page"]
+__all__ = ["render_page", "render_template"]
 
 LISTED_GENERATIONS = 200
 """Rows of the folded tables; beyond that a table is not read, and report.json has them all."""
@@ -32,23 +32,32 @@ LISTED_GENERATIONS = 200
 def render_page(report: Mapping[str, Json]) -> str:
     """The page of a report; what is not there yet is named as missing."""
     parsed = parse_report(report)
-    scripts = _scripts()
+    return render_template(
+        "page.html.jinja",
+        scripts=("frame.js", "lineage.js", "page.js", "draw.js"),
+        report=parsed,
+        headline=make_headline(parsed),
+        scale=_scale(parsed.rows),
+        costs=_costs(parsed),
+        generations=parsed.generations[-LISTED_GENERATIONS:],
+        is_timed=any(g.seconds is not None for g in parsed.generations),
+        is_weighted=len({taskset.weight for taskset in parsed.tasksets}) > 1,
+        ancestry=[c for c in parsed.lineage if c.is_ancestor or c.is_winner],
+        document=parsed.model_dump(mode="json"),
+    )
+
+
+def render_template(name: str, *, scripts: tuple[str, ...], **values: object) -> str:
+    """A template beside this file, with the style, the chart library and its own scripts."""
+    texts = _scripts(scripts)
     return (
         _environment()
-        .get_template("page.html.jinja")
+        .get_template(name)
         .render(
-            report=parsed,
-            headline=make_headline(parsed),
-            scale=_scale(parsed.rows),
-            costs=_costs(parsed),
-            generations=parsed.generations[-LISTED_GENERATIONS:],
-            is_timed=any(g.seconds is not None for g in parsed.generations),
-            is_weighted=len({taskset.weight for taskset in parsed.tasksets}) > 1,
-            ancestry=[c for c in parsed.lineage if c.is_ancestor or c.is_winner],
-            document=parsed.model_dump(mode="json"),
             style=Markup(_read("page.css")),
-            scripts=[Markup(script) for script in scripts],
-            script_hashes=[_hash(script) for script in scripts],
+            scripts=[Markup(script) for script in texts],
+            script_hashes=[_hash(script) for script in texts],
+            **values,
         )
     )
 
@@ -96,9 +105,9 @@ def _costs(report: GenomeReport) -> list[str]:
 
 
 @cache
-def _scripts() -> tuple[str, str]:
-    """The chart library and the page's own script, safe between script tags."""
-    own = "\n".join(_read(name) for name in ("frame.js", "lineage.js", "page.js"))
+def _scripts(names: tuple[str, ...]) -> tuple[str, str]:
+    """The chart library and a page's own script, safe between script tags."""
+    own = "\n".join(_read(name) for name in names)
     return _inline(_read("vendor/echarts.min.js")), _inline(own)
 
 

@@ -21,8 +21,11 @@ __all__ = [
     "GenerationRecord",
     "GenomeReport",
     "LineageRecord",
+    "Measured",
+    "Record",
     "ReportRow",
     "TasksetRecord",
+    "Text",
     "parse_report",
 ]
 
@@ -41,7 +44,7 @@ Measured = Annotated[float | None, BeforeValidator(_finite)]
 Text = Annotated[str, BeforeValidator(_encodable)]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     """The parent of the records: frozen; null is the same as a missing key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -54,7 +57,7 @@ class _Record(BaseModel):
         return document
 
 
-class Estimate(_Record):
+class Estimate(Record):
     """A mean and its 95 % interval."""
 
     mean: Measured = None
@@ -62,7 +65,7 @@ class Estimate(_Record):
     high: Measured = None
 
 
-class TasksetRecord(_Record):
+class TasksetRecord(Record):
     """One taskset of the run and how many of its tasks each split took."""
 
     name: Text = ""
@@ -85,7 +88,7 @@ class ReportRow(Estimate):
     note: Text = ""
 
 
-class GenerationRecord(_Record):
+class GenerationRecord(Record):
     """What one generation scored on the search tasks, and what it cost."""
 
     generation: int = 0
@@ -103,7 +106,7 @@ class GenerationRecord(_Record):
     seconds: Measured = None
 
 
-class LineageRecord(_Record):
+class LineageRecord(Record):
     """How one candidate was made."""
 
     id: Text = ""
@@ -118,7 +121,7 @@ class LineageRecord(_Record):
     """Whether the winner descends from it."""
 
 
-class GenomeReport(_Record):
+class GenomeReport(Record):
     """Everything the page and the table show."""
 
     kind: Literal["genome"] = "genome"

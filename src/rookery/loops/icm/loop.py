@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
@@ -72,6 +72,12 @@ class IcmConfig(Config):
     siblings: SiblingsConfig = SiblingsConfig()
     exports: ExportsConfig = ExportsConfig()
     seed: int = 0
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _is_embedded_unless_told(cls, value: Any) -> Any:
+        is_untold = isinstance(value, dict) and "type" not in value
+        return {"type": "embedded", **value} if is_untold else value
 
     @model_validator(mode="after")
     def _hides_gold(self) -> Self:

@@ -56,6 +56,7 @@ class _Row:
     note: str = ""
     labels: list[Labels] = field(default_factory=list)
     utilities: list[float] = field(default_factory=list)
+    num_violated: int = 0
     is_winner: bool = False
 
 
@@ -119,6 +120,7 @@ async def _rows(
         for name, row in rows.items():
             own = found.get(name, (UNLABELLED,) * len(batch.items))
             row.labels.append(own)
+            row.num_violated += batch.problem.constraints.num_violated(own)
             if UNLABELLED not in own:
                 [assessment] = await batch.problem.assess([own])
                 row.utilities.append(assessment.utility)
@@ -203,6 +205,7 @@ def _row(
         "note": row.note,
         "num_labelled": len(own),
         "balance": _balance(row.labels, labels),
+        "num_violated": row.num_violated,
         "utility": _mean(row.utilities) if len(row.utilities) == len(row.labels) else None,
         "agreement": sum(same) / len(same) if same else None,
         **_agreement(agree(own, gold, tied=tied) if gold else None),

@@ -10,6 +10,7 @@ frustrated   many items are predicted to have another label than they have
 coherent     none of these
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,9 +84,11 @@ def agree(
         return None
     share = sum(labels[i] == others[i] for i in both) / len(both)
     num_free = sum(any(i in set(both) for i in own) for own in tied)
-    found = wilson(successes=round(share * num_free), trials=num_free)
     ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
     chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
+    # Half a success is rounded towards chance.
+    towards = math.floor if share >= chance else math.ceil
+    found = wilson(successes=towards(share * num_free), trials=num_free)
     interval = Interval(
         estimate=share,
         low=min(found.low, share),

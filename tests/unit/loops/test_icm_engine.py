@@ -1,0 +1,98 @@
+"""icm on the embedded engine with a tiny model: exact numbers, exact counts, the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rookery.cli.app import app
+from rookery.embedded import EngineConfig, run_engine
+from rookery.loops.icm import Bench, IcmConfig, load_encoder, read_items
+from rookery.loops.icm.loop import open_problem
+from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.reader import ScoreStore
+from rookery.runs import Run
+from rookery.search.orders import TreeOrder
+from rookery.search.prefixes import PrefixCache
+from rookery.slots import SlottedModel
+
+
+@pytest.fixture
+def config(tiny_folder: Path, tmp_path: Path) -> IcmConfig:
+    """Eight items of two words in pairs of which exactly one is w90."""
+    rows = [{"id": f"i{i}", "pair": i // 2, "a": 4 + i, "b": 40 + 3 * i} for i in range(8)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return IcmConfig.model_validate(
+        {
+            "engine": {"model": str(tiny_folder)},
+            "data": {
+                "path": str(path),
+                "prompt": "w{{ a }} w{{ b }} w20",
+                "separator": "\nw21\n",
+                "labels": ["w90", "w91"],
+                "group": "pair",
+            },
+            "constraints": [{"type": "exclusive", "count": "exactly_one"}],
+            "search": {"iterations": 40, "num_start": 4},
+            "num_chains": 1,
+        }
+    )
+
+
+async def test_reads_are_those_of_transformers_and_tokens_those_planned(
+    config: IcmConfig, tiny_folder: Path, tiny_model: SlottedModel
+) -> None:
+    items = read_items(config.data)
+    encoder = load_encoder(tiny_folder)
+    prompts = Prompts(items, encoder=encoder, data=config.data)
+    order = TreeOrder([(i, i + 1) for i in range(0, 8, 2)])
+    labels = (0, 1) * 4
+    contexts = [prompts.context(labels, i, order=order.of(i)) for i in order.leaves]
+    cache = PrefixCache(block_tokens=1)
+    planned = sum(cache.add(tokens) for tokens in contexts)
+    settings = EngineConfig(model=str(tiny_folder))
+    async with run_engine(
+        tiny_model, config=settings, detokenize=lambda tokens: str(tokens), name="tiny"
+    ) as engine:
+        bench = Bench(sampler=engine, model=engine.base, encoder=encoder)
+        problem = open_problem(config, items, bench=bench, store=ScoreStore())
+        reads = await problem.reader.read([(labels, item) for item in range(8)])
+        assert engine.stats.prompt_tokens == planned < engine.stats.requested_tokens / 1.7
+        assert engine.stats.requested_tokens == sum(map(len, contexts))
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder).eval()
+    with torch.no_grad():
+        for item, read in enumerate(reads):
+            tokens = torch.tensor([prompts.context(labels, item, order=order.of(item))])
+            logprobs = model(tokens).logits[0, -1].log_softmax(-1)
+            expected = [float(logprobs[token]) for token in prompts.label_tokens]
+            assert read == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_command_labels_reports_and_resumes(
+    config: IcmConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json())
+    words = ["icm", "run", str(path), "--search.iterations", "25", "--name", "a"]
+    words += ["--runs-dir", str(tmp_path / "runs")]
+    assert app(words, result_action="return_value", exit_on_error=False) == 0
+    folder = tmp_path / "runs" / "a"
+    assert "<!doctype html>" in (folder / "report.html").read_text()
+    labels = (folder / "labels.jsonl").read_text()
+    assert len(labels.splitlines()) == 8
+    with Run.view(folder) as run:
+        num_scores = run.counts()["score"]
+        assert run.config["search"]["iterations"] == 25
+    out = capsys.readouterr().out
+    assert "verdict" in out and "labels.jsonl" in out
+    for again in (
+        ["icm", "run", str(path), "--resume", "--name", "a", "--runs-dir", str(tmp_path / "runs")],
+        ["runs", "resume", str(folder)],
+    ):
+        assert app(again, result_action="return_value", exit_on_error=False) == 0
+    with Run.view(folder) as run:
+        assert run.counts()["score"] == num_scores, "a finished run asks for nothing"
+    assert (folder / "labels.jsonl").read_text() == labels
