@@ -24,7 +24,7 @@ from rookery.fleet.staging import Staging, wire_name
 from rookery.fleet.wire import Choice, encode_body, read_choices
 from rookery.types import Adapter, ModelRef
 
-__all__ = ["Replica", "ReplicaSettings"]
+__all__ = ["Replica", "ReplicaSettings", "is_local"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_WINDOW = 256

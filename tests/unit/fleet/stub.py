@@ -8,10 +8,12 @@ import asyncio
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -74,6 +76,8 @@ class Stub:
     """The most distinct adapters that were in flight at once."""
     port: int = 0
     refuse_load: str = ""
+    resolver: str = ""
+    """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
 
     @property
@@ -192,6 +196,7 @@ class Stub:
         if body.get("temperature", 1.0) > 2:
             return _error(400, "temperature must be in [0, 2]")
         name = body["model"]
+        self._resolve(name)
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
         self.in_flight[name] += 1
@@ -208,6 +213,12 @@ class Stub:
                 return web.json_response({"choices": self._choices(body)})
         finally:
             self.in_flight[name] -= 1
+
+    def _resolve(self, name: str) -> None:
+        if self.resolver and name in os.listdir(self.resolver) and name not in self.adapters:
+            config = json.loads(Path(self.resolver, name, "adapter_config.json").read_bytes())
+            if config["base_model_name_or_path"] == self.root:
+                self.adapters[name] = "resolved"
 
     def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         found = []

@@ -14,6 +14,7 @@ from fleet.stub import Stub, greedy, logprobs_after, serve, until
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.replica import is_local
 from rookery.fleet.staging import wire_name
 from rookery.ports import Adapters, Publisher, Sampler
 from rookery.types import (
@@ -362,6 +363,27 @@ async def test_servers_that_take_no_adapters_say_what_to_do() -> None:
         with pytest.raises(FleetError, match="--enable-lora"):
             await fleet.load(make_small("a"))
         assert len(await fleet.sample(requests(fleet.base, 2))) == 2
+
+
+async def test_a_server_that_searches_a_folder_needs_no_load(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    stub = Stub(root=model, routes=("/v1/completions", "/server_info"), resolver=str(folder))
+    async with pool(stub, adapter_folder=folder, resolver=True) as fleet:
+        assert fleet.pool.replicas[0].route == "resolver"
+        ref = await fleet.load(make_small("a/b"))
+        [[completion]] = await fleet.sample(
+            [SampleRequest(model=ref, prompt=(1, 2), params=GREEDY)]
+        )
+        assert list(completion.tokens) == greedy(wire_name(ref), (1, 2), 3)
+        assert not stub.loads
+        await fleet.unload(ref)
+        assert os.listdir(folder) == []
+
+
+def test_files_of_this_machine_are_seen_by_its_own_servers_alone() -> None:
+    assert all(is_local(f"http://{host}:1") for host in ("127.0.0.1", "localhost", "[::1]"))
+    assert not any(is_local(f"http://{host}:1") for host in ("gpu1", "10.0.0.1", "0.0.0.0"))
 
 
 async def test_one_fleet_has_one_model_and_needs_a_server() -> None:
