@@ -33,7 +33,7 @@ from rookery.types import Group, ModelRef, Task
 from rookery.weights.merge import LinearConfig
 
 FOUNDERS = Path(__file__).parents[1] / "examples" / "founders"
-TASKS = ("mark-kind", "mark-language", "mark-living", "mark-sentiment")
+TASKS = ("mark-kind", "mark-language", "mark-living")
 NUM_CANDIDATES = 8
 GENERATIONS = 4
 
@@ -48,7 +48,7 @@ class OneByOne(TasksetEvaluator):
 def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
     splits = {"search": 0.25, "select": 0.25, "report": 0.5}
     ours = [
-        {"type": "crossover", "name": "sum", "share": 2, "weights": "free", "num_parents": 4},
+        {"type": "crossover", "name": "sum", "share": 2, "weights": "free", "num_parents": 3},
         {"type": "crossover", "name": "sum", "share": 2, "weights": "free", "reach": 0.3},
         {"type": "crossover", "name": "linear", "share": 1, "weights": "extrapolate"},
         {"type": "mutation", "name": "gaussian", "share": 1},

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TASKS = ("mark-kind", "mark-language", "mark-living", "mark-sentiment")
-SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "30", "--learning-rate", "0.003"]
+TASKS = ("mark-kind", "mark-language", "mark-living")
+SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "80", "--learning-rate", "0.002"]
 FOUNDERS = Path(__file__).parent / "founders"
 
 

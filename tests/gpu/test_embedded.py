@@ -1,6 +1,6 @@
 """The embedded engine on a GPU: the answers of the CPU, to rounding.
 
-    PYTHONPATH=src:tests/unit python -m pytest tests/gpu/test_embedded.py
+PYTHONPATH=src:tests/unit python -m pytest tests/gpu/test_embedded.py
 """
 
 from pathlib import Path
