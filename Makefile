@@ -1,6 +1,9 @@
 # Everything from a fresh clone: each target first sets up what it needs in .venv, once.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first of these that runs and is a version Rookery supports.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+  && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch is enough; on a GPU machine pip takes the usual one.
@@ -42,8 +45,8 @@ clean:
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
-	  { echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.12"; exit 2; }
+	@test -n "$(PYTHON)" || \
+	  { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
