@@ -28,6 +28,9 @@ __all__ = ["render_page", "render_template"]
 LISTED_GENERATIONS = 200
 """Rows of the folded tables; beyond that a table is not read, and report.json has them all."""
 
+MIN_SECONDS = 0.001
+"""Below it a rate of tokens per second says nothing."""
+
 
 def render_page(report: Mapping[str, Json]) -> str:
     """The page of a report; what is not there yet is named as missing."""
@@ -99,7 +102,7 @@ def _costs(report: GenomeReport) -> list[str]:
     costs = [wording.plural(amount, noun) for amount, noun in amounts if amount]
     if report.seconds:
         costs.append(wording.duration(report.seconds))
-        if report.num_tokens:
+        if report.num_tokens and report.seconds > MIN_SECONDS:
             costs.append(f"{wording.count(round(report.num_tokens / report.seconds))} tokens/s")
     return costs
 
