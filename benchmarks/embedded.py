@@ -90,13 +90,13 @@ def measure_rookery(folder: Path, adapters: Path) -> dict[str, Any]:
 
 async def _measure_rookery(folder: Path, adapters: Path) -> dict[str, Any]:
     from rookery.embedded import EngineConfig, open_engine
-    from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
+    from rookery.types import ModelRef, SampleRequest, SamplingParams
     from rookery.weights import read_adapter
 
     prompts = make_prompts(folder)
     result: dict[str, Any] = {}
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    async with open_engine(EngineConfig(model=str(folder))) as engine:
+    async with open_engine(EngineConfig(model="smollm2")) as engine:
 
         async def rate(models: list[ModelRef], batch: int, seed: int) -> float:
             params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=seed)
@@ -131,7 +131,7 @@ async def _measure_rookery(folder: Path, adapters: Path) -> dict[str, Any]:
         )  # fmt: skip
         result["greedy"] = [[c.tokens, c.logprobs] for (c,) in answers]
         result["shared"] = await _count_shared(engine, prompts)
-        del ScoreRequest
+
     return result
 
 
