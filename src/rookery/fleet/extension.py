@@ -4,10 +4,10 @@ It is given to vLLM by `--worker-extension-cls` and called through `/collective_
 nothing of Rookery, and torch and vLLM only when called: `launch.py` puts a copy of this one file
 where the server's Python finds it.
 
-Stock `load_lora_adapter` reads a tensor per factor and pins each in page-locked memory, which takes
-most of its time. An arena is one file in shared memory (or one CUDA allocation of the sender) with
-all factors in it: it is mapped, moved to the device in one copy, and written into the adapter's
-slot from there. Everything else (names, ids, slots, eviction) stays vLLM's own.
+Stock `load_lora_adapter` reads a tensor per factor, pins each in page-locked memory, and starts a
+kernel or four per layer to write the slot. An arena is one file in shared memory (or one CUDA
+allocation of the sender) with all factors in it: it is mapped, moved to the device in one copy, and
+the whole slot is written from there together. Names, ids, slots and eviction stay vLLM's own.
 
     arena folder:  rookery_arena.json   {"format": 1, "dtype": "float32", "bytes": 3686400,
                                          "layers": [["model.layers.0.self_attn.q_proj",
@@ -18,7 +18,10 @@ slot from there. Everything else (names, ids, slots, eviction) stays vLLM's own.
 from __future__ import annotations
 
 import base64
+import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +42,8 @@ class WorkerExtension:
 
     def rookery_attach(self) -> dict[str, Any]:
         """Take over the loading of arena folders; what this worker can do. Twice is harmless."""
-        manager = self.model_runner.lora_manager
+        # A server without adapters has none.
+        manager = getattr(self.model_runner, "lora_manager", None)
         if manager is not None and not isinstance(manager.__dict__.get("_rookery"), _Loader):
             loader = _Loader(manager, device=self.device)
             manager._rookery = loader
@@ -79,6 +83,9 @@ class _Loader:
         self._stock_load = manager._load_adapter
         self._stock_add = manager.add_adapter
         self._staged: dict[int, torch.Tensor] = {}
+        self._writer = _SlotWriter(device)
+        for module in manager._adapter_manager.modules.values():
+            self._writer.attach(module)
 
     def load_adapter(self, request: Any) -> Any:
         """An arena folder as vLLM's LoRAModel, on the device; other folders the stock way."""
@@ -113,9 +120,14 @@ class _Loader:
         return LoRAModel(request.lora_int_id, rank, weights)
 
     def add_adapter(self, request: Any) -> bool:
-        """Stock, then let go of the device copy: the slot has the weights, the arena keeps them."""
+        """Stock, then let go of the device copy: the slot has the weights, the arena keeps them.
+
+        vLLM calls this before every step for every adapter in it, to bring back those whose slot
+        was taken: mostly there is nothing to do.
+        """
         try:
-            return bool(self._stock_add(request))
+            with self._writer.together():
+                return bool(self._stock_add(request))
         finally:
             if self._staged:
                 self._let_go(request.lora_int_id)
@@ -150,10 +162,106 @@ class _Loader:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-        if mapper is not None and hasattr(mapper, "get_rename_mapper"):
-            mapper = mapper.get_rename_mapper()
+        # Without the maps that stack q, k and v: vLLM stacks adapters by itself. The method's name
+        # differs between versions; older mappers have no such maps.
+        for rename in ("get_rename_mapper", "get_unstacked_mapper"):
+            if hasattr(mapper, rename):
+                mapper = getattr(mapper, rename)()
+                break
         name = f"base_model.model.{layer}.lora_A.weight"
         return str(parse_fine_tuned_lora_name(name, mapper)[0])
+
+
+class _SlotWriter:
+    """Writes what `set_lora` and `reset_lora` of many layers write, in a few kernels for all."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._is_waiting = False
+        self._zeroed: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attach(self, module: Any) -> None:
+        """Stand in for the two methods, of whole linear layers; others keep their own."""
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+        from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+
+        kind = type(module)
+        known = (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA)
+        is_linear = isinstance(module, BaseLinearLayerWithLoRA) and (
+            kind.reset_lora is BaseLinearLayerWithLoRA.reset_lora
+            and kind.set_lora in [own.set_lora for own in known]
+        )
+        if is_linear and module.tp_size == 1:
+            module.reset_lora = functools.partial(self._reset, module)
+            module.set_lora = functools.partial(self._set, module)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What layers are told in the block is written at its end; nothing after an error."""
+        self._is_waiting = True
+        try:
+            yield
+            if self._zeroed or self._copies:
+                self._write()
+        finally:
+            self._is_waiting = False
+            self._zeroed, self._copies = [], []
+
+    def _reset(self, module: Any, index: int) -> None:
+        if not self._is_waiting:
+            return type(module).reset_lora(module, index)  # type: ignore[no-any-return]
+        for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
+            self._zeroed.append(stacked[index])
+        return None
+
+    def _set(self, module: Any, index: int, lora_a: Any, lora_b: Any) -> None:
+        factors_a = lora_a if isinstance(lora_a, list) else [lora_a]
+        factors_b = lora_b if isinstance(lora_b, list) else [lora_b]
+        if not self._is_waiting or not len(factors_a) == len(factors_b) == module.n_slices:
+            self._is_waiting, before = False, self._is_waiting
+            try:
+                type(module).set_lora(module, index, lora_a, lora_b)
+            finally:
+                self._is_waiting = before
+            return
+        stacks = (*module.lora_a_stacked, *module.lora_b_stacked)
+        for stacked, factor in zip(stacks, (*factors_a, *factors_b), strict=True):
+            slot = stacked[index, 0]
+            if factor is None or factor.shape != slot.shape:
+                self._zeroed.append(slot)
+            if factor is not None:
+                rows, columns = factor.shape
+                self._copies.append((slot[:rows, :columns], factor))
+
+    def _write(self) -> None:
+        import torch
+
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+        if self._copies:
+            sources = self._on_device([factor for _, factor in self._copies])
+            torch._foreach_copy_([part for part, _ in self._copies], sources, non_blocking=True)
+
+    def _on_device(self, factors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The factors; those of one arena in host memory as parts of one copy on the device."""
+        import torch
+
+        arenas: dict[int, torch.Tensor] = {}
+        moved = []
+        for factor in factors:
+            storage = factor.untyped_storage()
+            if factor.device == self._device or storage.nbytes() == factor.nbytes:
+                moved.append(factor)
+                continue
+            key = storage.data_ptr()
+            if key not in arenas:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                arenas[key] = whole.to(self._device)
+            hot = torch.empty(0, dtype=factor.dtype, device=self._device)
+            place = factor.storage_offset(), factor.shape, factor.stride()
+            moved.append(hot.set_(arenas[key].untyped_storage(), *place))
+        return moved
 
 
 def _open_arena(folder: Path, manifest: dict[str, Any]) -> torch.Tensor:

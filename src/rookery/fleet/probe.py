@@ -34,8 +34,11 @@ more than this, half-precision rounding by less."""
 _INFO = "/server_info"
 
 
-async def probe(client: Client) -> Capabilities:
-    """Ask everything once; FleetError when this is not a completions server."""
+async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
+    """Ask everything once; FleetError when this is not a completions server.
+
+    `has_info` reads `/server_info`, which takes seconds; servers of our own tell its sizes sooner.
+    """
     models, openapi, version, metrics = await asyncio.gather(
         client.get("/v1/models"),
         _get(client, "/openapi.json"),
@@ -48,7 +51,8 @@ async def probe(client: Client) -> Capabilities:
     has_labels = "logprob_token_ids" in fields
     mild = await _one_token(client, base["id"], temperature=1.0, has_labels=has_labels)
     hot = await _one_token(client, base["id"], temperature=_HOT, has_labels=has_labels)
-    info = await _get(client, "/server_info?config_format=json") if _INFO in routes else None
+    has_info = has_info and _INFO in routes
+    info = await _get(client, f"{_INFO}?config_format=json") if has_info else None
     config = _dig(info, "vllm_config")
     lora, model = _dig(config, "lora_config"), _dig(config, "model_config")
     return Capabilities(

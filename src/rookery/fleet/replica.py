@@ -49,6 +49,13 @@ class ReplicaSettings:
     """They search it for adapters by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    max_loras: int | None
+    max_cpu_loras: int | None
+    max_lora_rank: int | None
+
+
 class Replica:
     """One server. Its lane counts what is in flight; the pool decides what is sent."""
 
@@ -82,21 +89,21 @@ class Replica:
 
     async def connect(self) -> None:
         """Find out what the server can do and open its lane."""
-        found = await probe(self.client)
+        found = await probe(self.client, has_info=self.local is None)
         if not found.has_token_ids:
             raise FleetError(
                 f"{self.url} does not report token ids and their log-probabilities: use vLLM 0.26 "
                 "or newer, or configure it as an external API."
             )
         report = await self._attach(found)
-        limits = self._settings
+        limits = self._limits()
         self.capabilities = replace(
             found,
             has_prompt_logprobs=found.has_prompt_logprobs and not self._is_cpu_with_adapters(),
             max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
             max_logprobs=report.get("max_logprobs", found.max_logprobs),
             max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
-            max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras),
+            max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
         )
@@ -104,7 +111,7 @@ class Replica:
         self.route = self._choose_route(bool(report))
         together = self.capabilities.max_num_seqs
         own = int(OVERLAP * together) if together else DEFAULT_WINDOW
-        self.lane.window = limits.max_in_flight or own
+        self.lane.window = self._settings.max_in_flight or own
         self.lane.max_loras = 0 if self.route == "none" else self._max_loras()
         self._open()
 
@@ -181,6 +188,13 @@ class Replica:
             logger.warning("%s: no worker extension, adapters go by HTTP: %s", self.url, error)
             return {}
         return reports[0] if isinstance(reports[0], dict) else {}
+
+    def _limits(self) -> "_Limits":
+        """What the config says of adapters, for servers that do not tell."""
+        if self.local is None:
+            return _Limits(self._settings.max_loras, None, self._settings.max_lora_rank)
+        config = self.local.config
+        return _Limits(config.max_loras, config.max_cpu_loras, config.lora_rank)
 
     def _is_cpu_with_adapters(self) -> bool:
         if self.local is None:
