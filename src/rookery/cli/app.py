@@ -1,6 +1,7 @@
 """The command tree, and how a command ends: 0, 2 with a sentence, or 130 for Ctrl-C."""
 
 import sys
+from collections.abc import Sequence
 
 import cyclopts
 
@@ -29,10 +30,10 @@ app.command(runs)
 app.command(doctor)
 
 
-def main() -> None:
-    """Run the command line and exit."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line, or these words as one, and exit."""
     try:
-        code = app(exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
         fail(f"{error} See `rookery --help`.")
         sys.exit(2)
@@ -40,7 +41,6 @@ def main() -> None:
         fail(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        fail("Interrupted.")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)

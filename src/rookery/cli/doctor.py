@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
+
 from rookery.cli.terminal import console
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -39,9 +41,11 @@ def doctor() -> int:
         mark = "[green]✓[/green]" if finding.is_fine else "[yellow]·[/yellow]"
         if not finding.is_fine and finding.is_needed:
             mark = "[red]✗[/red]"
-        console.print(f"{mark} {finding.thing:<12} {finding.seen}", highlight=False)
+        seen = escape(finding.seen)
+        console.print(f"{mark} {finding.thing:<12} {seen}", highlight=False, soft_wrap=True)
         if not finding.is_fine and finding.remedy:
-            console.print(f"  [dim]→[/dim] {finding.remedy}", highlight=False, markup=True)
+            remedy = escape(finding.remedy)
+            console.print(f"  [dim]→[/dim] {remedy}", highlight=False, soft_wrap=True)
     is_fine = all(finding.is_fine for finding in findings if finding.is_needed)
     console.print("Ready." if is_fine else "Something that is needed is missing.")
     return 0 if is_fine else 2
@@ -59,14 +63,14 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield _gpu()
     yield _vllm()
-    yield _package("Ray", "ray", "pip install 'rookery\\[ray]'", is_needed=False)
+    yield _package("Ray", "ray", "pip install 'rookery[ray]'", is_needed=False)
     yield _bubblewrap()
     yield _smollm2()
     yield from _cache()
 
 
 def _packages() -> Iterator[Finding]:
-    install = "pip install 'rookery\\[hf]'"
+    install = "pip install 'rookery[hf]'"
     for package in ("torch", "transformers", "peft", "datasets"):
         yield _package(package, package, install, is_needed=True)
 
@@ -98,7 +102,7 @@ def _vllm() -> Finding:
         finding = _package("vLLM", package, "", is_needed=False)
         if finding.is_fine:
             return finding
-    remedy = "pip install 'rookery\\[vllm]' on a GPU machine; not needed for the embedded engine"
+    remedy = "pip install 'rookery[vllm]' on a GPU machine; not needed for the embedded engine"
     return Finding("vLLM", is_fine=False, seen="not installed", remedy=remedy, is_needed=False)
 
 

@@ -1,21 +1,33 @@
 """`rookery eval`: how good a model and its adapters are on a taskset, with intervals."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from pydantic import Field
+from rich.markup import escape
 
-from rookery.cli.terminal import console, fail, quiet_libraries, run_async, token_progress
-from rookery.config import Config
+from rookery.cli.runs import OpenRun, new_run
+from rookery.cli.terminal import (
+    console,
+    fail,
+    quiet_libraries,
+    resumable,
+    run_async,
+    token_progress,
+)
+from rookery.config import Config, parse_config
 from rookery.errors import TaskError
 
 if TYPE_CHECKING:
+    from rookery.embedded import EmbeddedEngine
     from rookery.runs import Run
     from rookery.tasks.taskset import Taskset
     from rookery.tasks.template import Template
-    from rookery.types import Adapter, Evaluation, Task
+    from rookery.types import Adapter, Evaluation, ModelRef, Task
 
 __all__ = ["EvalConfig", "evaluate", "resume_evaluation"]
 
@@ -27,7 +39,7 @@ class EvalConfig(Config):
     taskset: str
     adapters: tuple[str, ...] = ()
     split: Literal["all", "search", "select", "report"] = "all"
-    limit: int | None = None
+    limit: int | None = Field(default=None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
@@ -75,28 +87,29 @@ def evaluate(
     dtype
         Number type; `auto` is float32 on the CPU.
     """
-    from rookery.runs import Run
-
-    config = EvalConfig(
-        model=model,
-        taskset=taskset,
-        adapters=tuple(str(Path(a).expanduser()) for a in adapter),
-        split=split,
-        limit=limit,
-        device=device,
-        dtype=dtype,
-    )
-    quiet_libraries()
-    inputs = _read_inputs(config)
-    document = config.model_dump(mode="json")
-    with Run.create(runs_dir, kind="eval", config=document, name=name) as run:
-        return _finish(run, config, inputs, json_out=json_out)
+    given = {
+        "model": _anchored(model) if model.lower() != "smollm2" else model,
+        "taskset": _anchored(taskset),
+        "adapters": [_anchored(path) for path in adapter],
+        "split": split,
+        "limit": limit,
+        "device": device,
+        "dtype": dtype,
+    }
+    config = parse_config(EvalConfig, given, origin="the command line")
+    open_run = new_run(config, kind="eval", name=name, runs_dir=runs_dir)
+    return _finish(config, open_run, json_out=json_out)
 
 
 def resume_evaluation(run: "Run", config: EvalConfig) -> int:
     """Go on with an evaluation; prints its report and returns the exit code."""
-    quiet_libraries()
-    return _finish(run, config, _read_inputs(config), json_out=False)
+    return _finish(config, lambda: nullcontext(run), json_out=False)
+
+
+def _anchored(name: str) -> str:
+    """A path to something that is there, made absolute: a run is resumed from any folder."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,51 +137,67 @@ def _read_inputs(config: EvalConfig) -> _Inputs:
     return _Inputs(taskset, tasks, adapters, template)
 
 
-def _finish(run: "Run", config: EvalConfig, inputs: _Inputs, *, json_out: bool) -> int:
-    try:
-        report = run_async(_measure(run, config, inputs, is_quiet=json_out))
-    except KeyboardInterrupt:
-        fail(f"Interrupted. Go on with: rookery runs resume {run.path}")
-        raise
-    run.write_json("report.json", report)
-    run.finish("finished")
+def _finish(config: EvalConfig, open_run: OpenRun, *, json_out: bool) -> int:
+    quiet_libraries()
+    inputs = _read_inputs(config)
+    report, path = run_async(_evaluate(config, inputs, open_run, is_quiet=json_out))
     if json_out:
         console.print_json(json.dumps(report))
     else:
-        _print_table(report, run.path)
+        _print_table(report, path)
     failures = [m for m in report["models"] if m["num_failed"]]
     for failed in failures:
         fail(f"{failed['name']}: {failed['num_failed']} tasks failed. {failed['first_error']}")
     return 2 if failures else 0
 
 
-async def _measure(
-    run: "Run", config: EvalConfig, inputs: _Inputs, *, is_quiet: bool
-) -> dict[str, Any]:
+async def _evaluate(
+    config: EvalConfig, inputs: _Inputs, open_run: OpenRun, *, is_quiet: bool
+) -> tuple[dict[str, Any], Path]:
+    """What can be refused is refused before the run is made."""
     from rookery.embedded import EngineConfig, open_engine
+    from rookery.rollout import TasksetEvaluator
+
+    settings = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+    async with open_engine(settings) as engine:
+        models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
+        TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
+        with open_run() as run, resumable(run.path):
+            report = await _measure(run, config, inputs, engine, models, is_quiet=is_quiet)
+            run.write_json("report.json", report)
+            run.finish("finished")
+    return report, run.path
+
+
+async def _measure(
+    run: "Run",
+    config: EvalConfig,
+    inputs: _Inputs,
+    engine: "EmbeddedEngine",
+    models: "list[ModelRef]",
+    *,
+    is_quiet: bool,
+) -> dict[str, Any]:
     from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
     taskset, tasks = inputs.taskset, inputs.tasks
-    engine_config = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
-    async with open_engine(engine_config) as engine:
-        models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
-        with token_progress(is_quiet=is_quiet) as bar:
-            line = bar.add_task(taskset.name, total=len(models) * len(tasks), tokens=0)
+    with token_progress(is_quiet=is_quiet) as bar:
+        line = bar.add_task(escape(taskset.name), total=len(models) * len(tasks), tokens=0)
 
-            def advance(progress: Progress) -> None:
-                tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
-                bar.update(line, advance=progress.num_rollouts, tokens=tokens)
+        def advance(progress: Progress) -> None:
+            tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
+            bar.update(line, advance=progress.num_rollouts, tokens=tokens)
 
-            evaluator = TasksetEvaluator(
-                engine,
-                template=inputs.template,
-                tasksets=[taskset],
-                log=RolloutLog(run),
-                on_progress=advance,
-            )
-            evaluations = await evaluator.evaluate(models, tasks)
-        stats = engine.stats
-    names = ["base", *config.adapters]
+        evaluator = TasksetEvaluator(
+            engine,
+            template=inputs.template,
+            tasksets=[taskset],
+            log=RolloutLog(run),
+            on_progress=advance,
+        )
+        evaluations = await evaluator.evaluate(models, tasks)
+    stats = engine.stats
+    names = ["base", *_names(config.adapters)]
     return {
         "model": config.model,
         "taskset": taskset.name,
@@ -185,6 +214,12 @@ async def _measure(
             "decoded": stats.decoded_tokens,
         },
     }
+
+
+def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders' names where they tell the adapters apart, else their paths."""
+    names = tuple(Path(path).name for path in paths)
+    return names if len({"base", *names}) == len(names) + 1 else paths
 
 
 def _row(
@@ -223,13 +258,13 @@ def _row(
 def _print_table(report: dict[str, Any], path: Path) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{report['taskset']}: {report['num_tasks']} tasks")
+    table = Table(title=escape(f"{report['taskset']}: {report['num_tasks']} tasks"))
     for column in ("model", "accuracy", "95 % interval", "gain over base", "failed"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in report["models"]:
         gain = row.get("gain")
         table.add_row(
-            row["name"],
+            escape(row["name"]),
             f"{row['mean']:.3f}" if "mean" in row else "-",
             f"{row['low']:.3f} to {row['high']:.3f}" if "mean" in row else "-",
             f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})" if gain else "",
@@ -239,5 +274,8 @@ def _print_table(report: dict[str, Any], path: Path) -> None:
     tokens = report["tokens"]
     console.print(
         f"{report['seconds']:.1f} s; {tokens['prompt_asked']:,} prompt tokens asked, "
-        f"{tokens['prompt_computed']:,} computed, {tokens['decoded']:,} decoded. Run: {path}"
+        f"{tokens['prompt_computed']:,} computed, {tokens['decoded']:,} decoded. Run: {path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )

@@ -1,5 +1,6 @@
 """`rookery genome run`: evolve LoRA adapters as a config says."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,11 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console, fail, quiet_libraries, run_async, token_progress
-from rookery.config import load_config
-from rookery.errors import RunError
+from rookery.cli.runs import OpenRun, new_run
+from rookery.cli.terminal import (
+    check_flags,
+    console,
+    quiet_libraries,
+    resumable,
+    run_async,
+    token_progress,
+)
+from rookery.config import load_config, parse_config
+from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from rookery.embedded import EmbeddedEngine
     from rookery.loops.genome import GenomeConfig, GenomeResult
     from rookery.loops.genome.journal import Generation
     from rookery.runs import Run
@@ -54,27 +64,27 @@ def run_command(
     from rookery.loops.genome import GenomeConfig
     from rookery.runs import Run
 
-    quiet_libraries()
+    check_flags(overrides, fields=GenomeConfig.model_fields, own=("name", "runs_dir", "resume"))
     if resume:
         if not name:
             raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
+        if overrides:
+            raise ConfigError(
+                f"--resume goes on with the config that the run was made with: leave out "
+                f"{' '.join(overrides)}, or start a new run."
+            )
         with Run.open(runs_dir / name) as run:
             return resume_genome(run)
     loaded = load_config(GenomeConfig, config, overrides=overrides).from_folder(config.parent)
-    inputs = _read_inputs(loaded)
-    document = loaded.model_dump(mode="json")
-    with Run.create(runs_dir, kind="genome", config=document, name=name) as run:
-        return _finish(run, loaded, inputs)
+    return _finish(loaded, new_run(loaded, kind="genome", name=name, runs_dir=runs_dir))
 
 
 def resume_genome(run: "Run") -> int:
     """Go on with an evolution from where its event log ends."""
-    from rookery.config import parse_config
     from rookery.loops.genome import GenomeConfig
 
-    quiet_libraries()
     config = parse_config(GenomeConfig, run.config, origin=str(run.path / "config.json"))
-    return _finish(run, config, _read_inputs(config))
+    return _finish(config, lambda: nullcontext(run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,71 +100,100 @@ class _Inputs:
 def _read_inputs(config: "GenomeConfig") -> _Inputs:
     from rookery.embedded import resolve_model
     from rookery.loops.genome.founders import FileInit, read_founders
+    from rookery.tasks.splits import SPLITS
     from rookery.tasks.taskset import load_taskset
     from rookery.tasks.template import load_template
 
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    for taskset in tasksets:
+        for name in SPLITS:
+            taskset.split(name)  # refuses one that should have tasks and has none
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
     template = load_template(resolve_model(config.engine.model).path)
     return _Inputs(tasksets, founders, template)
 
 
-def _finish(run: "Run", config: "GenomeConfig", inputs: _Inputs) -> int:
-    from rookery.ui.page import render_page
-
-    try:
-        result = run_async(_evolve(run, config, inputs))
-    except KeyboardInterrupt:
-        fail(f"Interrupted. Go on with: rookery runs resume {run.path}")
-        raise
-    page = run.write_text("report.html", render_page(result.report))
-    run.finish("finished")
-    _print_report(result.report)
-    console.print(f"winner   {run.path / 'winner'}", highlight=False, soft_wrap=True)
-    console.print(f"report   {page}", highlight=False, soft_wrap=True)
+def _finish(config: "GenomeConfig", open_run: OpenRun) -> int:
+    quiet_libraries()
+    report, path = run_async(_evolve(config, _read_inputs(config), open_run))
+    _print_report(report)
+    for label, file in (("winner", "winner"), ("report", "report.html")):
+        console.print(f"{label}   {path / file}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-async def _evolve(run: "Run", config: "GenomeConfig", inputs: _Inputs) -> "GenomeResult":
+async def _evolve(
+    config: "GenomeConfig", inputs: _Inputs, open_run: OpenRun
+) -> tuple[dict[str, Any], Path]:
+    """What can be refused is refused before the run is made."""
     from rookery.embedded import open_engine
-    from rookery.loops.genome import evolve
+    from rookery.rollout import TasksetEvaluator
+    from rookery.ui.page import render_page
+
+    async with open_engine(config.engine) as engine:
+        founders = await _ready_founders(config, inputs, engine)
+        TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+        with open_run() as run, resumable(run.path):
+            result = await _search(run, config, inputs, engine, founders)
+            run.write_text("report.html", render_page(result.report))
+            run.finish("finished")
+    return result.report, run.path
+
+
+async def _ready_founders(
+    config: "GenomeConfig", inputs: _Inputs, engine: "EmbeddedEngine"
+) -> "dict[str, Adapter]":
+    """Founders that the engine takes: one that does not fit is the user's mistake."""
     from rookery.loops.genome.founders import RandomInit, ZeroInit, make_founders
+
+    founders = inputs.founders or {}
+    if isinstance(config.init, ZeroInit | RandomInit):
+        layers, base = engine.linear_layers, config.engine.model
+        founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
+    for founder in founders.values():
+        await engine.unload(await engine.load(founder))
+    return founders
+
+
+async def _search(
+    run: "Run",
+    config: "GenomeConfig",
+    inputs: _Inputs,
+    engine: "EmbeddedEngine",
+    founders: "dict[str, Adapter]",
+) -> "GenomeResult":
+    from rookery.loops.genome import evolve
     from rookery.loops.genome.loop import Hatchery
     from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
     tasksets = inputs.tasksets
-    async with open_engine(config.engine) as engine:
-        founders = inputs.founders or {}
-        if isinstance(config.init, ZeroInit | RandomInit):
-            layers, base = engine.linear_layers, config.engine.model
-            founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
-        with token_progress() as bar:
-            line = bar.add_task("founders", total=None, tokens=0)
+    with token_progress() as bar:
+        line = bar.add_task("founders", total=None, tokens=0)
 
-            def answered(progress: Progress) -> None:
-                tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
-                bar.update(line, advance=progress.num_rollouts, tokens=tokens)
+        def answered(progress: Progress) -> None:
+            tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
+            bar.update(line, advance=progress.num_rollouts, tokens=tokens)
 
-            def generation_done(generation: "Generation") -> None:
-                bar.console.print(_generation_line(generation), highlight=False)
-                bar.update(line, description=f"after {generation.stage} {generation.generation}")
+        def generation_done(generation: "Generation") -> None:
+            bar.console.print(_generation_line(generation), highlight=False)
+            bar.update(line, description=f"after {generation.stage} {generation.generation}")
 
-            evaluator = TasksetEvaluator(
-                engine,
-                template=inputs.template,
-                tasksets=tasksets,
-                log=RolloutLog(run),
-                on_progress=answered,
-            )
-            bar.update(line, total=_expected_rollouts(config, len(founders), tasksets))
-            return await evolve(
-                config,
-                founders=founders,
-                tasksets=tasksets,
-                hatchery=Hatchery(evaluator, engine, engine.base, config.engine.max_rank),
-                run=run,
-                on_generation=generation_done,
-            )
+        evaluator = TasksetEvaluator(
+            engine,
+            template=inputs.template,
+            tasksets=tasksets,
+            log=RolloutLog(run),
+            on_progress=answered,
+        )
+        bar.update(line, total=_expected_rollouts(config, len(founders), tasksets))
+        return await evolve(
+            config,
+            founders=founders,
+            tasksets=tasksets,
+            hatchery=Hatchery(evaluator, engine, engine.base, config.engine.max_rank),
+            run=run,
+            on_generation=generation_done,
+        )
 
 
 def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: "list[Taskset]") -> int:

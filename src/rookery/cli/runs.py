@@ -1,18 +1,28 @@
 """`rookery runs list | show | resume | export`."""
 
 import json
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import cyclopts
 from cyclopts import Parameter
 
 from rookery.cli.terminal import console
-from rookery.config import parse_config
+from rookery.config import Config, parse_config
 from rookery.errors import RunError
 
-__all__ = ["runs"]
+if TYPE_CHECKING:
+    from rookery.runs import Run
+
+__all__ = ["OpenRun", "new_run", "runs"]
+
+OpenRun = Callable[[], "AbstractContextManager[Run]"]
+"""Makes a run or goes on with one, when everything that can be refused has been read."""
 
 runs = cyclopts.App(name="runs", help="Look at runs, go on with one, take one apart.")
 
@@ -55,7 +65,7 @@ def list_(
     if found:
         console.print(table)
     else:
-        console.print(f"No runs in {runs_dir}.")
+        console.print(f"No runs in {runs_dir}.", markup=False, soft_wrap=True)
 
 
 @runs.command
@@ -75,8 +85,9 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
     summary = details.summary
     console.print(f"[bold]{summary.name}[/bold]  {summary.kind}, {summary.status}")
     if summary.message:
-        console.print(summary.message, markup=False)
-    console.print(f"{summary.path}, {summary.size_bytes / 2**20:.1f} MB")
+        console.print(summary.message, markup=False, soft_wrap=True)
+    size = f"{summary.size_bytes / 2**20:.1f} MB"
+    console.print(f"{summary.path}, {size}", markup=False, soft_wrap=True)
     console.print(f"started {_time(summary.started_s)}, last event {_time(summary.last_event_s)}")
     console.print("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
     for name, value in sorted(details.latest_metrics.items()):
@@ -131,7 +142,46 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
 
     with Run.view(_find(path, runs_dir)) as run:
         num_events = export_events(run, out)
-    console.print(f"{num_events} events written to {out}")
+    console.print(f"{num_events} events written to {out}", markup=False, soft_wrap=True)
+
+
+def new_run(config: Config, *, kind: str, name: str, runs_dir: Path) -> OpenRun:
+    """The run that is made later, so that a model or an adapter that cannot be used leaves none.
+
+    A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
+    """
+    from rookery.runs import Run
+
+    _require_folder(runs_dir)
+    if name and _is_run(runs_dir / name):
+        path = runs_dir / name
+        raise RunError(
+            f"{path} already holds a run: go on with it by `rookery runs resume "
+            f"{shlex.quote(str(path))}`, or choose another --name."
+        )
+    document = config.model_dump(mode="json")
+    return lambda: Run.create(runs_dir, kind=kind, config=document, name=name)
+
+
+def _require_folder(runs_dir: Path) -> None:
+    root = runs_dir.absolute()
+    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        problem = "may not be written" if nearest.is_dir() else "is a file"
+        raise RunError(
+            f"Runs cannot be kept in {runs_dir}: {nearest} {problem}. Give another folder with "
+            "--runs-dir."
+        )
+
+
+def _is_run(path: Path) -> bool:
+    from rookery.runs import Run
+
+    try:
+        Run.view(path).close()
+    except RunError:
+        return False  # if something else is there, `Run.create` says what
+    return True
 
 
 def _find(path: Path, runs_dir: Path) -> Path:

@@ -6,8 +6,16 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console, quiet_libraries, run_async, token_progress
+from rookery.cli.terminal import (
+    check_flags,
+    console,
+    fail,
+    quiet_libraries,
+    run_async,
+    token_progress,
+)
 from rookery.config import load_config
+from rookery.errors import AdapterError
 
 __all__ = ["sft"]
 
@@ -47,13 +55,34 @@ def sft(
     """
     from rookery.train.sft import SftConfig
 
-    quiet_libraries()
+    check_flags(overrides, fields=SftConfig.model_fields, own=("config", "split", "device"))
     settings = load_config(SftConfig, config, overrides=overrides)
-    adapter = run_async(_train(model, taskset, out, settings, split=split, device=device))
+    _require_place(out)
+    quiet_libraries()
+    try:
+        adapter = run_async(_train(model, taskset, out, settings, split=split, device=device))
+    except KeyboardInterrupt:
+        fail("Interrupted. Give the same command again to go on from the last checkpoint.")
+        raise
     console.print(
         f"{out}: rank {adapter.rank}, {len(adapter.factors)} layers, version {adapter.version}",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
+
+
+def _require_place(out: Path) -> None:
+    """Refuse a path that `write_adapter` would refuse after the training."""
+    nearest = next(folder for folder in out.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise AdapterError(f"{out} cannot be made: {nearest} is a file. Give another path.")
+    if out.is_dir() and ((out / "adapter_config.json").is_file() or not any(out.iterdir())):
+        return
+    if out.exists():
+        raise AdapterError(
+            f"{out} exists and is not an adapter folder; give a new path, or remove it first."
+        )
 
 
 async def _train(

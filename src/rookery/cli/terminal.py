@@ -1,10 +1,13 @@
 """What a person sees: the console, the progress bar, tables, error lines, the one asyncio.run."""
 
 import asyncio
+import difflib
 import logging
 import os
-from collections.abc import Coroutine, Iterator
+import shlex
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -22,7 +25,18 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["console", "fail", "quiet_libraries", "run_async", "token_progress"]
+from rookery.config import parse_overrides
+from rookery.errors import ConfigError
+
+__all__ = [
+    "check_flags",
+    "console",
+    "fail",
+    "quiet_libraries",
+    "resumable",
+    "run_async",
+    "token_progress",
+]
 
 console = Console()
 _errors = Console(stderr=True)
@@ -37,6 +51,29 @@ def fail(sentence: str) -> None:
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     """The only place where an event loop starts."""
     return asyncio.run(work)
+
+
+@contextmanager
+def resumable(path: Path) -> Iterator[None]:
+    """Ctrl-C in the block says how to go on with the run."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        fail(f"Interrupted. Go on with: rookery runs resume {shlex.quote(str(path))}")
+        raise
+
+
+def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Sequence[str]) -> None:
+    """Refuse a misspelt flag of the command itself, which the config would not know how to spell.
+
+    `--rezume` of a command with `--resume` reaches its config as an override.
+    """
+    for key, _ in parse_overrides(overrides):
+        head = key.partition(".")[0].replace("-", "_")
+        near = difflib.get_close_matches(head, [*fields, *own], n=1)
+        if head not in fields and near and near[0] in own:
+            flag = near[0].replace("_", "-")
+            raise ConfigError(f"--{key} is not a flag. Did you mean --{flag}?")
 
 
 def quiet_libraries() -> None:

@@ -1,0 +1,82 @@
+"""The command tree: help, hints for what is misspelt, and how a process ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from driving import Command
+
+import rookery
+
+
+def test_help_and_version(rookery: Command) -> None:
+    for words in ([], ["--help"], ["genome", "--help"], ["runs", "--help"], ["eval", "--help"]):
+        ended = rookery(*words)
+        assert ended.code == 0 and ended.err == ""
+    assert "a Hugging Face id, a local folder" in rookery("eval", "--help").words.replace(
+        "A ", "a "
+    )
+    assert rookery("--version").out.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["evall"], 'Unknown command "evall". Did you mean "eval"?'),
+        (["genome", "rn"], 'Unknown command "rn". Did you mean "run"?'),
+        (["runs", "lst"], 'Did you mean "list"?'),
+        (["eval", "tiny", "tasks.jsonl", "--lmit", "3"], "Did you mean --limit?"),
+        (["eval", "tiny", "tasks.jsonl", "--split", "serch"],
+         'Invalid value "serch" for --split. Choose from: "all", "search", "select", "report".'),
+        (["eval", "tiny", "tasks.jsonl", "--limit", "x"], 'unable to convert "x" into int'),
+        (["eval", "tiny", "tasks.jsonl", "--limit", "0"],
+         "limit is 0; it should be greater than or equal to 1."),
+        (["eval", "tiny", "tasks.jsonl", "--limit", "-3"], "limit is -3; it should be greater"),
+        (["eval", "tiny"], "--taskset requires an argument"),
+        (["doctor", "--jsn"], "--jsn"),
+        (["genome", "run", "c.yaml", "--rezume"], "--rezume is not a flag. Did you mean --resume?"),
+        (["genome", "run", "c.yaml", "--run-dir", "x"], "Did you mean --runs-dir?"),
+        (["genome", "run", "c.yaml", "--sed", "3"], "There is no config file c.yaml."),
+        (["sft", "tiny", "tasks.jsonl", "out", "--splt", "all"], "Did you mean --split?"),
+        (["sft", "tiny", "tasks.jsonl", "out", "--stpes", "3"],
+         "stpes is not a key. Did you mean steps?"),
+        (["sft", "tiny", "tasks.jsonl", "out", "--targets", "q_proj"],
+         'targets is "q_proj"; it should be a list'),
+    ],
+)  # fmt: skip
+def test_what_is_misspelt_gets_a_hint(refused: Command, words: list[str], hint: str) -> None:
+    assert hint in refused(*words).words
+
+
+def spawn(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rookery", *words],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_processes_end_with_0_or_with_2_and_a_sentence(tmp_path: Path) -> None:
+    good = spawn("runs", "list", folder=tmp_path)
+    assert (good.returncode, good.stdout, good.stderr) == (0, "No runs in runs.\n", "")
+    bad = spawn("runs", "show", "poet", folder=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "error: There is no run runs/poet. `rookery runs list` lists them.\n"
+    misspelt = spawn("evla", folder=tmp_path)
+    assert misspelt.returncode == 2 and 'Did you mean "eval"?' in misspelt.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rookery", "--help"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait()
+
+
+def test_the_module_and_the_script_are_one() -> None:
+    assert rookery.__name__ == "rookery" and Path(sys.executable).with_name("rookery").exists()

@@ -1,0 +1,222 @@
+"""Bad input: each a sentence that says what to do, code 2, and nothing left behind."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from driving import NUM_TASKS, Command, tree
+
+from rookery.runs import Run
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["./tinny", "tasks.jsonl"], "There is no model folder ./tinny."),
+        (["founders", "tasks.jsonl"], "is not a model folder: it has no config.json."),
+        (["nosuch", "tasks.jsonl"], "'nosuch' is not a folder here and cannot be fetched"),
+        (["no such", "tasks.jsonl"], "'no such' is neither a folder here nor a Hugging Face id"),
+        (["nan-model", "tasks.jsonl"], "is broken: .* holds NaN or infinity."),
+        (["tiny", "task.jsonl"], r"There is no taskset task.jsonl. Did you mean \S*tasks.jsonl"),
+        (["tiny", "empty.jsonl"], "has no rows; a taskset needs at least one."),
+        (["tiny", "generated:arithmetc"], "Did you mean arithmetic?"),
+        (["tiny", "tasks.jsonl", "--adapter", "other"], "was made for 'someone/llama-9000'"),
+        (["tiny", "tasks.jsonl", "--adapter", "wide"], "has rank 70, at most 64 is allowed"),
+        (["tiny", "tasks.jsonl", "--adapter", "nan-adapter"], "holds NaN or infinity"),
+        (["tiny", "tasks.jsonl", "--adapter", "founders"], "has no adapter_config.json"),
+        (["tiny", "tasks.jsonl", "--adapter", "gone"], "gone has no adapter_config.json"),
+        (["tiny", "tasks.jsonl", "--runs-dir", "tasks.jsonl"],
+         "Runs cannot be kept in tasks.jsonl: .*tasks.jsonl is a file."),
+        (["tiny", "tasks.jsonl", "--runs-dir", "tasks.jsonl/x"], "tasks.jsonl is a file."),
+        (["tiny", "tasks.jsonl", "--runs-dir", "/proc/no/runs"], "/proc/no"),
+        (["tiny", "tasks.jsonl", "--name", "a/b"], "Got the name of a run 'a/b'"),
+        (["tiny", "tasks.jsonl", "--device", "tpu"],
+         'Invalid value "tpu" for --device. Choose from: "auto", "cpu", "cuda".'),
+        (["tiny", "tasks.jsonl", "--device", "cuda"], "torch sees no GPU here: write cpu or auto"),
+    ],
+)  # fmt: skip
+def test_evaluations_that_cannot_be(
+    refused: Command, words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert re.search(sentence.replace("?", r"\?"), refused("eval", *words).words)
+
+
+@pytest.mark.parametrize("command", ["eval", "doctor"])
+def test_a_cache_that_is_a_file(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (place / "file").touch()
+    monkeypatch.setenv("ROOKERY_CACHE", str(place / "file"))
+    words = ["eval", "smollm2", "tasks.jsonl"] if command == "eval" else ["doctor"]
+    ended = rookery(*words)
+    assert ended.code == 2
+    assert str(place / "file") in ended.words and "ROOKERY_CACHE" in ended.words
+    assert not (place / "runs").exists()
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_read(
+    rookery: Command, place: Path
+) -> None:
+    assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x").code == 0
+    before = tree(place)
+    ended = rookery("eval", "nan-model", "tasks.jsonl", "--name", "x")
+    assert ended.code == 2
+    assert {path for path in tree(place) - before if "events.db-" not in path} == set()
+    assert "runs/x already holds a run" in ended.err and "rookery runs resume runs/x" in ended.err
+
+
+def test_a_folder_that_is_no_run_is_left_alone(rookery: Command, place: Path) -> None:
+    (place / "runs" / "x").mkdir(parents=True)
+    (place / "runs" / "x" / "thesis.txt").write_text("years of work")
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x")
+    assert ended.code == 2 and "is not a run and not empty (it holds thesis.txt)" in ended.err
+    assert (place / "runs" / "x" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_run_that_another_process_owns(rookery: Command, place: Path) -> None:
+    assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x").code == 0
+    code = (
+        "import sys; from pathlib import Path; from rookery.runs import Run\n"
+        "with Run.open(Path('runs/x')): print('open', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=place,
+    ) as owner:  # fmt: skip
+        assert owner.stdout is not None and owner.stdout.readline() == "open\n"
+        ended = rookery("runs", "resume", "x")
+        assert ended.code == 2 and f"is in use by process {owner.pid}" in ended.err
+        assert "x  eval, running" in rookery("runs", "show", "x").out
+        owner.communicate("\n")
+    assert rookery("runs", "resume", "x").code == 0
+
+
+@contextmanager
+def small_files(limit_bytes: int) -> Iterator[None]:
+    """Files longer than this cannot be written: like a disk that is full, for one process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_in_the_middle_loses_nothing(rookery: Command, place: Path) -> None:
+    assert rookery("eval", "tiny", "tasks.jsonl", "--name", "whole", "--adapter", "a").code == 0
+    with small_files(70_000):  # enough for the files of a run and half of its answers
+        ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x", "--adapter", "a")
+    assert ended.code == 2 and "the disk is full" in ended.err
+    assert not (place / "runs/x/report.json").exists()
+    with Run.view(place / "runs/x") as run:
+        assert 0 < run.counts()["rollout"] < 2 * NUM_TASKS
+    assert rookery("runs", "resume", "x").code == 0
+    reports = [(place / f"runs/{name}/report.json").read_text() for name in ("whole", "x")]
+    assert reports[0].split('"seconds"')[0] == reports[1].split('"seconds"')[0]
+
+
+def test_a_full_disk_in_a_process_of_its_own(place: Path) -> None:
+    """As it is met: the kernel's signal, a sentence, code 2, and a name that can be used again."""
+    command = [sys.executable, "-m", "rookery", "eval", "tiny", "tasks.jsonl", "--name", "x"]
+    ended = subprocess.run(
+        command, cwd=place, capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
+    )  # fmt: skip
+    assert ended.returncode == 2 and ended.stdout == ""
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and "disk" in last
+    assert "Traceback" not in ended.stderr
+    with Run.create(place / "runs", kind="eval", name="x", config={}):
+        pass
+
+
+GENOME = """\
+engine: {model: tiny}
+init: {type: file, path: founders}
+tasksets: [{type: jsonl, path: tasks.jsonl}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("populaton: 3", "populaton is not a key."),
+        ("stages: [{type: ga, generatons: 3}]",
+         "stages.0.generatons is not a key. Did you mean generations?"),
+        ("stages: [{type: gaa}]", "stages.0.type is \"gaa\"; it should be 'ga', 'es' or 'cmaes'."),
+        ("init: {type: file, path: nowhere}", "There is no folder"),
+        ("init: {type: file, path: tiny}", "holds no adapters"),
+        ("init: {type: zero, targets: [nope]}", "No linear layer is called nope"),
+        ("engine: {model: ./nowhere}", "There is no model folder ./nowhere"),
+        ("engine: {model: nan-model}", "holds NaN or infinity"),
+        ("engine: {model: tiny, max_rank: 2}", "has rank 4, at most 2 is allowed"),
+        ("tasksets: [{type: jsonl, path: empty.jsonl}]", "has no rows"),
+        ("tasksets: [{type: jsonl, path: tasks.jsonl}, {type: jsonl, path: tasks.jsonl}]",
+         "Two tasksets are called 'tasks'"),
+        ("tasksets: [{type: jsonl, path: tasks.jsonl, limit: 2}]", "split"),
+        ("tasksets: [{type: jsonl, path: tasks.jsonl, scorer: {type: python, function: 'x.py:f'}}]",
+         "There is no scorer file x.py"),
+        ("- a list", "does not parse"),
+    ],
+)  # fmt: skip
+def test_evolutions_that_cannot_be(
+    refused: Command, place: Path, change: str, sentence: str
+) -> None:
+    key = change.partition(":")[0]
+    kept = [line for line in GENOME.splitlines() if not line.startswith(f"{key}:")]
+    (place / "g.yaml").write_text("\n".join([*kept, change]) + "\n")
+    assert sentence in refused("genome", "run", "g.yaml").words
+
+
+def test_founders_of_another_base(refused: Command, place: Path) -> None:
+    (place / "mixed").mkdir()
+    for name in ("a", "other"):
+        (place / "mixed" / name).symlink_to(place / name, target_is_directory=True)
+    (place / "g.yaml").write_text(GENOME.replace("founders", "mixed"))
+    assert "was made for 'someone/llama-9000'" in refused("genome", "run", "g.yaml").words
+
+
+def test_missing_configs_name_the_nearest(refused: Command, place: Path) -> None:
+    (place / "g.yaml").write_text(GENOME)
+    assert (
+        "There is no config file g.yml. Did you mean g.yaml?"
+        in refused("genome", "run", "g.yml").err
+    )
+    assert (
+        "There is no config file no.yaml."
+        in refused("sft", "tiny", "tasks.jsonl", "out", "--config", "no.yaml").err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nan-model", "tasks.jsonl", "out"], "holds NaN or infinity"),
+        (["tiny", "empty.jsonl", "out"], "has no rows"),
+        (["tiny", "long.jsonl", "out", "--split", "all"], "this model reads at most 128"),
+        (["tiny", "tasks.jsonl", "out", "--init-from", "other"], "was made for"),
+        (["tiny", "tasks.jsonl", "out", "--targets", "[nope]"], "targets names 'nope'"),
+        (["tiny", "tasks.jsonl", "out", "--rank", "0"], "rank is 0; it should be greater"),
+        (["tiny", "tasks.jsonl", "founders"], "exists and is not an adapter folder"),
+        (["tiny", "tasks.jsonl", "tasks.jsonl"], "exists and is not an adapter folder"),
+        (["tiny", "tasks.jsonl", "tasks.jsonl/x"], "tasks.jsonl is a file"),
+    ],
+)
+def test_trainings_that_cannot_be(refused: Command, words: list[str], sentence: str) -> None:
+    assert sentence in refused("sft", *words, "--steps", "2").words
+
+
+def test_a_folder_that_may_not_be_written(
+    refused: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so that the answer of the system is put in its place."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    ended = refused("eval", "tiny", "tasks.jsonl")
+    assert "Runs cannot be kept in runs:" in ended.err and "may not be written" in ended.err

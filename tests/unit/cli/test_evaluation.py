@@ -1,0 +1,136 @@
+"""`rookery eval`: tables, JSON, splits, what is kept, what fails alone."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from driving import NUM_TASKS, Command, write_rows
+
+from rookery.embedded import EngineConfig, open_engine
+from rookery.rollout import TasksetEvaluator
+from rookery.runs import Run
+from rookery.tasks.taskset import load_taskset_file
+from rookery.tasks.template import load_template
+from rookery.types import Evaluation
+from rookery.weights import read_adapter
+
+
+async def measure(folder: Path, *adapters: str) -> list[Evaluation]:
+    taskset = load_taskset_file(str(folder / "tasks.jsonl"))
+    async with open_engine(EngineConfig(model=str(folder / "tiny"))) as engine:
+        models = [engine.base, *[await engine.load(read_adapter(folder / a)) for a in adapters]]
+        evaluator = TasksetEvaluator(
+            engine, template=load_template(folder / "tiny"), tasksets=[taskset]
+        )
+        return await evaluator.evaluate(models, taskset.tasks)
+
+
+def test_the_report_is_printed_and_kept(rookery: Command, place: Path) -> None:
+    ended = rookery(
+        "eval", "tiny", "tasks.jsonl", "--adapter", "a", "--adapter", "b", "--name", "one", "--json"
+    )
+    assert ended.code == 0 and ended.err == ""
+    report = ended.document
+    assert report == json.loads((place / "runs/one/report.json").read_text())
+    assert report["num_tasks"] == NUM_TASKS and report["taskset"] == "tasks"
+    assert [row["name"] for row in report["models"]] == ["base", "a", "b"]
+    expected = asyncio.run(measure(place, "a", "b"))
+    for row, evaluation in zip(report["models"], expected, strict=True):
+        assert row["mean"] == sum(evaluation.rewards.values()) / NUM_TASKS
+        assert row["low"] < row["mean"] < row["high"]
+        assert (row["num_scored"], row["num_failed"]) == (NUM_TASKS, 0)
+    base, *others = report["models"]
+    assert "gain" not in base
+    for row in others:
+        gain = row["gain"]
+        assert gain["mean"] == pytest.approx(row["mean"] - base["mean"])
+        assert gain["low"] <= gain["mean"] <= gain["high"]
+    with Run.view(place / "runs/one") as run:
+        assert run.status == "finished" and run.counts()["rollout"] == 3 * NUM_TASKS
+
+
+def test_the_table_holds_the_numbers_of_the_report(rookery: Command, place: Path) -> None:
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--name", "one")
+    report = json.loads((place / "runs/one/report.json").read_text())
+    assert f"tasks: {NUM_TASKS} tasks" in ended.out
+    for row in report["models"]:
+        assert f"{row['mean']:.3f} │ {row['low']:.3f} to {row['high']:.3f}" in ended.out
+    assert f"{report['models'][1]['gain']['mean']:+.3f} (" in ended.out
+    assert f"Run: {place / 'runs/one'}\n" in ended.out, "a path is never folded"
+
+
+@pytest.mark.parametrize("split", ["search", "select", "report"])
+def test_splits_and_limits(rookery: Command, place: Path, split: str) -> None:
+    tasks = load_taskset_file("tasks.jsonl").split(split)
+    whole = rookery("eval", "tiny", "tasks.jsonl", "--split", split, "--json", "--name", "x")
+    assert whole.document["num_tasks"] == len(tasks) < NUM_TASKS
+    few = rookery("eval", "tiny", "tasks.jsonl", "--split", split, "--limit", "2", "--json")
+    assert few.document["num_tasks"] == 2 == few.document["models"][0]["num_scored"]
+    with Run.view(place / "runs/x") as run:
+        assert {e.payload["task"] for e in run.events("rollout")} == {t.id for t in tasks}
+
+
+def test_unnamed_runs_get_a_name_each(rookery: Command, place: Path) -> None:
+    for _ in range(2):
+        assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--runs-dir", "r").code == 0
+    names = sorted(path.name for path in (place / "r").iterdir())
+    assert len(names) == 2 and all(name.startswith("eval-") for name in names)
+
+
+def test_tasks_that_fail_are_told_and_the_others_count(rookery: Command, place: Path) -> None:
+    ended = rookery("eval", "tiny", "long.jsonl", "--name", "long")
+    assert ended.code == 2
+    assert (
+        "error: base: 1 tasks failed. A prompt has 300 tokens; this model reads at most 128: "
+        "shorten it." in ended.err
+    )
+    [row] = json.loads((place / "runs/long/report.json").read_text())["models"]
+    assert (row["num_scored"], row["num_failed"]) == (3, 1) and "mean" in row
+
+
+def test_when_nothing_could_be_scored_there_is_no_number(rookery: Command, place: Path) -> None:
+    write_rows(place / "all.jsonl", [{"prompt": "w5 " * 300, "reference": "w9"}])
+    ended = rookery("eval", "tiny", "all.jsonl", "--name", "none")
+    [row] = json.loads((place / "runs/none/report.json").read_text())["models"]
+    assert ended.code == 2 and "mean" not in row and row["num_scored"] == 0
+    assert "│ base  │        - │             - │" in ended.out
+
+
+def test_names_with_brackets_are_names(rookery: Command, place: Path) -> None:
+    """Square brackets are markup to the terminal library."""
+    strange = place / "[bold]x[/nothing]"
+    strange.mkdir(parents=True)  # the slash makes it two folders
+    (strange / "tasks[a].jsonl").symlink_to(place / "tasks.jsonl")
+    (strange / "[red]").symlink_to(place / "a", target_is_directory=True)
+    (strange / "[b").symlink_to(place / "tiny", target_is_directory=True)
+    ended = rookery(
+        "eval", strange / "[b", strange / "tasks[a].jsonl", "--adapter", strange / "[red]",
+        "--limit", "2", "--runs-dir", strange, "--name", "r",
+    )  # fmt: skip
+    assert ended.code == 0
+    assert "tasks[a]: 2 tasks" in ended.out and "│ [red] │" in ended.out
+    assert f"Run: {strange / 'r'}" in ended.out
+    assert str(strange) in rookery("runs", "show", strange / "r").out
+    assert str(strange) in rookery("runs", "list", "--runs-dir", strange / "none").out
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_paths(rookery: Command, place: Path) -> None:
+    (place / "deep").mkdir()
+    (place / "deep" / "a").symlink_to(place / "b", target_is_directory=True)
+    ended = rookery(
+        "eval", "tiny", "tasks.jsonl", "--adapter", "a", "--adapter", "deep/a", "--limit", "2",
+        "--json",
+    )  # fmt: skip
+    names = [row["name"] for row in ended.document["models"]]
+    assert names == ["base", str(place / "a"), str(place / "deep/a")]
+
+
+def test_written_answers_are_scored_too(rookery: Command, place: Path) -> None:
+    write_rows(place / "w.jsonl", [{"prompt": f"w{i} w9", "reference": "w7"} for i in range(4, 9)])
+    (place / "w.yaml").write_text(
+        "type: jsonl\npath: w.jsonl\nscorer: {type: exact}\n"
+        "sampling: {max_tokens: 4, temperature: 0.5}\n"
+    )
+    ended = rookery("eval", "tiny", "w.yaml", "--json")
+    assert ended.code == 0 and ended.document["tokens"]["decoded"] > 0

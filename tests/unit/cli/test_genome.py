@@ -1,0 +1,85 @@
+"""`rookery genome run` on a tiny config, from end to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from driving import Command
+
+from rookery.runs import Run
+from rookery.weights import read_adapter
+
+CONFIG = """\
+engine: {model: tiny}
+init: {type: file, path: founders}
+tasksets: [{type: jsonl, path: tasks.jsonl}]
+stages: [{type: ga, generations: 2, population: {size: 2, children: {count: 2}}}]
+finals: {num_finalists: 2, num_voters: 2, random_search: false}
+"""
+
+
+@pytest.fixture
+def config(place: Path) -> Path:
+    (place / "g.yaml").write_text(CONFIG)
+    return place
+
+
+def test_from_end_to_end(rookery: Command, config: Path) -> None:
+    ended = rookery("genome", "run", "g.yaml", "--seed", "3", "--name", "x")
+    assert ended.code == 0
+    folder = config / "runs/x"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["seed"] == 3 and report["winner"]
+    assert read_adapter(folder / "winner").factors
+    assert {path.name for path in (folder / "founders").iterdir()} == {"a", "b"}
+    page = (folder / "report.html").read_text()
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert "tasks that the search never saw" in ended.out
+    for label in ("evolved", "best founder", "base model"):
+        assert label in ended.out
+    assert f"winner   {folder / 'winner'}\n" in ended.out
+    assert f"report   {folder / 'report.html'}\n" in ended.out
+    with Run.view(folder) as run:
+        assert run.status == "finished" and run.config["seed"] == 3
+
+
+def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, config: Path) -> None:
+    assert rookery("genome", "run", "g.yaml", "--name", "x").code == 0
+    folder = config / "runs/x"
+    before = json.loads((folder / "report.json").read_text())
+    with Run.view(folder) as run:
+        num_answers = run.counts()["rollout"]
+    assert rookery("genome", "run", "g.yaml", "--name", "x", "--resume").code == 0
+    assert rookery("runs", "resume", "x").code == 0
+    after = json.loads((folder / "report.json").read_text())
+    same = {"rows", "lineage", "winner", "num_rollouts", "num_tokens", "generations"}
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    with Run.view(folder) as run:
+        assert run.counts()["rollout"] == num_answers
+    ended = rookery("genome", "run", "g.yaml", "--name", "x", "--resume", "--seed", "9")
+    assert ended.code == 2 and "leave out --seed 9" in ended.err
+    ended = rookery("genome", "run", "g.yaml", "--resume")
+    assert ended.code == 2 and "--resume needs the run: add --name NAME" in ended.err
+    ended = rookery("genome", "run", "g.yaml", "--name", "y", "--resume")
+    assert ended.code == 2 and "There is no run runs/y" in ended.err
+
+
+def test_overrides_of_every_spelling(rookery: Command, config: Path) -> None:
+    ended = rookery(
+        "genome", "run", "g.yaml", "seed=4", "--race.enabled=false", "--stages.0.generations", "1",
+        "--finals.num-finalists", "1", "--name", "x",
+    )  # fmt: skip
+    assert ended.code == 0
+    kept = json.loads((config / "runs/x/config.json").read_text())
+    assert kept["seed"] == 4 and kept["race"]["enabled"] is False
+    assert kept["stages"][0]["generations"] == 1 and kept["finals"]["num_finalists"] == 1
+    assert Path(kept["init"]["path"]).is_absolute()
+
+
+def test_founders_made_of_nothing(rookery: Command, config: Path) -> None:
+    ended = rookery(
+        "genome", "run", "g.yaml", "--init", "{type: random, count: 2, rank: 2, size: 0.05}",
+        "--stages.0.generations", "1", "--name", "x",
+    )  # fmt: skip
+    assert ended.code == 0
+    assert len(list((config / "runs/x/founders").iterdir())) == 2

@@ -1,0 +1,104 @@
+"""`rookery runs`: list, show, export, resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+from driving import NUM_TASKS, Command
+
+from rookery.runs import Run
+
+
+@pytest.fixture
+def two_runs(rookery: Command, place: Path) -> Path:
+    rookery("eval", "tiny", "tasks.jsonl", "--name", "first", "--limit", "2")
+    with (
+        pytest.raises(ZeroDivisionError),
+        Run.create(place / "runs", kind="genome", name="second", config={"seed": 3}) as run,
+    ):
+        run.log_metrics(1, {"genome/best": 0.25})
+        raise ZeroDivisionError("a bug")
+    return place
+
+
+def test_runs_are_listed_the_newest_first(rookery: Command, two_runs: Path) -> None:
+    listed = rookery("runs", "list", "--json").document
+    assert [(run["name"], run["kind"], run["status"]) for run in listed] == [
+        ("second", "genome", "failed"), ("first", "eval", "finished"),
+    ]  # fmt: skip
+    assert listed[1]["num_events"] == 4 and listed[1]["size_bytes"] > 0
+    table = rookery("runs", "list").words
+    assert table.index("second") < table.index("first") and "finished" in table
+
+
+def test_no_runs_are_an_answer(rookery: Command, tmp_path: Path) -> None:
+    ended = rookery("runs", "list", "--runs-dir", tmp_path / "none")
+    assert ended.code == 0 and ended.out == f"No runs in {tmp_path / 'none'}.\n"
+    assert rookery("runs", "list", "--runs-dir", tmp_path / "none", "--json").document == []
+
+
+def test_a_run_is_shown_by_name_or_path(rookery: Command, two_runs: Path) -> None:
+    by_name, by_path = rookery("runs", "show", "second"), rookery("runs", "show", "runs/second")
+    assert by_name.out == by_path.out and by_name.code == 0
+    assert "second  genome, failed\nZeroDivisionError: a bug\n" in by_name.out
+    assert "genome/best = 0.25" in by_name.out and '"seed": 3' in by_name.out
+    shown = rookery("runs", "show", "first").out
+    assert "2 rollout, 1 run/created, 1 run/finished" in shown
+    assert f'"taskset": "{two_runs / "tasks.jsonl"}"' in shown.replace("\n", "")
+
+
+def test_events_are_exported_as_lines(rookery: Command, two_runs: Path) -> None:
+    ended = rookery("runs", "export", "first", "out.jsonl")
+    assert ended.out == "4 events written to out.jsonl\n"
+    lines = [json.loads(line) for line in (two_runs / "out.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == [
+        "run/created", "rollout", "rollout", "run/finished",
+    ]  # fmt: skip
+    refused = rookery("runs", "export", "first", "no/such/out.jsonl")
+    assert refused.code == 2 and "no/such/out.jsonl" in refused.err
+
+
+@pytest.mark.parametrize("command", ["show", "resume", "export"])
+def test_runs_that_are_not_there(rookery: Command, two_runs: Path, command: str) -> None:
+    extra = ["out.jsonl"] if command == "export" else []
+    ended = rookery("runs", command, "frist", *extra)
+    assert ended.code == 2 and "Did you mean runs/first?" in ended.err
+    ended = rookery("runs", command, two_runs, *extra)
+    assert ended.code == 2 and "is not a run: it has no events.db" in ended.err
+    assert not (two_runs / "out.jsonl").exists()
+
+
+def test_a_finished_run_resumes_to_its_report_without_asking(
+    rookery: Command, two_runs: Path
+) -> None:
+    before = json.loads((two_runs / "runs/first/report.json").read_text())
+    assert rookery("runs", "resume", "first").code == 0
+    after = json.loads((two_runs / "runs/first/report.json").read_text())
+    assert after["models"] == before["models"] and after["tokens"]["prompt_asked"] == 0
+
+
+def test_a_kind_that_nobody_knows(rookery: Command, place: Path) -> None:
+    with Run.create(place / "runs", kind="opera", name="x", config={}):
+        pass
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "is a run of kind 'opera', which this version cannot" in ended.err
+
+
+def test_a_run_resumes_from_another_folder(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rookery("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--name", "x").code == 0
+    before = json.loads((place / "runs/x/report.json").read_text())
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    assert rookery("runs", "resume", place / "runs" / "x").code == 0
+    after = json.loads((place / "runs/x/report.json").read_text())
+    assert after["models"] == before["models"] and after["num_tasks"] == NUM_TASKS
+
+
+def test_a_run_whose_config_was_edited_badly(rookery: Command, place: Path) -> None:
+    assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--name", "x").code == 0
+    path = place / "runs/x/config.json"
+    path.write_text(path.read_text().replace('"limit"', '"limmit"'))
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "limmit is not a key. Did you mean limit?" in ended.err

@@ -1,0 +1,68 @@
+"""`rookery sft` on the tiny model."""
+
+from pathlib import Path
+
+import pytest
+from driving import Command, tree
+
+from rookery.weights import read_adapter
+
+SMALL = ("--rank", "2", "--layers", "2", "--steps", "3", "--batch-size", "4")
+
+
+def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> None:
+    before = tree(place)
+    ended = rookery("sft", "tiny", "tasks.jsonl", "out/mine", *SMALL, "--learning-rate", "1e-2")
+    assert ended.code == 0
+    adapter = read_adapter(place / "out/mine")
+    assert adapter.rank == 2 and adapter.base == "tiny"
+    assert (
+        f"out/mine: rank 2, {len(adapter.factors)} layers, version {adapter.version}" in ended.out
+    )
+    assert {Path(p).parts[1] for p in tree(place) - before if p != "out"} == {"mine"}
+    used = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "out/mine", "--json")
+    assert used.code == 0 and used.document["models"][1]["name"] == "mine"
+
+
+def test_a_config_file_and_flags_over_it(rookery: Command, place: Path) -> None:
+    (place / "sft.toml").write_text('rank = 3\nsteps = 9\ntargets = ["q_proj"]\nlayers = 1\n')
+    words = ["--config", "sft.toml", "--steps", "1", "--targets", "[v_proj, o_proj]"]
+    assert rookery("sft", "tiny", "tasks.jsonl", "out", *words).code == 0
+    adapter = read_adapter(place / "out")
+    assert adapter.rank == 3
+    assert {name.rpartition(".")[2] for name in adapter.factors} == {"v_proj", "o_proj"}
+
+
+def test_an_adapter_there_is_replaced_and_one_may_be_the_start(
+    rookery: Command, place: Path
+) -> None:
+    assert rookery("sft", "tiny", "tasks.jsonl", "out", *SMALL).code == 0
+    first = read_adapter(place / "out").version
+    words = ["--init-from", "out", "--steps", "2"]
+    assert rookery("sft", "tiny", "tasks.jsonl", "out", *words).code == 0
+    assert read_adapter(place / "out").version != first
+
+
+def test_an_interrupted_training_goes_on(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rookery.train import trainer
+
+    words = ["sft", "tiny", "tasks.jsonl", "out", *SMALL, "--save-every", "1"]
+    steps: list[float] = []
+    step = trainer.LoraTrainer.optim_step
+
+    async def press_in_the_third(self: trainer.LoraTrainer, *, learning_rate: float) -> object:
+        steps.append(learning_rate)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return await step(self, learning_rate=learning_rate)
+
+    monkeypatch.setattr(trainer.LoraTrainer, "optim_step", press_in_the_third)
+    ended = rookery(*words)
+    assert ended.code == 130 and "Give the same command again" in ended.err
+    assert not (place / "out").exists()
+    assert rookery(*words).code == 0 and len(steps) == 4, "two steps were kept, one was left"
+    resumed = read_adapter(place / "out").version
+    assert rookery("sft", "tiny", "tasks.jsonl", "whole", *SMALL, "--save-every", "1").code == 0
+    assert read_adapter(place / "whole").version == resumed and len(steps) == 7
