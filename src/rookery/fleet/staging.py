@@ -36,6 +36,8 @@ _PREFIX = "rookery-adapters-"
 _DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 256
 """Offsets in an arena: the strictest alignment of a CUDA copy."""
+_MAX_PARTS = 1024
+"""Buffers that one write takes, on every system."""
 
 
 def wire_name(ref: ModelRef) -> str:
@@ -89,11 +91,13 @@ class Staging:
         manifest: dict[str, Any] = {
             "format": FORMAT, "dtype": dtype, "bytes": num_bytes, "layers": layers,
         }  # fmt: skip
-        arena = _fill(pieces, num_bytes, path=None if self._in_place else temporary / ARENA)
-        if arena.is_cuda:
+        if self._in_place:
+            arena = _fill(pieces, num_bytes)
             manifest["cuda"] = _cuda_handle(arena)
             # The memory is the server's to read until the adapter is removed.
             self._arenas[folder] = arena
+        else:
+            _write_pieces(pieces, num_bytes, temporary / ARENA)
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -152,11 +156,14 @@ def _remove_left_over(parent: Path) -> None:
 
 
 def _folded(adapter: Adapter) -> Adapter:
-    """The same adapter with scale 1: products in float32, then the dtype the factors had."""
+    """The same adapter with scale 1: products in float32, then the dtype the factors had.
+
+    torch multiplies half precision by a number in float32 and rounds once.
+    """
     factors = {
         layer: lora
         if lora.scale == 1
-        else LoraFactors(a=lora.a, b=(lora.b.float() * lora.scale).to(lora.b.dtype), scale=1.0)
+        else LoraFactors(a=lora.a, b=lora.b.detach() * lora.scale, scale=1.0)
         for layer, lora in adapter.factors.items()
     }
     return replace(adapter, factors=factors)
@@ -189,27 +196,54 @@ def _layout(
     return layers, end, pieces
 
 
-def _fill(
-    pieces: list[tuple[int, "torch.Tensor"]], num_bytes: int, *, path: Path | None
-) -> "torch.Tensor":
-    """The arena: the file at `path`, or without one, memory of the GPU that the factors are on."""
+def _write_pieces(pieces: list[tuple[int, "torch.Tensor"]], num_bytes: int, path: Path) -> None:
+    """The arena as a file, straight from the factors' own memory.
+
+    Writing to shared memory costs half of mapping it: pages are not cleared before they are filled.
+    """
+    parts: list[memoryview] = []
+    ends = [offset for offset, _ in pieces[1:]] + [num_bytes]
+    for (offset, tensor), end in zip(pieces, ends, strict=True):
+        flat = _as_bytes(tensor.cpu()).numpy().data
+        parts.append(flat)
+        if gap := end - offset - len(flat):
+            parts.append(memoryview(bytes(gap)))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        while parts:
+            written = os.writev(descriptor, parts[:_MAX_PARTS])
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+    finally:
+        os.close(descriptor)
+
+
+def _as_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    if path is None:
-        devices = {tensor.device for _, tensor in pieces}
-        if len(devices) != 1 or not next(iter(devices)).type == "cuda":
-            raise AdapterError(
-                f"An adapter is on {', '.join(sorted(map(str, devices)))}; handing adapters over "
-                "in place needs all of it on the servers' GPU: write in_place: false."
-            )
-        arena = torch.empty(num_bytes, dtype=torch.uint8, device=devices.pop())
-    else:
-        arena = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-    for offset, tensor in pieces:
-        flat = tensor.reshape(-1).view(torch.uint8)
-        arena[offset : offset + flat.numel()].copy_(flat)
-    if arena.is_cuda:
-        torch.cuda.synchronize(arena.device)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _fill(pieces: list[tuple[int, "torch.Tensor"]], num_bytes: int) -> "torch.Tensor":
+    """The arena in memory of the GPU that the factors are on."""
+    import torch
+
+    devices = {tensor.device for _, tensor in pieces}
+    if len(devices) != 1 or not next(iter(devices)).type == "cuda":
+        raise AdapterError(
+            f"An adapter is on {', '.join(sorted(map(str, devices)))}; handing adapters over "
+            "in place needs all of it on the servers' GPU: write in_place: false."
+        )
+    arena = torch.empty(num_bytes, dtype=torch.uint8, device=devices.pop())
+    sources = [_as_bytes(tensor) for _, tensor in pieces]
+    places = [
+        arena[offset : offset + source.numel()]
+        for (offset, _), source in zip(pieces, sources, strict=True)
+    ]
+    torch._foreach_copy_(places, sources)
+    torch.cuda.synchronize(arena.device)
     return arena
 
 
