@@ -6,7 +6,7 @@ Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The
 of Qwen2.5-7B and weights that the server makes up. One H200: five minutes, mostly the start.
 
 Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer, through the
-worker extension and through stock `load_lora_adapter`. Population: 16 adapters x 16 prompts, all
+worker extension, through stock `load_lora_adapter`, and in place from this process's GPU memory. Population: 16 adapters x 16 prompts, all
 together and one after another. Tokens: the best of several plain clients, and `fleet.sample`.
 """
 
@@ -44,6 +44,12 @@ SHAPE_7B = {
 NEW_TOKENS = 128
 NUM_PROMPTS = 256
 NUM_ADAPTERS = 16
+ROUTES = ("http", "extension", "in place")
+TIMED = {
+    "write": "writing the folder",
+    "load": "load call alone",
+    "first token": "tensors to first token",
+}
 
 
 def write_shape(folder: Path, tokenizer: Path) -> None:
@@ -92,28 +98,36 @@ async def first_token(fleet: Fleet, ref: ModelRef, prompt: tuple[int, ...]) -> N
     await fleet.sample([SampleRequest(model=ref, prompt=prompt, params=params)])
 
 
-async def adapter_times(fleet: Fleet, *, num: int = 12) -> dict[str, float]:
-    """Load alone, and tensors to first token, by both routes; without the extension's own start."""
-    [replica] = fleet.pool.replicas
+async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
+    """Writing, load call, and tensors to first token, by each route; without the warm-up."""
     found = {"one token": show_times("one token, adapter loaded", await loaded_times(fleet))}
-    for route in ("http", "extension"):
-        replica.route = route
-        loads, firsts = [], []
-        for i in range(num):
-            adapter = make_random(f"{route}{i}", i, device="cpu")
-            prompt = prompts(1)[0]
-            began = time.perf_counter()
-            ref = await fleet.load(adapter)
-            await first_token(fleet, ref, prompt)
-            firsts.append(time.perf_counter() - began)
-            loads.append(
-                await load_alone(replica, make_random(f"x{route}{i}", 99 + i, device="cpu"))
-            )
-        found[f"{route} load"] = show_times(f"{route}: load call alone", loads[2:])
-        found[f"{route} first token"] = show_times(f"{route}: tensors to first token", firsts[2:])
+    routes = ROUTES if torch.cuda.is_available() else ROUTES[:2]
+    for name in routes:
+        times = [await route_times(fleet, name, i) for i in range(num)][2:]
+        for part, seconds in zip(
+            ("write", "load", "first token"), zip(*times, strict=True), strict=True
+        ):
+            found[f"{name} {part}"] = show_times(f"{name}: {TIMED[part]}", seconds)
     print(f"ready to first token: extension {found['extension first token'] * 1e3:.1f} ms, stock "
           f"{found['http first token'] * 1e3:.1f} ms")  # fmt: skip
     return found
+
+
+async def route_times(fleet: Fleet, name: str, i: int) -> tuple[float, float, float]:
+    """Seconds to write the folder, to load it, and (another adapter) from tensors to token."""
+    [replica] = fleet.pool.replicas
+    replica.route = "http" if name == "http" else "extension"
+    replica._staging._in_place = name == "in place"
+    device = "cuda" if name == "in place" else "cpu"
+    adapter = make_random(f"{name[0]}{i}", i, device=device)
+    other = make_random(f"x{name[0]}{i}", 99 + i, device=device)
+    began = time.perf_counter()
+    ref = await fleet.load(adapter)
+    await first_token(fleet, ref, prompts(1)[0])
+    first = time.perf_counter() - began
+    write, load = await load_alone(replica, other)
+    replica._staging._in_place = False
+    return write, load, first
 
 
 async def loaded_times(fleet: Fleet) -> list[float]:
@@ -122,18 +136,20 @@ async def loaded_times(fleet: Fleet) -> list[float]:
     return [await timed(lambda: first_token(fleet, ref, prompts(1)[0])) for _ in range(10)]
 
 
-async def load_alone(replica: Replica, adapter: Adapter) -> float:
-    """`load_lora_adapter` of a folder that is written already."""
+async def load_alone(replica: Replica, adapter: Adapter) -> tuple[float, float]:
+    """Seconds to write an adapter's folder, and of `load_lora_adapter` of it."""
     ref = ModelRef(name=adapter.name, version=adapter.version)
     staging = replica._staging
+    began = time.perf_counter()
     if replica.route == "extension":
         dtype = replica.capabilities.lora_dtype or "bfloat16"
         folder = staging.arena_folder(ref, adapter, dtype=dtype)
     else:
         folder = staging.peft_folder(ref, adapter, base=replica.capabilities.root)
-    seconds = await timed(lambda: replica.client.load_adapter(wire_name(ref), path=str(folder)))
+    write = time.perf_counter() - began
+    load = await timed(lambda: replica.client.load_adapter(wire_name(ref), path=str(folder)))
     await replica.client.unload_adapter(wire_name(ref))
-    return seconds
+    return write, load
 
 
 async def population(fleet: Fleet) -> dict[str, float]:
