@@ -5,9 +5,11 @@
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up. One H200: five minutes, mostly the start.
 
-Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer, through the
-worker extension, through stock `load_lora_adapter`, and in place from this process's GPU memory. Population: 16 adapters x 16 prompts, all
-together and one after another. Tokens: the best of several plain clients, and `fleet.sample`.
+Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer, through
+stock `load_lora_adapter`, the worker extension, and in place from this process's GPU memory.
+Population: 16 adapters x 16 prompts, together and one after another. Tokens: the best of several
+plain clients, and `fleet.sample`; with `--api-servers 4`, of a server of four API processes, which
+takes no adapters (`--parts throughput`).
 """
 
 import argparse
@@ -244,6 +246,7 @@ async def main() -> None:
     parser.add_argument("--args", default="", help="further flags of vLLM, in one string")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--api-servers", type=int, default=1)
     options = parser.parse_args()
     parts: dict[str, Callable[[Fleet], Awaitable[dict[str, float]]]] = {
         "adapters": adapter_times,
@@ -260,7 +263,8 @@ async def main() -> None:
             dtype="bfloat16",
             max_model_len=4096,
             max_num_seqs=256,
-            max_loras=NUM_ADAPTERS,
+            api_servers=options.api_servers,
+            max_loras=NUM_ADAPTERS if options.api_servers == 1 else 0,
             max_cpu_loras=128,
             max_lora_rank=16,
             enforce_eager=options.eager,
