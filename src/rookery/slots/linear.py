@@ -4,12 +4,15 @@ On the CPU oneDNN's packed product is up to twice as fast at the few rows of a d
 each row's bits do not depend on how many rows are computed with it.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import nn
 
 from rookery.slots.rows import SlotRows
 
-__all__ = ["ActiveRows", "SlottedLinear", "can_pack"]
+__all__ = ["ActiveRows", "LinearGroup", "SlottedLinear", "can_pack"]
 
 _PACK_ROWS = 32
 """The number of rows oneDNN is told to expect; measured: the hint changes nothing."""
@@ -45,7 +48,7 @@ class SlottedLinear(nn.Module):
     def pack(self, *, keep_weight: bool) -> None:
         """Trade the plain weights for oneDNN's layout: inference only, no gradients after."""
         assert self.weight is not None
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACK_ROWS)
+        self._packed = _reorder(self.weight)
         if not keep_weight:
             self.weight = None
 
@@ -74,17 +77,68 @@ class SlottedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
-        out = self._base(flat)
+        out = self.base(flat)
         rows = self._active.rows
         if rows is not None and self.a is not None and self.b is not None:
-            out = rows.add(out, flat, self.a, self.b)
+            rows.add(out, rows.take(flat), self.a, self.b)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _base(self, x: torch.Tensor) -> torch.Tensor:
+    def base(self, x: torch.Tensor) -> torch.Tensor:
+        """The product without adapters: [rows, in] -> [rows, out]."""
+        if self._packed is not None:
+            return _multiply(x, self._packed, self.bias)
+        assert self.weight is not None
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class LinearGroup:
+    """Linear layers that read the same input, as one product; their outputs lie side by side."""
+
+    def __init__(self, members: Sequence[SlottedLinear], *, active: ActiveRows) -> None:
+        self._members = members
+        ends = list(accumulate(member.out_features for member in members))
+        self._columns = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+        self._bias = self._joined_bias()
+        self._active = active
+        self._packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Trade the members' plain weights for one in oneDNN's layout: inference only."""
+        weights = [member.weight for member in self._members if member.weight is not None]
+        self._packed = _reorder(weights[0] if len(weights) == 1 else torch.cat(weights))
+        for member in self._members:
+            member.weight = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [rows, the members' outputs]"""
         if self._packed is None:
-            assert self.weight is not None
-            return nn.functional.linear(x, self.weight, self.bias)
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return product
+            out = torch.cat([member.base(x) for member in self._members], dim=-1)
+        else:
+            out = _multiply(x, self._packed, self._bias)
+        rows = self._active.rows
+        adapted = [member.a is not None for member in self._members]
+        if rows is not None and any(adapted):
+            taken = rows.take(x)
+            for member, columns in zip(self._members, self._columns, strict=True):
+                if member.a is not None and member.b is not None:
+                    rows.add(out[:, columns], taken, member.a, member.b)
+        return out
+
+    def _joined_bias(self) -> torch.Tensor | None:
+        if all(member.bias is None for member in self._members):
+            return None
+        parts = [
+            torch.zeros(member.out_features) if member.bias is None else member.bias.detach()
+            for member in self._members
+        ]
+        return torch.cat(parts)
+
+
+def _reorder(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
+    return packed
+
+
+def _multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product

@@ -5,9 +5,9 @@
     hidden = model.layers(hidden, positions, attend=..., rows=...)  # all layers, or a range
     logits = model.logits(hidden)                                 # [rows, vocabulary]
 
-The layers are transformers' own. Because their order is driven from here, a model whose forward
-pass does more than embed, layers, norm, head is found out when it is loaded: a probe runs through
-both and must agree.
+The layers are transformers' own, until `pack` replaces those it knows by fused ones. Because
+their order is driven from here, a model whose forward pass does more than embed, layers, norm,
+head is found out when it is loaded: a probe runs through both and must agree.
 """
 
 import inspect
@@ -15,24 +15,20 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rookery.errors import ModelError, boundary
-from rookery.slots.attention import ATTENTION, Attend, CausalAttend
+from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.bank import SlotBank
+from rookery.slots.fusion import FusedLayer, Rotation, fuse
 from rookery.slots.linear import ActiveRows, SlottedLinear
+from rookery.slots.probe import HeadsSeen, agree, probe_tokens
 from rookery.slots.rows import SlotRows
 
-__all__ = ["ModelShape", "SlottedModel", "load_model"]
-
-_PROBE_TOKENS = 12
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""How far probe logits may differ: other kernels sum in another order, a wrong pass is far off."""
+__all__ = ["ModelShape", "SlottedModel", "first_adapted_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +66,7 @@ class SlottedModel:
             self._layer_types = self._decoder.config.layer_types
         self._softcap: float | None = getattr(self._decoder.config, "final_logit_softcapping", None)
         self._active = ActiveRows()
+        self._fused: list[FusedLayer] | None = None
         self.linears = self._slot_linears()
         self.bank = SlotBank(self.linears, base_names=names)
 
@@ -86,9 +83,34 @@ class SlottedModel:
 
     def pack(self) -> None:
         """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
+        self._fused = self._agreeing_fusion()
+        for layer in self._fused or ():
+            layer.pack()
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
-            linear.pack(keep_weight=linear.weight is tied)
+            if linear.weight is not None:
+                linear.pack(keep_weight=linear.weight is tied)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether packing found larger operations for the layers."""
+        return self._fused is not None
+
+    def _agreeing_fusion(self) -> list[FusedLayer] | None:
+        """The layers fused, if that computes what transformers' own layers compute."""
+        tokens = probe_tokens(vocab_size=self.shape.vocab_size, device=self.device)
+        positions = torch.arange(len(tokens), device=self.device)
+        attend = HeadsSeen(CausalAttend([len(tokens)], device=self.device))
+        indices = range(self.shape.num_layers)
+        with torch.inference_mode():
+            hidden = self.embed(tokens)
+            rope = self._rope(hidden[None], positions[None])
+            expected = self._run(hidden, indices, positions, rope, attend)
+            fused = fuse(self._decoder.layers, attend.heads, active=self._active)
+            if fused is None or any(c.shape[-1] != self.shape.head_dim for c, _ in rope.values()):
+                return None
+            got = self._run_fused(fused, hidden, indices, rope, attend)
+        return fused if agree(got, expected, dtype=self.dtype) else None
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[rows] -> [rows, hidden], with the scale that some architectures apply."""
@@ -105,20 +127,48 @@ class SlottedModel:
         span: range | None = None,
     ) -> torch.Tensor:
         """Run the layers of `span` (all of them by default) over packed rows."""
-        states = hidden[None]
-        rope = self._rope(states, positions[None])
+        rope = self._rope(hidden[None], positions[None])
+        indices = span if span is not None else range(self.shape.num_layers)
         with self._rows(rows):
-            for index in span if span is not None else range(self.shape.num_layers):
-                layer_type = self._layer_types[index] if self._layer_types else ""
-                states = self._decoder.layers[index](
-                    states,
-                    attention_mask=None,
-                    position_ids=positions[None],
-                    position_embeddings=rope[layer_type],
-                    past_key_values=None,
-                    attend=attend,
-                )
+            if self._fused is not None:
+                return self._run_fused(self._fused, hidden, indices, rope, attend)
+            return self._run(hidden, indices, positions, rope, attend)
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        indices: range,
+        positions: torch.Tensor,
+        rope: dict[str, Any],
+        attend: Attend,
+    ) -> torch.Tensor:
+        states = hidden[None]
+        for index in indices:
+            states = self._decoder.layers[index](
+                states,
+                attention_mask=None,
+                position_ids=positions[None],
+                position_embeddings=rope[self._layer_type(index)],
+                past_key_values=None,
+                attend=attend,
+            )
         return states[0]
+
+    def _run_fused(
+        self,
+        layers: list[FusedLayer],
+        hidden: torch.Tensor,
+        indices: range,
+        rope: dict[str, Any],
+        attend: Attend,
+    ) -> torch.Tensor:
+        rotations = {kind: Rotation(cos, sin) for kind, (cos, sin) in rope.items()}
+        for index in indices:
+            hidden = layers[index](hidden, rotations[self._layer_type(index)], attend)
+        return hidden
+
+    def _layer_type(self, index: int) -> str:
+        return self._layer_types[index] if self._layer_types else ""
 
     def logits(self, hidden: torch.Tensor, *, rows: SlotRows | None = None) -> torch.Tensor:
         """Final norm and head: [rows, hidden] -> float32 [rows, vocabulary]."""
@@ -143,41 +193,6 @@ class SlottedModel:
             self._active.rows = None
 
 
-def load_model(
-    folder: Path, *, device: str = "cpu", dtype: str = "auto", names: frozenset[str] = frozenset()
-) -> SlottedModel:
-    """Read a model folder. `auto` is float32 on the CPU and the folder's own type elsewhere.
-
-    `names` are further names the same weights go by, for matching adapters to their base.
-    """
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} is not a model folder: it has no config.json. Give a folder written by "
-            "save_pretrained, a Hugging Face id, or `smollm2`."
-        )
-    kind: Any = dtype
-    if dtype == "auto":
-        kind = torch.float32 if device == "cpu" else "auto"
-    with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, attn_implementation="eager"
-        )
-        model = model.to(device).eval().requires_grad_(requires_grad=False)
-    _check_parts(model, folder)
-    tokens = torch.arange(_PROBE_TOKENS, device=device) % config.get_text_config().vocab_size
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0].float()
-    _check_finite(model, expected, folder)
-    model.set_attn_implementation(ATTENTION)
-    known = {folder.name, getattr(config, "_name_or_path", "") or "", *names}
-    slotted = SlottedModel(
-        model, names=frozenset(name.rsplit("/", 1)[-1].lower() for name in known if name)
-    )
-    _check_probe(slotted, tokens, expected, folder)
-    return slotted
-
-
 def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) -> int:
     """The lowest decoder layer that any of the named linear layers belongs to."""
     found = [int(m[1]) for name in names if (m := re.search(r"\blayers\.(\d+)\.", name))]
@@ -199,41 +214,3 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         context_tokens=config.max_position_embeddings,
         eos_tokens=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
     )
-
-
-def _check_parts(model: PreTrainedModel, folder: Path) -> None:
-    decoder = model.get_decoder()
-    parts = ("embed_tokens", "layers", "rotary_emb")
-    missing = [part for part in parts if not hasattr(decoder, part)]
-    if missing or not hasattr(model, "lm_head"):
-        raise ModelError(
-            f"{folder}: {type(model).__name__} has no {', '.join(missing) or 'lm_head'}; the "
-            "embedded engine runs decoder models of the Llama, Qwen, Gemma, Mistral and Phi kind. "
-            "Serve this one with vLLM."
-        )
-
-
-def _check_finite(model: PreTrainedModel, logits: torch.Tensor, folder: Path) -> None:
-    if torch.isfinite(logits).all():
-        return
-    broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
-    where = f"{broken[0]} holds NaN or infinity" if broken else "its logits overflow"
-    raise ModelError(
-        f"The model in {folder} is broken: {where}. Fetch or convert it again"
-        + ("." if broken else ", or load it with dtype float32.")
-    )
-
-
-def _check_probe(
-    model: SlottedModel, tokens: torch.Tensor, expected: torch.Tensor, folder: Path
-) -> None:
-    attend = CausalAttend([len(tokens)], device=model.device)
-    positions = torch.arange(len(tokens), device=model.device)
-    with torch.inference_mode():
-        hidden = model.layers(model.embed(tokens), positions, attend=attend)
-        gap = (model.logits(hidden) - expected).abs().max().item()
-    if not gap <= _PROBE_TOLERANCE.get(model.dtype, 1e-3) * max(1.0, expected.abs().max().item()):
-        raise ModelError(
-            f"{folder}: this architecture's forward pass does more than the embedded engine "
-            f"drives (probe logits differ by {gap:.3g}). Serve this model with vLLM."
-        )

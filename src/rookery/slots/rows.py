@@ -30,62 +30,76 @@ class _Blocks:
     """All blocks of one size."""
 
     size: int
-    slots: torch.Tensor
-    """[blocks] the slot of each block"""
-    gather: torch.Tensor
-    """[blocks * size] the packed row at each place; places of padding repeat a row"""
-    places: torch.Tensor
-    """[adapted rows] the place of each adapted row"""
-    rows: torch.Tensor
-    """[adapted rows] the packed row at each of `places`"""
-    is_whole: bool
-    """No padding, and every packed row is here in its order: gather and scatter are no-ops."""
+    slots: torch.Tensor | slice
+    """[blocks] the slot of each block; a slice where they follow one another"""
+    gather: torch.Tensor | None
+    """[blocks * size] the packed row at each place, padding repeats a row; None: as they are"""
+    scatter: torch.Tensor | None
+    """[rows] the place of each packed row, rows of no block one past the last; None: as they are"""
+    covers_all: bool
+    """Every packed row is in some block."""
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [blocks, size, in]"""
+        taken = x if self.gather is None else x.index_select(0, self.gather)
+        return taken.view(-1, self.size, x.shape[-1])
+
+    def pick(self, factors: torch.Tensor) -> torch.Tensor:
+        """[S, m, n] -> [blocks, n, m]"""
+        if isinstance(self.slots, slice):
+            return factors[self.slots].transpose(1, 2)
+        return factors.index_select(0, self.slots).transpose(1, 2)
+
+    def give(self, delta: torch.Tensor) -> torch.Tensor:
+        """[blocks, size, out] -> [rows, out]"""
+        flat = delta.view(-1, delta.shape[-1])
+        if self.scatter is None:
+            return flat
+        if not self.covers_all:
+            flat = torch.cat((flat, flat.new_zeros(1, flat.shape[-1])))
+        return flat.index_select(0, self.scatter)
 
 
 class SlotRows:
-    """The plan of one packed batch; `add` applies it to one linear layer."""
+    """The plan of one packed batch; `take` and `add` apply it to linear layers."""
 
     def __init__(self, segments: Sequence[Segment], *, num_rows: int, device: torch.device) -> None:
+        ordered = sorted(segments, key=lambda segment: segment.slot)
         sizes = sorted({segment.block for segment in segments})
-        self._groups = [
-            _layout([s for s in segments if s.block == size], size, num_rows, device)
+        self._blocks = [
+            _layout([s for s in ordered if s.block == size], size, num_rows, device)
             for size in sizes
         ]
 
+    def take(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of x [rows, in] in their blocks, for any number of layers that read x."""
+        return [blocks.take(x) for blocks in self._blocks]
+
     def add(
-        self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor
-    ) -> torch.Tensor:
-        """out [rows, out] + the adapters' part of x [rows, in]; a [S, r, in], b [S, out, r]."""
-        for blocks in self._groups:
-            taken = x if blocks.is_whole else x.index_select(0, blocks.gather)
-            taken = taken.view(-1, blocks.size, x.shape[-1])
-            shrunk = torch.bmm(taken, a.index_select(0, blocks.slots).transpose(1, 2))
-            delta = torch.bmm(shrunk, b.index_select(0, blocks.slots).transpose(1, 2))
-            delta = delta.view(-1, out.shape[-1])
-            if blocks.is_whole:
-                out = out + delta
-            else:
-                out = out.index_add(0, blocks.rows, delta.index_select(0, blocks.places))
-        return out
+        self, out: torch.Tensor, taken: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        """Add the adapters' part to out [rows, out] in place; a [S, r, in], b [S, out, r]."""
+        for blocks, x in zip(self._blocks, taken, strict=True):
+            out.add_(blocks.give(torch.bmm(torch.bmm(x, blocks.pick(a)), blocks.pick(b))))
 
 
 def _layout(segments: Sequence[Segment], size: int, num_rows: int, device: torch.device) -> _Blocks:
     slots: list[int] = []
     gather: list[int] = []
-    places: list[int] = []
-    rows: list[int] = []
+    places: dict[int, int] = {}
     for segment in segments:
         for first in range(0, len(segment.rows), size):
             taken = segment.rows[first : first + size]
-            places.extend(range(len(gather), len(gather) + len(taken)))
-            rows.extend(taken)
+            places.update(zip(taken, range(len(gather), len(gather) + len(taken)), strict=True))
             gather.extend([*taken, *[taken[0]] * (size - len(taken))])
             slots.append(segment.slot)
+    is_whole = gather == list(range(num_rows))
+    scatter = [places.get(row, len(gather)) for row in range(num_rows)]
+    follow = slots == list(range(slots[0], slots[0] + len(slots)))
     return _Blocks(
         size=size,
-        slots=torch.tensor(slots, device=device),
-        gather=torch.tensor(gather, device=device),
-        places=torch.tensor(places, device=device),
-        rows=torch.tensor(rows, device=device),
-        is_whole=gather == list(range(num_rows)),
+        slots=slice(slots[0], slots[-1] + 1) if follow else torch.tensor(slots, device=device),
+        gather=None if is_whole else torch.tensor(gather, device=device),
+        scatter=None if is_whole else torch.tensor(scatter, device=device),
+        covers_all=len(places) == num_rows,
     )

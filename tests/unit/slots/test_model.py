@@ -9,7 +9,11 @@ from tiny import VOCAB, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rookery.errors import ModelError
-from rookery.slots import CausalAttend, load_model
+from rookery.slots import CausalAttend, Segment, SlotRows, SlottedModel, load_model
+from rookery.types import Adapter, LoraFactors
+from rookery.weights import make_adapter
+
+CPU = torch.device("cpu")
 
 ARCHITECTURES = {
     "Llama": {},
@@ -41,17 +45,53 @@ def test_packed_sequences_give_the_logits_of_transformers(kind: str, tmp_path: P
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_packing_keeps_the_logits(tiny_folder: Path) -> None:
-    plain, packed = load_model(tiny_folder), load_model(tiny_folder)
+FUSED = {"Llama", "Qwen2", "Qwen3", "Mistral"}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_packing_keeps_the_logits_of_base_and_adapters(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / kind, kind, **ARCHITECTURES[kind])
+    plain, packed = load_model(folder), load_model(folder)
     packed.pack()
-    tokens = torch.arange(20)
-    attend = CausalAttend([20], device=torch.device("cpu"))
-    with torch.inference_mode():
-        a, b = (
-            m.logits(m.layers(m.embed(tokens), torch.arange(20), attend=attend))
-            for m in (plain, packed)
+    assert packed.is_fused == (kind in FUSED)
+    targets = [name for name in plain.linears if "layers.1." in name]
+    adapter = random_adapter(plain, targets)
+    rows = SlotRows([Segment(slot=1, rows=range(5, 15), block=4)], num_rows=20, device=CPU)
+    logits = []
+    for model in (plain, packed):
+        model.bank.put(1, adapter)
+        attend = CausalAttend([20], device=CPU)
+        with torch.inference_mode():
+            hidden = model.layers(
+                model.embed(torch.arange(20)), torch.arange(20), attend=attend, rows=rows
+            )
+            logits.append(model.logits(hidden, rows=rows))
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+def random_adapter(model: SlottedModel, targets: list[str]) -> Adapter:
+    generator = torch.Generator().manual_seed(2)
+    factors = {
+        name: LoraFactors(
+            a=torch.randn(3, model.linears[name].in_features, generator=generator),
+            b=torch.randn(model.linears[name].out_features, 3, generator=generator),
+            scale=0.5,
         )
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        for name in targets
+    }
+    return make_adapter("random", base="", factors=factors)
+
+
+def test_layers_that_only_look_like_llamas_are_not_fused(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts are known, what is computed with them is not: the norm's weight is off by one."""
+    model = load_model(tiny_folder)
+    norm = type(model._decoder.layers[0].input_layernorm)
+    plain = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda self, x: plain(self, x) * 1.1)
+    model.pack()
+    assert not model.is_fused
 
 
 def test_an_architecture_that_does_more_is_refused(tmp_path: Path) -> None:

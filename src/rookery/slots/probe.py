@@ -1,0 +1,39 @@
+"""A short pass that two ways of running a model must agree on."""
+
+import torch
+
+from rookery.slots.attention import Attend, Heads
+
+__all__ = ["HeadsSeen", "agree", "gap", "probe_tokens"]
+
+_NUM_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""How far results may differ: other kernels sum in another order, a wrong pass is far off."""
+
+
+def probe_tokens(*, vocab_size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(_NUM_TOKENS, device=device) % vocab_size
+
+
+def gap(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return (got - expected).abs().max().item()
+
+
+def agree(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype) -> bool:
+    """Whether two passes of a model of this type computed the same; NaN agrees with nothing."""
+    allowed = _TOLERANCE.get(dtype, 1e-3) * max(1.0, expected.abs().max().item())
+    return gap(got, expected) <= allowed
+
+
+class HeadsSeen:
+    """An attend that keeps what each layer asked of it, in order."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+        self.heads: list[Heads] = []
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
+    ) -> torch.Tensor:
+        self.heads.append(heads)
+        return self._attend(q, k, v, heads)
