@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.runs import OpenRun, new_run
+from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
     console,
@@ -18,7 +18,6 @@ from rookery.cli.terminal import (
     token_progress,
 )
 from rookery.config import load_config, parse_config
-from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rookery.embedded import EmbeddedEngine
@@ -62,18 +61,10 @@ def run_command(
         Go on with the run of this name.
     """
     from rookery.loops.genome import GenomeConfig
-    from rookery.runs import Run
 
     check_flags(overrides, fields=GenomeConfig.model_fields, own=("name", "runs_dir", "resume"))
     if resume:
-        if not name:
-            raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-        if overrides:
-            raise ConfigError(
-                f"--resume goes on with the config that the run was made with: leave out "
-                f"{' '.join(overrides)}, or start a new run."
-            )
-        with Run.open(runs_dir / name) as run:
+        with open_again(runs_dir, name=name, overrides=overrides) as run:
             return resume_genome(run)
     loaded = load_config(GenomeConfig, config, overrides=overrides).from_folder(config.parent)
     return _finish(loaded, new_run(loaded, kind="genome", name=name, runs_dir=runs_dir))

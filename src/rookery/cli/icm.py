@@ -1,21 +1,37 @@
 """`rookery icm run`: label data that has no labels, as a config says."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console, fail, quiet_libraries, run_async, token_progress
-from rookery.config import load_config
-from rookery.errors import ConfigError, RunError
+from rookery.cli.runs import OpenRun, new_run, open_again
+from rookery.cli.terminal import (
+    check_flags,
+    console,
+    quiet_libraries,
+    resumable,
+    run_async,
+    token_progress,
+)
+from rookery.config import load_config, parse_config
+from rookery.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from rookery.loops.icm import IcmConfig, IcmResult
+    from rookery.loops.icm import Bench, IcmConfig, IcmResult
+    from rookery.loops.icm.items import Item
+    from rookery.loops.icm.prompts import Encoder
     from rookery.runs import Run
+    from rookery.types import Datum, ModelRef
+
+    Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
 
 __all__ = ["icm", "resume_icm"]
 
@@ -50,53 +66,52 @@ def run_command(
         Go on with the run of this name.
     """
     from rookery.loops.icm import IcmConfig
-    from rookery.runs import Run
 
-    quiet_libraries()
+    check_flags(overrides, fields=IcmConfig.model_fields, own=("name", "runs_dir", "resume"))
     if resume:
-        if not name:
-            raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-        with Run.open(runs_dir / name) as run:
+        with open_again(runs_dir, name=name, overrides=overrides) as run:
             return resume_icm(run)
     loaded = load_config(IcmConfig, config, overrides=overrides).from_folder(config.parent)
-    inputs = _read_inputs(loaded)
-    document = loaded.model_dump(mode="json")
-    with Run.create(runs_dir, kind="icm", config=document, name=name) as run:
-        return _finish(run, loaded, inputs)
+    return _finish(loaded, new_run(loaded, kind="icm", name=name, runs_dir=runs_dir))
 
 
 def resume_icm(run: "Run") -> int:
     """Go on with a labelling from where its event log ends."""
-    from rookery.config import parse_config
     from rookery.loops.icm import IcmConfig
 
-    quiet_libraries()
     config = parse_config(IcmConfig, run.config, origin=str(run.path / "config.json"))
-    return _finish(run, config, _read_inputs(config))
+    return _finish(config, lambda: nullcontext(run))
 
 
-def _read_inputs(config: "IcmConfig") -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Inputs:
     """Everything the loop reads, checked before a run is made; the true labels are not kept."""
+
+    items: "list[Item]"
+    encoder: "Encoder"
+    context_tokens: int | None
+
+
+def _read_inputs(config: "IcmConfig") -> _Inputs:
     from rookery.loops.icm import load_encoder, read_gold, read_items
 
     items = read_items(config.data)
     read_gold(config.data, items)
     folder = _model_folder(config)
-    return {
-        "items": items,
-        "encoder": load_encoder(folder),
-        "context_tokens": _context_tokens(folder),
-    }
+    return _Inputs(items, load_encoder(folder), _context_tokens(folder))
 
 
 def _model_folder(config: "IcmConfig") -> Path:
     """Where the tokenizer is."""
     from rookery.embedded import EngineConfig, resolve_model
+    from rookery.fleet import FleetConfig
 
     engine = config.engine
-    if isinstance(engine, EngineConfig):
-        return resolve_model(config.tokenizer or engine.model).path
-    model = config.tokenizer or (engine.launch.model if engine.launch is not None else "")
+    model = config.tokenizer
+    if not model and isinstance(engine, EngineConfig):
+        model = engine.model
+    if not model and isinstance(engine, FleetConfig) and engine.launch is not None:
+        model = engine.launch.model
     if not model:
         raise ConfigError(
             "Servers given by URL keep their tokenizer to themselves: write tokenizer, the model's "
@@ -115,69 +130,110 @@ def _context_tokens(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _finish(run: "Run", config: "IcmConfig", inputs: dict[str, Any]) -> int:
-    from rookery.ui.icm import render_icm_page
-
-    try:
-        result = run_async(_label(run, config, inputs))
-    except KeyboardInterrupt:
-        fail(f"Interrupted. Go on with: rookery runs resume {run.path}")
-        raise
-    page = run.write_text("report.html", render_icm_page(result.report))
-    run.finish("finished")
-    _print_report(result.report)
-    console.print(f"labels   {run.path / 'labels.jsonl'}", highlight=False, soft_wrap=True)
-    console.print(
-        f"exports  {run.path / 'sft.jsonl'}, pairs.jsonl, soft.jsonl",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(f"report   {page}", highlight=False, soft_wrap=True)
+def _finish(config: "IcmConfig", open_run: OpenRun) -> int:
+    quiet_libraries()
+    report, path = run_async(_label(config, _read_inputs(config), open_run))
+    _print_report(report)
+    exports = f"{path / 'sft.jsonl'}, pairs.jsonl, soft.jsonl"
+    for line in (
+        f"labels   {path / 'labels.jsonl'}",
+        f"exports  {exports}",
+        f"report   {path / 'report.html'}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def _open(config: "IcmConfig") -> "AbstractAsyncContextManager[Any]":
+def _open(config: "IcmConfig", encoder: "Encoder") -> "AbstractAsyncContextManager[Any]":
     from rookery.embedded import EngineConfig, open_engine
-    from rookery.fleet import open_fleet
+    from rookery.fleet import FleetConfig, open_fleet
+    from rookery.fleet.external import Codec, open_external
+    from rookery.tasks.template import load_template
 
     engine = config.engine
-    return open_engine(engine) if isinstance(engine, EngineConfig) else open_fleet(engine)
+    if isinstance(engine, EngineConfig):
+        return open_engine(engine)
+    if isinstance(engine, FleetConfig):
+        return open_fleet(engine)
+    decode = load_template(_model_folder(config)).decode
+    return open_external(engine, codec=Codec(encode=encoder.encode, decode=decode))
 
 
-async def _label(run: "Run", config: "IcmConfig", inputs: dict[str, Any]) -> "IcmResult":
-    from rookery.loops.icm import Bench, label, read_gold
-    from rookery.loops.icm.loop import ChainStep
+async def _label(
+    config: "IcmConfig", inputs: _Inputs, open_run: OpenRun
+) -> tuple[dict[str, Any], Path]:
+    """What can be refused is refused before the run is made."""
+    from rookery.loops.icm import Bench, check_batches
+    from rookery.ui.icm import render_icm_page
 
-    items = inputs["items"]
-    async with _open(config) as engine:
+    async with _open(config, inputs.encoder) as engine:
         bench = Bench(
             sampler=engine,
             model=engine.base,
-            encoder=inputs["encoder"],
-            context_tokens=inputs["context_tokens"],
+            encoder=inputs.encoder,
+            context_tokens=inputs.context_tokens,
         )
-        with token_progress() as bar:
-            line = bar.add_task("labelling", total=config.search.iterations, tokens=0)
+        check_batches(config, inputs.items, bench=bench)
+        with open_run() as run, resumable(run.path):
+            if config.iterate is not None:
+                bench = replace(bench, tune=_tuner(run, config, engine))
+            result = await _search(run, config, inputs, bench)
+            run.write_text("report.html", render_icm_page(result.report))
+            run.finish("finished")
+    return result.report, run.path
 
-            def stepped(now: ChainStep) -> None:
-                stats = engine.stats.prompt_tokens if config.engine.type == "embedded" else 0
-                step = now.step
-                num_labelled = sum(x >= 0 for x in step.labels)
-                text = (
-                    f"batch {now.batch} chain {now.chain}: {num_labelled} of {now.num_items}, "
-                    f"{step.num_frustrated} frustrated, U {step.utility:.1f}"
-                )
-                done = max(bar.tasks[line].completed, step.iteration + 1)
-                bar.update(line, completed=done, tokens=stats, description=text)
 
-            return await label(
-                config,
-                items=items,
-                bench=bench,
-                run=run,
-                gold=lambda: read_gold(config.data, items),
-                on_step=stepped,
+async def _search(run: "Run", config: "IcmConfig", inputs: _Inputs, bench: "Bench") -> "IcmResult":
+    from rookery.loops.icm import label, read_gold
+    from rookery.loops.icm.loop import ChainStep
+
+    with token_progress() as bar:
+        line = bar.add_task("labelling", total=config.search.iterations, tokens=0)
+
+        def stepped(now: ChainStep) -> None:
+            step = now.step
+            num_labelled = sum(x >= 0 for x in step.labels)
+            text = (
+                f"batch {now.batch} chain {now.chain}: {num_labelled} of {now.num_items}, "
+                f"{step.num_frustrated} frustrated, U {step.utility:.1f}"
             )
+            done = max(bar.tasks[line].completed, step.iteration + 1)
+            bar.update(line, completed=done, tokens=now.num_tokens, description=text)
+
+        return await label(
+            config,
+            items=inputs.items,
+            bench=bench,
+            run=run,
+            gold=lambda: read_gold(config.data, inputs.items),
+            on_step=stepped,
+        )
+
+
+def _tuner(run: "Run", config: "IcmConfig", engine: Any) -> "Tuner":
+    """Training in this process, beside the engine; a resumed run finds what it trained before."""
+    import torch
+
+    from rookery.slots import load_model
+    from rookery.train.sft import sft
+
+    assert config.iterate is not None
+    settings = config.iterate.sft
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    async def tune(data: "Sequence[Datum]") -> "ModelRef":
+        adapter = await sft(
+            load_model(_model_folder(config), device=device),
+            data,
+            settings,
+            name="icm",
+            base=engine.base.version,
+            checkpoints=run.path / "training",
+        )
+        ref: ModelRef = await engine.load(adapter)
+        return ref
+
+    return tune
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -193,7 +249,7 @@ def _print_report(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(f"verdict  [bold]{report['verdict']}[/bold]")
     for warning in report["warnings"]:
-        console.print(f"[yellow]{warning}[/yellow]")
+        console.print(warning, style="yellow", markup=False)
     tokens = report["tokens"]
     console.print(
         f"search: {tokens['computed']:,} prompt tokens computed of {tokens['naive']:,} that a "

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +14,12 @@ from cyclopts import Parameter
 
 from rookery.cli.terminal import console
 from rookery.config import Config, parse_config
-from rookery.errors import RunError
+from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rookery.runs import Run
 
-__all__ = ["OpenRun", "new_run", "runs"]
+__all__ = ["OpenRun", "new_run", "open_again", "runs"]
 
 OpenRun = Callable[[], "AbstractContextManager[Run]"]
 """Makes a run or goes on with one, when everything that can be refused has been read."""
@@ -161,6 +161,20 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: Path) -> OpenRun:
         )
     document = config.model_dump(mode="json")
     return lambda: Run.create(runs_dir, kind=kind, config=document, name=name)
+
+
+def open_again(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> "Run":
+    """The run that `--resume` goes on with; a run has one config, the one it was made with."""
+    from rookery.runs import Run
+
+    if not name:
+        raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
+    if overrides:
+        raise ConfigError(
+            "--resume goes on with the config that the run was made with: leave out "
+            f"{' '.join(overrides)}, or start a new run."
+        )
+    return Run.open(runs_dir / name)
 
 
 def _require_folder(runs_dir: Path) -> None:

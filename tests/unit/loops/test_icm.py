@@ -1,6 +1,8 @@
 """The icm loop end to end on a scripted model: concept, resume, honesty, equality of the paths."""
 
+import asyncio
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from loops.oracle import Oracle, make_config, write_items
 
-from rookery.errors import EngineError, TaskError
+from rookery.errors import ConfigError, EngineError, TaskError
 from rookery.loops.icm import IcmConfig, IcmResult, label, read_gold, read_items
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.loop import open_problem
@@ -17,7 +19,7 @@ from rookery.loops.icm.reader import PlainReader, ScoreStore, SharedReader
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.testing import BASE
-from rookery.types import Score
+from rookery.types import Datum, ModelRef, Score
 
 
 async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = "a") -> IcmResult:
@@ -115,8 +117,6 @@ async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> Non
     score = oracle.sampler.score
 
     async def late(requests):
-        import asyncio
-
         for _ in range(len(requests[0].tokens) % 7):
             await asyncio.sleep(0)
         return await score(requests)
@@ -319,8 +319,6 @@ async def test_more_than_two_labels(tmp_path: Path) -> None:
 
 def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None:
     oracle, _, config = problem(12)
-    from dataclasses import replace
-
     bench = replace(oracle.bench, context_tokens=20)
     with pytest.raises(TaskError, match="write batch_size: 5 or less"):
         open_problem(config, read_items(config.data), bench=bench, store=ScoreStore())
@@ -329,9 +327,37 @@ def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None
 async def test_chains_of_one_batch_share_what_is_in_flight(problem) -> None:
     oracle, opened, _ = problem(8)
     assert isinstance(opened.reader, SharedReader)
-    import asyncio
-
     labels = (0, 1) * 4
     contexts = [(labels, item) for item in range(8)]
     one, two = await asyncio.gather(opened.reader.read(contexts), opened.reader.read(contexts))
     assert one == two and oracle.sampler.num_scores == 8
+
+
+async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(tmp_path) -> None:
+    """A model that does not know the concept by itself learns it from the first batch."""
+    oracle = Oracle(24, seed=6)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    config = make_config(path, batch_size=8, iterate={"num_batches": 1})
+    trained: list[list[Datum]] = []
+    seen: list[ModelRef] = []
+
+    async def tune(data) -> ModelRef:
+        trained.append(list(data))
+        return ModelRef(name="icm", version=str(len(trained)))
+
+    logprob = oracle.sampler._logprob
+    oracle.sampler._logprob = lambda model, *rest: (seen.append(model), logprob(model, *rest))[1]
+    items = read_items(config.data)
+    with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
+        bench = replace(oracle.bench, tune=tune)
+        result = await label(config, items=items, bench=bench, run=run)
+    assert [len(data) for data in trained] == [8, 16], "all labels so far"
+    rows = read_rows(tmp_path / "a" / "labels.jsonl")
+    assert [row["model"] for row in rows] == ["base@fake"] * 8 + ["icm@1"] * 8 + ["icm@2"] * 8
+    assert [m.version for m in dict.fromkeys(seen)] == ["fake", "1", "2"]
+    words = oracle.words.ids
+    first = trained[0][0]
+    assert first.tokens == (words["#0"], words["is"], words[result.labels["i0"] or ""])
+    assert first.weights == (0.0, 0.0, 1.0)
+    with pytest.raises(ConfigError, match="adapters can be loaded"):
+        await run_icm(tmp_path, oracle, config, name="b")

@@ -96,3 +96,19 @@ def test_the_command_labels_reports_and_resumes(
     with Run.view(folder) as run:
         assert run.counts()["score"] == num_scores, "a finished run asks for nothing"
     assert (folder / "labels.jsonl").read_text() == labels
+
+
+def test_the_command_trains_between_batches(config: IcmConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json(exclude={"iterate"}))
+    words = ["icm", "run", str(path), "--name", "a", "--runs-dir", str(tmp_path / "runs")]
+    words += ["--batch-size", "4", "--search.iterations", "10", "--siblings.inverted", "false"]
+    words += ["--iterate.sft.steps", "3", "--iterate.sft.layers", "2"]
+    assert app(words, result_action="return_value", exit_on_error=False) == 0
+    rows = (tmp_path / "runs" / "a" / "labels.jsonl").read_text().splitlines()
+    models = [json.loads(row)["model"] for row in rows]
+    assert models[0] == models[3] != models[4] == models[7]
+    assert models[4].startswith("icm@")
+    again = ["runs", "resume", str(tmp_path / "runs" / "a")]
+    assert app(again, result_action="return_value", exit_on_error=False) == 0
+    assert (tmp_path / "runs" / "a" / "labels.jsonl").read_text().splitlines() == rows

@@ -14,7 +14,16 @@ exports.py    files for training
 """
 
 from rookery.loops.icm.items import read_gold, read_items
-from rookery.loops.icm.loop import Bench, IcmConfig, IcmResult, label
+from rookery.loops.icm.loop import Bench, IcmConfig, IcmResult, check_batches, label
 from rookery.loops.icm.prompts import load_encoder
 
-__all__ = ["Bench", "IcmConfig", "IcmResult", "label", "load_encoder", "read_gold", "read_items"]
+__all__ = [
+    "Bench",
+    "IcmConfig",
+    "IcmResult",
+    "check_batches",
+    "label",
+    "load_encoder",
+    "read_gold",
+    "read_items",
+]

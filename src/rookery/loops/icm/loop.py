@@ -3,6 +3,7 @@
     for each batch of items, several chains at a time:
         anneal the labels until nothing is frustrated          # chain.py
     labels = the best chain of each batch
+    if iterating: train an adapter on the labels so far, go on with it
     compare with what needs no search                          # siblings.py
     read the true labels, if there are any, for the report     # verdict.py
 
@@ -12,8 +13,8 @@ event log before it counts. So resuming is running again: what was answered is n
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,8 +22,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.errors import TaskError
+from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
+from rookery.fleet.external import ExternalConfig
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.exports import ExportsConfig, write_exports
 from rookery.loops.icm.items import DataConfig, Item, batch_items
@@ -32,14 +34,25 @@ from rookery.loops.icm.reader import ScoreStore, SharedReader
 from rookery.loops.icm.relations import ConstraintConfig, build_constraints, fields_of
 from rookery.loops.icm.report import Batch, label_records, make_report
 from rookery.loops.icm.siblings import SiblingsConfig
-from rookery.ports import Sampler
+from rookery.ports import Adapters, Sampler
 from rookery.runs import NewEvent, Run
 from rookery.search.annealing import AnnealingConfig
+from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import TreeOrder
 from rookery.search.streams import stream_seed
-from rookery.types import ModelRef
+from rookery.train.sft import SftConfig
+from rookery.types import Datum, ModelRef
 
-__all__ = ["Bench", "ChainStep", "IcmConfig", "IcmResult", "label", "open_problem"]
+__all__ = [
+    "Bench",
+    "ChainStep",
+    "IcmConfig",
+    "IcmResult",
+    "IterateConfig",
+    "check_batches",
+    "label",
+    "open_problem",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +60,21 @@ BLOCK_DECISIONS = 64
 """Decisions written together: they follow from the answers, which are written at once."""
 
 
+class IterateConfig(Config):
+    """Training on the labels of some batches before the next are labelled."""
+
+    num_batches: int = Field(default=1, ge=1)
+    """Batches that are labelled with one adapter, before the next one is trained."""
+    sft: SftConfig = SftConfig()
+    """How an adapter is trained on all labels so far, always from the beginning."""
+
+
 class IcmConfig(Config):
     """One labelling of one file of items."""
 
-    engine: Annotated[EngineConfig | FleetConfig, Field(discriminator="type")] = EngineConfig()
+    engine: Annotated[EngineConfig | FleetConfig | ExternalConfig, Field(discriminator="type")] = (
+        EngineConfig()
+    )
     tokenizer: str = ""
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     data: DataConfig
@@ -69,6 +93,9 @@ class IcmConfig(Config):
     speculate: int = Field(default=1, ge=1)
     """Iterations to ask ahead for in one call, guessing that none changes anything: for engines
     that one evaluation does not fill. Costs tokens, changes no decision."""
+    iterate: IterateConfig | None = None
+    """Label a few batches, train an adapter on them, label the next with it. Empty: all batches
+    are labelled by the model as it is."""
     siblings: SiblingsConfig = SiblingsConfig()
     exports: ExportsConfig = ExportsConfig()
     seed: int = 0
@@ -106,6 +133,8 @@ class Bench:
     encoder: Encoder
     context_tokens: int | None = None
     """The longest prompt of the model, where it is known: checked before anything is asked."""
+    tune: Callable[[Sequence[Datum]], Awaitable[ModelRef]] | None = None
+    """Trains an adapter on the data and makes it servable; needed when the config iterates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +144,8 @@ class ChainStep:
     batch: int
     chain: int
     num_items: int
+    num_tokens: int
+    """Prompt tokens computed so far, by all chains."""
     step: Step
 
 
@@ -140,8 +171,17 @@ async def label(
     `gold` is called when the search is over: nothing before it can depend on the true labels.
     """
     store = ScoreStore(run)
-    batches = _open_batches(config, items, bench, store)
-    await _search(config, batches, run, on_step)
+    batches: list[Batch] = []
+    model = bench.model
+    for own in _rounds(config, items):
+        if batches:
+            model = await _tune(config, batches, bench)
+        opened = [
+            _open_batch(config, index, part, bench=replace(bench, model=model), store=store)
+            for index, part in enumerate(own, start=len(batches))
+        ]
+        await _search(config, opened, run, store, on_step)
+        batches += opened
     store.part = "siblings"
     naive_tokens = sum(batch.reader.naive_tokens for batch in batches)
     truth = dict(gold()) if gold is not None else {}
@@ -176,6 +216,17 @@ async def label(
     return IcmResult(labels=found, report=report)
 
 
+def check_batches(config: IcmConfig, items: Sequence[Item], *, bench: Bench) -> None:
+    """Refuse, before anything is asked, items whose prompts or constraints cannot be."""
+    if config.iterate is not None and not isinstance(bench.sampler, Adapters):
+        raise ConfigError(
+            "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
+            "or fleet, or leave iterate out."
+        )
+    for own in batch_items(items, size=config.batch_size):
+        open_problem(config, own, bench=bench, store=ScoreStore())
+
+
 def open_problem(
     config: IcmConfig, items: Sequence[Item], *, bench: Bench, store: ScoreStore
 ) -> Problem:
@@ -203,30 +254,56 @@ def open_problem(
     )
 
 
-def _open_batches(
-    config: IcmConfig, items: Sequence[Item], bench: Bench, store: ScoreStore
-) -> list[Batch]:
-    return [
-        Batch(
-            index=index,
-            items=tuple(own),
-            problem=open_problem(config, own, bench=bench, store=store),
-            seed=stream_seed(config.seed, "batch", index),
-            provenance={
-                "model": bench.model.served_name,
-                "order": "tree",
-                "seed": config.seed,
-                "batch": index,
-            },
-        )
-        for index, own in enumerate(batch_items(items, size=config.batch_size))
-    ]
+def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
+    """The batches that are labelled by one model, model by model."""
+    batches = batch_items(items, size=config.batch_size)
+    if config.iterate is None:
+        return [batches]
+    size = config.iterate.num_batches
+    return [batches[first : first + size] for first in range(0, len(batches), size)]
+
+
+def _open_batch(
+    config: IcmConfig, index: int, items: Sequence[Item], *, bench: Bench, store: ScoreStore
+) -> Batch:
+    return Batch(
+        index=index,
+        items=tuple(items),
+        problem=open_problem(config, items, bench=bench, store=store),
+        seed=stream_seed(config.seed, "batch", index),
+        provenance={
+            "model": bench.model.served_name,
+            "order": "tree",
+            "seed": config.seed,
+            "batch": index,
+        },
+    )
+
+
+async def _tune(config: IcmConfig, batches: Sequence[Batch], bench: Bench) -> ModelRef:
+    """A model trained on every label so far that is sure enough to be exported."""
+    if bench.tune is None:
+        raise ConfigError("iterate needs an engine that adapters can be loaded into.")
+    records = label_records(batches)
+    sure = [r for r in records if r.margin is not None and r.margin >= config.exports.min_margin]
+    if not sure:
+        raise TaskError("No label is sure enough to train on: lower exports.min_margin.")
+    prompts = Prompts([r.item for r in sure], encoder=bench.encoder, data=config.data)
+    data = []
+    for place, record in enumerate(sure):
+        query = prompts.context((UNLABELLED,) * len(sure), place, order=())
+        answer = prompts.label_tokens[record.label or 0]
+        data.append(Datum(tokens=(*query, answer), weights=(*[0.0] * len(query), 1.0)))
+    model = await bench.tune(data)
+    logger.info("trained %s on %d labels", model.served_name, len(data))
+    return model
 
 
 async def _search(
     config: IcmConfig,
     batches: Sequence[Batch],
     run: Run,
+    store: ScoreStore,
     on_step: Callable[[ChainStep], None] | None,
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
@@ -239,7 +316,13 @@ async def _search(
             journal.add(step)
             if on_step is not None:
                 on_step(
-                    ChainStep(batch=batch.index, chain=chain, num_items=len(batch.items), step=step)
+                    ChainStep(
+                        batch=batch.index,
+                        chain=chain,
+                        num_items=len(batch.items),
+                        num_tokens=store.computed["search"],
+                        step=step,
+                    )
                 )
 
         async with room:

@@ -58,6 +58,10 @@ class Prompts:
         rest = (len(q) - len(own[0]) for q, own in zip(self.queries, self._demos, strict=True))
         return len(self.head) + demos + max(rest)
 
+    def demo(self, item: int, label: int) -> TokenIds:
+        """An item with a label, as others are shown it."""
+        return self._demos[item][label]
+
     def context(self, labels: Labels, target: int, *, order: Sequence[int]) -> TokenIds:
         """Head, the labelled items in the given order, and the query of the target."""
         demos = (self._demos[i][labels[i]] for i in order if labels[i] != UNLABELLED)
