@@ -83,6 +83,8 @@ class _Loader:
         self._stock_load = manager._load_adapter
         self._stock_add = manager.add_adapter
         self._staged: dict[int, torch.Tensor] = {}
+        self._names: dict[str, str] = {}
+        self._landing: torch.Tensor | None = None
         self._writer = _SlotWriter(device)
         for module in manager._adapter_manager.modules.values():
             self._writer.attach(module)
@@ -100,7 +102,7 @@ class _Loader:
         rank = max(layer[1] for layer in layers)
         self._check(request, manifest, rank)
         kept = _open_arena(folder, manifest)
-        hot = kept.to(self._device)
+        hot = self._arrive(folder, manifest, kept)
         weights: dict[str, Any] = {}
         for name, layer_rank, size_in, size_out, offset_a, offset_b in layers:
             module = self._module_name(name)
@@ -132,6 +134,25 @@ class _Loader:
             if self._staged:
                 self._let_go(request.lora_int_id)
 
+    def _arrive(self, folder: Path, manifest: dict[str, Any], kept: torch.Tensor) -> torch.Tensor:
+        """The arena on the device. Files go through one page-locked buffer: sooner than mapped."""
+        import torch
+
+        if self._device.type != "cuda" or kept.is_cuda:
+            return kept.to(self._device)
+        size = manifest["bytes"]
+        if self._landing is None or self._landing.numel() < size:
+            self._landing = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        landing = self._landing[:size]
+        with (folder / ARENA).open("rb", buffering=0) as file:
+            view, done = landing.numpy().data, 0
+            while done < size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise ValueError(f"{folder / ARENA} ends after {done} bytes of {size}")
+                done += count
+        return landing.to(self._device)
+
     def _let_go(self, lora_id: int) -> None:
         model = self._manager._adapter_manager.list_adapters().get(lora_id)
         for layer in model.loras.values() if model is not None else ():
@@ -159,17 +180,23 @@ class _Loader:
             raise ValueError(f"{request.lora_name} adapts {wrong[0]}; known are {sorted(known)}")
 
     def _module_name(self, layer: str) -> str:
-        from vllm.lora.utils import parse_fine_tuned_lora_name
+        if layer not in self._names:
+            from vllm.lora.utils import parse_fine_tuned_lora_name
 
+            name = f"base_model.model.{layer}.lora_A.weight"
+            self._names[layer] = str(parse_fine_tuned_lora_name(name, self._mapper())[0])
+        return self._names[layer]
+
+    def _mapper(self) -> Any:
+        """Renames alone, without the maps that stack q, k and v: vLLM stacks adapters itself.
+
+        The method's name differs between versions; older mappers have no such maps.
+        """
         mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-        # Without the maps that stack q, k and v: vLLM stacks adapters by itself. The method's name
-        # differs between versions; older mappers have no such maps.
         for rename in ("get_rename_mapper", "get_unstacked_mapper"):
             if hasattr(mapper, rename):
-                mapper = getattr(mapper, rename)()
-                break
-        name = f"base_model.model.{layer}.lora_A.weight"
-        return str(parse_fine_tuned_lora_name(name, mapper)[0])
+                return getattr(mapper, rename)()
+        return mapper
 
 
 class _SlotWriter:
@@ -178,6 +205,7 @@ class _SlotWriter:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._is_waiting = False
+        self._found: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._zeroed: list[torch.Tensor] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -211,8 +239,7 @@ class _SlotWriter:
     def _reset(self, module: Any, index: int) -> None:
         if not self._is_waiting:
             return type(module).reset_lora(module, index)  # type: ignore[no-any-return]
-        for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
-            self._zeroed.append(stacked[index])
+        self._zeroed += self._slots(module, index)
         return None
 
     def _set(self, module: Any, index: int, lora_a: Any, lora_b: Any) -> None:
@@ -225,14 +252,23 @@ class _SlotWriter:
             finally:
                 self._is_waiting = before
             return
-        stacks = (*module.lora_a_stacked, *module.lora_b_stacked)
-        for stacked, factor in zip(stacks, (*factors_a, *factors_b), strict=True):
-            slot = stacked[index, 0]
+        slots = self._slots(module, index)
+        for slot, factor in zip(slots, (*factors_a, *factors_b), strict=True):
             if factor is None or factor.shape != slot.shape:
                 self._zeroed.append(slot)
-            if factor is not None:
+            if factor is not None and factor.shape == slot.shape:
+                self._copies.append((slot, factor))
+            elif factor is not None:
                 rows, columns = factor.shape
                 self._copies.append((slot[:rows, :columns], factor))
+
+    def _slots(self, module: Any, index: int) -> list[torch.Tensor]:
+        """The slot of every factor of a layer, A's before B's. vLLM never moves them."""
+        key = id(module), index
+        if key not in self._found:
+            stacks = (*module.lora_a_stacked, *module.lora_b_stacked)
+            self._found[key] = [stacked[index, 0] for stacked in stacks]
+        return self._found[key]
 
     def _write(self) -> None:
         import torch
