@@ -45,13 +45,7 @@ def draw(
         if _is_truncated(param):
             _truncate(logits[row], param)
     normaliser = torch.logsumexp(logits, dim=-1)
-    tokens = logits.argmax(dim=-1)
-    sampled = [row for row, p in enumerate(params) if p.temperature > 0]
-    if sampled:
-        chosen = torch.tensor(sampled, device=logits.device)
-        points = torch.tensor([uniforms[row] for row in sampled], dtype=torch.float64)
-        probs = torch.exp(logits[chosen] - normaliser[chosen, None])
-        tokens[chosen] = _invert(probs, points.to(logits.device))
+    tokens = _choose(logits, normaliser, params, uniforms)
     drawn = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
     return [
         Draw(
@@ -61,6 +55,24 @@ def draw(
         )
         for row, (token, logprob) in enumerate(zip(tokens.tolist(), drawn, strict=True))
     ]
+
+
+def _choose(
+    logits: torch.Tensor,
+    normaliser: torch.Tensor,
+    params: Sequence[SamplingParams],
+    uniforms: Sequence[float],
+) -> torch.Tensor:
+    points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    sampled = [row for row, p in enumerate(params) if p.temperature > 0]
+    if len(sampled) == len(params):
+        return _invert(torch.exp(logits - normaliser[:, None]), points)
+    tokens = logits.argmax(dim=-1)
+    if sampled:
+        rows = torch.tensor(sampled, device=logits.device)
+        probs = torch.exp(logits[rows] - normaliser[rows, None])
+        tokens[rows] = _invert(probs, points[rows])
+    return tokens
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -106,7 +118,8 @@ def _truncate(logits: torch.Tensor, params: SamplingParams) -> None:
 def _invert(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     """The first token of each row whose cumulative probability exceeds the row's point."""
     padding = -probs.shape[1] % _BLOCK
-    blocks = torch.nn.functional.pad(probs, (0, padding)).view(len(probs), -1, _BLOCK)
+    padded = torch.nn.functional.pad(probs, (0, padding)) if padding else probs
+    blocks = padded.view(len(probs), -1, _BLOCK)
     block_ends = torch.cumsum(blocks.sum(dim=2, dtype=torch.float64), dim=1)
     goal = points * block_ends[:, -1]
     block = torch.searchsorted(block_ends, goal[:, None], right=True)[:, 0]

@@ -69,20 +69,12 @@ class SlotBank:
                 rank = adapter.factors[name].a.shape[0] if name in adapter.factors else 0
                 layer.reserve(num_slots=self._num_slots, rank=rank)
         for name, factors in adapter.factors.items():
-            layer = self._layers[name]
-            rank = factors.a.shape[0]
-            assert layer.a is not None and layer.b is not None
-            with torch.no_grad():
-                layer.a[slot, :rank] = factors.a.to(layer.a)
-                layer.b[slot, :, :rank] = factors.b.to(layer.b) * factors.scale
+            self._layers[name].put(slot, factors)
 
     def clear(self, slot: int) -> None:
         """Zero a slot: rows that still name it compute the base model."""
         for layer in self._layers.values():
-            if layer.a is not None and layer.b is not None and slot < layer.a.shape[0]:
-                with torch.no_grad():
-                    layer.a[slot] = 0
-                    layer.b[slot] = 0
+            layer.clear(slot)
 
 
 def _base_name(base: str) -> str:

@@ -56,10 +56,10 @@ class FusedLayer:
         self._down = LinearGroup([mlp.down_proj], active=active)
         self._activate: nn.Module = mlp.act_fn
 
-    def pack(self) -> None:
+    def pack(self, *, fast_alone: bool) -> None:
         """Lay the weights out for CPU inference."""
         for group in (self._qkv, self._o, self._gate_up, self._down):
-            group.pack()
+            group.pack(fast_alone=fast_alone)
 
     def __call__(self, hidden: torch.Tensor, rotate: Rotation, attend: Attend) -> torch.Tensor:
         before_attention, before_mlp = self._norms

@@ -81,15 +81,18 @@ class SlottedModel:
         self._head = linears["lm_head"]
         return linears
 
-    def pack(self) -> None:
-        """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
+    def pack(self, *, fast_alone: bool = False) -> None:
+        """Lay the weights out for CPU inference; the model gives no gradients afterwards.
+
+        `fast_alone` keeps the plain weights beside, for passes of a single row.
+        """
         self._fused = self._agreeing_fusion()
         for layer in self._fused or ():
-            layer.pack()
+            layer.pack(fast_alone=fast_alone)
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
             if linear.weight is not None:
-                linear.pack(keep_weight=linear.weight is tied)
+                linear.pack(keep_weight=linear.weight is tied, fast_alone=fast_alone)
 
     @property
     def is_fused(self) -> bool:

@@ -46,9 +46,10 @@ class _Blocks:
 
     def pick(self, factors: torch.Tensor) -> torch.Tensor:
         """[S, m, n] -> [blocks, n, m]"""
+        turned = factors.transpose(1, 2)
         if isinstance(self.slots, slice):
-            return factors[self.slots].transpose(1, 2)
-        return factors.index_select(0, self.slots).transpose(1, 2)
+            return turned[self.slots]
+        return turned.index_select(0, self.slots)
 
     def give(self, delta: torch.Tensor) -> torch.Tensor:
         """[blocks, size, out] -> [rows, out]"""

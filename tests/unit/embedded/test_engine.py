@@ -119,6 +119,22 @@ async def test_results_do_not_depend_on_the_company(tiny_folder: Path) -> None:
         assert await run([i], max_rows=1, prefill=7) == [crowd[i], crowd[size + i]]
 
 
+async def test_alone_with_the_plain_weights_gives_the_same_within_rounding(
+    tiny_folder: Path,
+) -> None:
+    answers = []
+    for fast_alone in (False, True):
+        config = EngineConfig(model=str(tiny_folder), fast_alone=fast_alone)
+        async with open_engine(config) as engine:
+            ref = await engine.load(tiny_adapter("a", rank=4, seed=1))
+            for model in (engine.base, ref):
+                request = SampleRequest(model=model, prompt=PROMPTS[1], params=GREEDY)
+                answers.extend((await engine.sample([request]))[0])
+    for exact, fast in zip(answers[:2], answers[2:], strict=True):
+        assert fast.tokens == exact.tokens
+        assert fast.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+
+
 async def test_shared_prefixes_are_computed_once(engine: EmbeddedEngine) -> None:
     shared = tuple(range(10, 40))
     requests = [ScoreRequest(model=engine.base, tokens=(*shared, 50 + i, 60)) for i in range(5)]
