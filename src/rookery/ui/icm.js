@@ -69,14 +69,20 @@ function labelled(colours) {
 
 // How sure the labels are: items by the log-odds of their label, a bar per label.
 const MARGIN_BINS = 24;
+const BIN_WIDTHS = [0.1, 0.2, 0.5, 1, 2, 5];
+
+// Round bins, so that no two carry the same number: their width, and how many there are from where.
+function bins(values) {
+  const [low, high] = [Math.min(0, ...values), Math.max(1, ...values)];
+  const width = BIN_WIDTHS.find((each) => (high - low) / each < MARGIN_BINS - 1) ?? 10;
+  const first = Math.floor(low / width);
+  return { width, first, num: Math.floor(high / width) - first + 1 };
+}
 
 function margins(colours) {
   const items = report.items.filter((item) => isNumber(item.margin));
-  const values = items.map((item) => item.margin);
-  const low = Math.min(0, ...values);
-  const high = Math.max(1, ...values);
-  const width = (high - low) / MARGIN_BINS || 1;
-  const bin = (value) => Math.min(MARGIN_BINS - 1, Math.floor((value - low) / width));
+  const { width, first, num } = bins(items.map((item) => item.margin));
+  const bin = (value) => Math.floor(value / width) - first;
   const shades = [colours.accent, colours.faint, colours.muted, colours.ink];
   const base = frame(colours);
   return {
@@ -92,12 +98,12 @@ function margins(colours) {
       type: "category",
       name: "Log-odds of the label",
       nameGap: 30,
-      data: [...Array(MARGIN_BINS).keys()].map((i) => fixed(low + i * width, 1)),
+      data: [...Array(num).keys()].map((i) => fixed((first + i) * width, 1)),
       axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } },
     }),
     yAxis: upright(colours, "Items", { minInterval: 1 }),
     series: report.labels.map((label, i) => {
-      const data = Array(MARGIN_BINS).fill(0);
+      const data = Array(num).fill(0);
       items.filter((item) => item.label === label).forEach((item) => (data[bin(item.margin)] += 1));
       return {
         type: "bar",

@@ -1,0 +1,278 @@
+"""The icm loop: prompt tokens and seconds of one evaluation, with three ways to ask.
+
+    python benchmarks/icm.py                              # all that is here; six minutes, no GPU
+    python benchmarks/icm.py --claims truthfulqa.json     # the same on your claims
+    python benchmarks/icm.py --parts engine --model smollm2 --sizes 16
+
+    nothing shared   every context is computed whole: what a server without a prefix cache does
+    id order         the other items as they are numbered, prefix cache
+    tree             every item its own order along one tree, prefix cache
+
+`counts` needs no model. `engine` and `vllm` let the embedded engine and a vLLM server count, on a
+model of random weights, whose counts are those of any model with these tokens: `small` (two narrow
+layers) or `smollm2-shape` (SmolLM2's sizes), with room for 16,384 tokens; or any folder.
+Above `--slow` items only the tree is timed. vLLM is that of the interpreter ROOKERY_VLLM_PYTHON.
+
+On a GPU, with a folder that holds SmolLM2's tokenizer (SmolLM2 itself by default), two minutes:
+
+    ROOKERY_VLLM_PYTHON=$(which python) python benchmarks/icm.py --parts vllm --sizes 128 \\
+        --slow 128 --model smollm2-shape --tokenizer FOLDER --claims truthfulqa.json
+
+Whole searches: benchmarks/icm_search.py.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.embedded import EngineConfig, open_engine, resolve_model
+from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet.probe import read_metrics
+from rookery.fleet.settings import visible_gpus
+from rookery.loops.icm.items import DataConfig, Item
+from rookery.loops.icm.prompts import Prompts, load_encoder
+from rookery.ports import Sampler
+from rookery.search.labelling import Labels
+from rookery.search.orders import IdOrder, Order, TreeOrder
+from rookery.search.prefixes import PrefixCache
+from rookery.types import ModelRef, ScoreRequest, TokenIds
+
+PROMPT = "Question: {{ question }}\nClaim: {{ claim }}\nI think this claim is"
+WAYS = ("nothing shared", "id order", "tree")
+SHAPES = {
+    "small": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    },
+    "smollm2-shape": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    },
+}  # fmt: skip
+CONTEXT_TOKENS = 16_384
+FIRST_TOKEN = 10_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--claims", type=Path, help="a .json list with question and choice")
+    parser.add_argument("--parts", nargs="+", default=["counts", "engine", "vllm"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 128, 256])
+    parser.add_argument("--slow", type=int, default=64, help="time all three ways up to here")
+    parser.add_argument("--model", default="small", help="small, smollm2-shape, or a folder")
+    parser.add_argument("--tokenizer", default="smollm2", help="a folder that holds it")
+    arguments = parser.parse_args()
+    asyncio.run(run(arguments))
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    tokenizer = resolve_model(arguments.tokenizer).path
+    problems = [make_problem(arguments.claims, size, tokenizer) for size in arguments.sizes]
+    if "counts" in arguments.parts:
+        count_tokens(problems)
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model
+        if model in SHAPES:
+            model = str(make_model(Path(folder), model, tokenizer))
+        elif {"engine", "vllm"} & {*arguments.parts}:
+            model = str(resolve_model(model).path)
+        if "engine" in arguments.parts:
+            print(f"\nThe embedded engine, {arguments.model}")
+            async with embedded(model) as counted:
+                await time_ways(problems, counted, slow=arguments.slow)
+        if "vllm" in arguments.parts and not os.environ.get("ROOKERY_VLLM_PYTHON"):
+            print("\nROOKERY_VLLM_PYTHON names no interpreter that has vLLM: left out.")
+        elif "vllm" in arguments.parts:
+            print(f"\nvLLM on the {'GPU' if visible_gpus() else 'CPU'}, {arguments.model}")
+            async with server(model) as counted:
+                await time_ways(problems, counted, slow=arguments.slow)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One evaluation of a complete labelling."""
+
+    size: int
+    labels: TokenIds
+    contexts: dict[str, list[TokenIds]]
+    """By way, in the order in which they are sent."""
+
+
+def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
+    items = read_claims(path, count=size)
+    prompts = make_prompts(items, tokenizer)
+    numbered = contexts_of(prompts, IdOrder(size))
+    tree = contexts_of(prompts, TreeOrder(groups_of(items)))
+    # First tokens of their own: ways and sizes share nothing, and no length changes.
+    alone = [(FIRST_TOKEN + size + number, *own[1:]) for number, own in enumerate(numbered)]
+    numbered = [(FIRST_TOKEN - 2 * size, *own[1:]) for own in numbered]
+    tree = [(FIRST_TOKEN - 2 * size - 1, *own[1:]) for own in tree]
+    contexts = dict(zip(WAYS, (alone, numbered, tree), strict=True))
+    return Problem(size, prompts.label_tokens, contexts)
+
+
+def read_claims(path: Path | None, *, count: int) -> list[Item]:
+    """Claims of a file, or made ones of about the same length: 38 tokens, four to a question."""
+    if path is not None:
+        rows = json.loads(path.read_text())[:count]
+    else:
+        rows = [made_claim(index) for index in range(count)]
+    return [
+        Item(
+            id=str(index),
+            text=f"Question: {row['question']}\nClaim: {row['choice']}\nI think this claim is",
+            group=row["question"],
+            fields={},
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def made_claim(index: int) -> dict[str, str]:
+    towns = ("Ostrava", "Bergen", "Lugano", "Toledo", "Aarhus", "Galway", "Uppsala", "Trento")
+    town, question = towns[index // 4 % 8], index // 4
+    return {
+        "question": f"How many bridges crossed the river in {town} in the year {1600 + question}?",
+        "choice": f"There were {2 + index % 4} bridges across the river in {town} at that time.",
+    }
+
+
+def make_prompts(items: Sequence[Item], tokenizer: Path) -> Prompts:
+    data = DataConfig(path=Path("claims.json"), prompt=PROMPT)
+    return Prompts(items, encoder=load_encoder(tokenizer), data=data)
+
+
+def groups_of(items: Sequence[Item]) -> list[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(item.group, []).append(index)
+    return list(groups.values())
+
+
+def contexts_of(prompts: Prompts, order: Order) -> list[TokenIds]:
+    labels: Labels = tuple(index % 2 for index in range(len(prompts.items)))
+    return [prompts.context(labels, item, order=order.of(item)) for item in order.leaves]
+
+
+def count_tokens(problems: Sequence[Problem]) -> None:
+    print("One evaluation from nothing: prompt tokens that a prefix cache leaves to compute")
+    print(f"{'items':>6} {'way':>14} {'to the token':>13} {'16-blocks':>10} {'32-blocks':>10} "
+          f"{'fewer':>7}")  # fmt: skip
+    for problem in problems:
+        for way, contexts in problem.contexts.items():
+            naive = sum(map(len, contexts))
+            counts = [computed(contexts, block=block) for block in (1, 16, 32)]
+            print(f"{problem.size:>6} {way:>14} {counts[0]:>13,} {counts[1]:>10,} "
+                  f"{counts[2]:>10,} {naive / counts[1]:>6.1f}x")  # fmt: skip
+
+
+def computed(contexts: Sequence[TokenIds], *, block: int) -> int:
+    cache = PrefixCache(block_tokens=block)
+    return sum(cache.add(tokens) for tokens in contexts)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A sampler and what it counted: prompt tokens asked for and computed, since it began."""
+
+    sampler: Sampler
+    model: ModelRef
+    count: Callable[[], Awaitable[tuple[int, int]]]
+
+
+@asynccontextmanager
+async def embedded(model: str) -> AsyncIterator[Counted]:
+    async def count() -> tuple[int, int]:
+        return engine.stats.requested_tokens, engine.stats.prompt_tokens
+
+    async with open_engine(EngineConfig(model=model, cache_gib=16.0)) as engine:
+        yield Counted(engine, engine.base, count)
+
+
+@asynccontextmanager
+async def server(model: str) -> AsyncIterator[Counted]:
+    is_on_cpu = not visible_gpus()
+    launch = LaunchConfig(
+        model=model,
+        python=os.environ["ROOKERY_VLLM_PYTHON"],
+        replicas=1,
+        dtype="float32" if is_on_cpu else "bfloat16",
+        max_loras=0,
+        enforce_eager=is_on_cpu,
+        args=("--block-size", "32") if is_on_cpu else (),
+    )
+    async with open_fleet(FleetConfig(launch=launch)) as fleet:
+        client = fleet.pool.replicas[0].client
+
+        async def count() -> tuple[int, int]:
+            metrics = await read_metrics(client)
+            assert metrics is not None
+            return metrics.prefix_queries, metrics.prefix_queries - metrics.prefix_hits
+
+        yield Counted(fleet, fleet.base, count)
+
+
+async def time_ways(problems: Sequence[Problem], counted: Counted, *, slow: int) -> None:
+    print(f"{'items':>6} {'way':>14} {'asked':>11} {'computed':>11} {'seconds':>9} "
+          f"{'tokens':>8} {'time':>7}")  # fmt: skip
+    await score(counted, [(1, 2, 3)], problems[0].labels)
+    for problem in problems:
+        first: tuple[int, float] | None = None
+        for way, contexts in problem.contexts.items():
+            if way != WAYS[-1] and problem.size > slow:
+                continue
+            asked, done = await counted.count()
+            seconds = await score(counted, contexts, problem.labels)
+            asked, done = (
+                now - before
+                for now, before in zip(await counted.count(), (asked, done), strict=True)
+            )
+            first = first or (done, seconds)
+            is_whole = problem.size <= slow
+            gains = f"{first[0] / done:>7.1f}x {first[1] / seconds:>6.1f}x" if is_whole else ""
+            print(f"{problem.size:>6} {way:>14} {asked:>11,} {done:>11,} {seconds:>9.2f} {gains}",
+                  flush=True)  # fmt: skip
+
+
+async def score(counted: Counted, contexts: Sequence[TokenIds], labels: TokenIds) -> float:
+    requests = [
+        ScoreRequest(model=counted.model, tokens=tokens, start=len(tokens), labels=labels)
+        for tokens in contexts
+    ]
+    start = time.perf_counter()
+    await counted.sampler.score(requests)
+    return time.perf_counter() - start
+
+
+def make_model(folder: Path, shape: str, tokenizer: Path) -> Path:
+    """Random weights of a shape, with the tokenizer's vocabulary."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    torch.manual_seed(0)
+    transformers_logging.disable_progress_bar()
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        **SHAPES[shape],
+    )
+    path = folder / shape
+    LlamaForCausalLM(config).save_pretrained(path)
+    words.save_pretrained(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()

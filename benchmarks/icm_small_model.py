@@ -1,0 +1,151 @@
+"""What a model of 135 million parameters can label: reviews, claims, solutions; with and without
+the search.
+
+    python benchmarks/icm_small_model.py                                   # the shipped examples
+    python benchmarks/icm_small_model.py --claims truthfulqa_train.json \\
+        --solutions gsm8k/example_model_solutions.jsonl                    # yours; 20 minutes
+
+Two CPU cores. Claims: a .json list with question, choice and label (0 or 1), no constraint.
+Solutions: GSM8K's example_model_solutions.jsonl, four solutions to a problem; equal final answers
+are right or wrong together. All labels are calibrated: what the model says of every item alike is
+subtracted. `--items` are labelled by what needs no search, `--searched` of them by the search.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rookery.config import load_config
+from rookery.embedded import EngineConfig, open_engine, resolve_model
+from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm.loop import open_problem
+from rookery.loops.icm.reader import ScoreStore
+from rookery.loops.icm.siblings import Siblings
+from rookery.loops.icm.verdict import agree
+from rookery.runs import Run
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CLAIM = "Question: {{ question }}\nClaim: {{ choice }}\nI think this claim is"
+MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+NUM_SHOTS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--claims", type=Path)
+    parser.add_argument("--solutions", type=Path)
+    parser.add_argument("--items", type=int, default=96, help="labelled without a search")
+    parser.add_argument("--searched", type=int, default=16, help="labelled by the search")
+    parser.add_argument("--parts", nargs="+", default=["reviews", "claims", "solutions"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(arguments, Path(folder)))
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> None:
+    made = {
+        "reviews": lambda: configure("icm_reviews.yaml"),
+        "claims": lambda: claims_config(arguments.claims),
+        "solutions": lambda: solutions_config(arguments.solutions, folder),
+    }
+    encoder = load_encoder(resolve_model("smollm2").path)
+    async with open_engine(EngineConfig(model="smollm2")) as engine:
+        bench = Bench(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
+        for name in arguments.parts:
+            config = made[name]()
+            print(f"\n{name}: {config.data.path.name}", flush=True)
+            await label_plainly(limited(config, arguments.items), bench)
+            await label_by_search(limited(config, arguments.searched), bench, folder / name)
+
+
+def configure(name: str, **data: object) -> IcmConfig:
+    config = load_config(IcmConfig, CONFIGS / name).from_folder(CONFIGS)
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "objective": config.objective.model_copy(update={"calibrate": True}),
+            "siblings": config.siblings.model_copy(update={"num_shots": NUM_SHOTS}),
+        }
+    )
+
+
+def claims_config(path: Path | None) -> IcmConfig:
+    if path is None:
+        return configure("icm_claims.yaml")
+    return configure("icm_claims.yaml", path=path, prompt=CLAIM)
+
+
+def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
+    if path is None:
+        return configure("icm_solutions.yaml")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    items = [
+        {"id": f"{number}-{model}", "question": row["question"], **solution(row[model])}
+        for number, row in enumerate(rows)
+        for model in MODELS
+    ]
+    (folder / path.name).write_text("".join(json.dumps(item) + "\n" for item in items))
+    return configure("icm_solutions.yaml", path=folder / path.name)
+
+
+def solution(found: Mapping[str, object]) -> dict[str, object]:
+    return {"solution": found["solution"], "label": str(found["is_correct"])}
+
+
+def limited(config: IcmConfig, num_items: int) -> IcmConfig:
+    data = config.data.model_copy(update={"limit": num_items})
+    return config.model_copy(update={"data": data, "batch_size": max(2, num_items)})
+
+
+async def label_plainly(config: IcmConfig, bench: Bench) -> None:
+    """All items behind the same few demonstrations: the ways that need no search."""
+    items = read_items(config.data)
+    # Few demonstrations at a time: that all items together pass the context matters to none.
+    unlimited = Bench(sampler=bench.sampler, model=bench.model, encoder=bench.encoder)
+    problem = open_problem(config, items, bench=unlimited, store=ScoreStore())
+    siblings = Siblings(problem, config=config.siblings, seed=config.seed)
+    gold = read_gold(config.data, items)
+    truth = {place: gold[item.id] for place, item in enumerate(items)}
+    found = {
+        "zero-shot": await siblings.zero_shot(),
+        "random few-shot": await siblings.random_few_shot(),
+        "bootstrap": await siblings.bootstrap(),
+        "golden few-shot": await siblings.golden_few_shot(truth),
+    }
+    for name, labels in found.items():
+        agreement = agree(dict(enumerate(labels)), truth, tied=problem.constraints.components)
+        assert agreement is not None
+        interval = agreement.interval
+        print(f"  {name:<16} {len(items):>4} items, true {interval.estimate:.2f} "
+              f"({interval.low:.2f} to {interval.high:.2f}), chance {agreement.chance:.2f}",
+              flush=True)  # fmt: skip
+
+
+async def label_by_search(config: IcmConfig, bench: Bench, folder: Path) -> None:
+    items = read_items(config.data)
+    search = config.search.model_copy(update={"iterations": 150, "num_start": 4})
+    config = config.model_copy(update={"search": search, "num_chains": 1})
+    document = config.model_dump(mode="json")
+    start = time.perf_counter()
+    with Run.create(folder, kind="icm", config=document, name="search") as run:
+        result = await label(
+            config, items=items, bench=bench, run=run, gold=lambda: read_gold(config.data, items)
+        )
+    report = result.report
+    row = report["rows"][0]
+    shown = "" if row["accuracy"] is None else f", true {row['accuracy']:.2f}"
+    print(f"  {'icm':<16} {len(items):>4} items, {report['num_labelled']} labelled{shown}, "
+          f"{report['num_frustrated']} frustrated, U {report['utility']:.1f} "
+          f"(true labels {report['gold']['utility'] or float('nan'):.1f}): {report['verdict']}; "
+          f"{report['tokens']['computed']:,} tokens, {time.perf_counter() - start:.0f} s",
+          flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
