@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rookery.embedded import EmbeddedEngine, open_engine, resolve_model
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
@@ -217,6 +217,7 @@ async def main() -> None:
     parser.add_argument("--limit", type=int, default=60)
     args = parser.parse_args()
     config = make_config(args.limit, is_genome=False, seed=0)
+    assert isinstance(config.engine, EngineConfig)
     template = load_template(resolve_model(config.engine.model).path)
     async with open_engine(config.engine) as engine:
         await overhead(engine, template, args.limit)

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from rookery.config import load_config
-from rookery.embedded import open_engine, resolve_model
+from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
 async def main() -> None:
     config = load_config(GenomeConfig, CONFIG).from_folder(CONFIG.parent)
-    assert isinstance(config.init, FileInit)
+    assert isinstance(config.init, FileInit) and isinstance(config.engine, EngineConfig)
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     template = load_template(resolve_model(config.engine.model).path)
     document = config.model_dump(mode="json")

@@ -7,6 +7,7 @@ import cyclopts
 
 from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
+from rookery.cli.fleet import fleet
 from rookery.cli.genome import genome
 from rookery.cli.icm import icm
 from rookery.cli.runs import runs
@@ -26,6 +27,7 @@ app.command(evaluate, name="eval")
 app.command(genome)
 app.command(icm)
 app.command(sft)
+app.command(fleet)
 app.command(runs)
 app.command(doctor)
 

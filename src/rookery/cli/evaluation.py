@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from pydantic import Field
 from rich.markup import escape
 
+from rookery.cli.engine import open_sampler
 from rookery.cli.runs import OpenRun, new_run
 from rookery.cli.terminal import (
     console,
@@ -19,11 +20,13 @@ from rookery.cli.terminal import (
     run_async,
     token_progress,
 )
-from rookery.config import Config, parse_config
-from rookery.errors import TaskError
+from rookery.config import Config, load_config, parse_config
+from rookery.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
-    from rookery.embedded import EmbeddedEngine
+    from rookery.cli.engine import Engine
+    from rookery.embedded import EngineConfig
+    from rookery.fleet import FleetConfig
     from rookery.runs import Run
     from rookery.tasks.taskset import Taskset
     from rookery.tasks.template import Template
@@ -42,6 +45,8 @@ class EvalConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    fleet: dict[str, Any] | None = None
+    """The servers to run on, a FleetConfig's document; None computes in this process."""
 
 
 def evaluate(
@@ -56,6 +61,7 @@ def evaluate(
     json_out: Annotated[bool, Parameter(name="--json", negative="")] = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    fleet: Annotated[tuple[str, ...], Parameter(negative="")] = (),
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
@@ -63,6 +69,8 @@ def evaluate(
 
         rookery eval smollm2 tasks.jsonl
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
+        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet configs/fleet/8b.yaml
+        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
     ----------
@@ -86,15 +94,16 @@ def evaluate(
         Where to compute; `auto` takes a GPU when there is one.
     dtype
         Number type; `auto` is float32 on the CPU.
+    fleet
+        URLs of vLLM servers that run this model, each with its own --fleet, or a config of servers
+        to start for it; without any, this process computes.
     """
     given = {
         "model": _anchored(model) if model.lower() != "smollm2" else model,
         "taskset": _anchored(taskset),
         "adapters": [_anchored(path) for path in adapter],
-        "split": split,
-        "limit": limit,
-        "device": device,
-        "dtype": dtype,
+        **{"split": split, "limit": limit, "device": device, "dtype": dtype},
+        "fleet": _read_fleet(fleet),
     }
     config = parse_config(EvalConfig, given, origin="the command line")
     open_run = new_run(config, kind="eval", name=name, runs_dir=runs_dir)
@@ -104,6 +113,35 @@ def evaluate(
 def resume_evaluation(run: "Run", config: EvalConfig) -> int:
     """Go on with an evaluation; prints its report and returns the exit code."""
     return _finish(config, lambda: nullcontext(run), json_out=False)
+
+
+def _read_fleet(given: tuple[str, ...]) -> dict[str, Any] | None:
+    """The servers that the command line names, checked."""
+    from rookery.fleet import FleetConfig
+
+    if not given:
+        return None
+    urls = tuple(word for word in given if word.startswith(("http://", "https://")))
+    if urls and len(urls) < len(given):
+        raise ConfigError(
+            f"--fleet is given as {' and '.join(given)}; give URLs alone, or one config file."
+        )
+    if not urls and len(given) > 1:
+        raise ConfigError(f"--fleet names {len(given)} config files; give one.")
+    config = FleetConfig(urls=urls) if urls else load_config(FleetConfig, Path(given[0]))
+    return config.model_dump(mode="json")
+
+
+def _engine(config: EvalConfig) -> "EngineConfig | FleetConfig":
+    from rookery.embedded import EngineConfig
+    from rookery.fleet import FleetConfig
+
+    if config.fleet is None:
+        return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+    fleet = parse_config(FleetConfig, config.fleet, origin="the servers")
+    launch = fleet.launch
+    own = None if launch is None else launch.model_copy(update={"model": config.model})
+    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": own})
 
 
 def _anchored(name: str) -> str:
@@ -155,11 +193,9 @@ async def _evaluate(
     config: EvalConfig, inputs: _Inputs, open_run: OpenRun, *, is_quiet: bool
 ) -> tuple[dict[str, Any], Path]:
     """What can be refused is refused before the run is made."""
-    from rookery.embedded import EngineConfig, open_engine
     from rookery.rollout import TasksetEvaluator
 
-    settings = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
-    async with open_engine(settings) as engine:
+    async with open_sampler(_engine(config)) as engine:
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
         with open_run() as run, resumable(run.path):
@@ -173,7 +209,7 @@ async def _measure(
     run: "Run",
     config: EvalConfig,
     inputs: _Inputs,
-    engine: "EmbeddedEngine",
+    engine: "Engine",
     models: "list[ModelRef]",
     *,
     is_quiet: bool,
@@ -196,7 +232,6 @@ async def _measure(
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
-    stats = engine.stats
     names = ["base", *_names(config.adapters)]
     return {
         "model": config.model,
@@ -207,12 +242,22 @@ async def _measure(
             for name, evaluation in zip(names, evaluations, strict=True)
         ],
         "seconds": evaluations[0].seconds,
-        "tokens": {
-            "prompt_asked": stats.requested_tokens,
-            "prompt_computed": stats.prompt_tokens,
-            "prompt_computed_below_adapters": stats.trunk_tokens,
-            "decoded": stats.decoded_tokens,
-        },
+        "tokens": _tokens(engine, evaluator.num_tokens),
+    }
+
+
+def _tokens(engine: "Engine", num_tokens: int) -> dict[str, int]:
+    """What was computed, as far as the engine tells."""
+    from rookery.embedded import EmbeddedEngine
+
+    if not isinstance(engine, EmbeddedEngine):
+        return {"asked_and_answered": num_tokens}
+    stats = engine.stats
+    return {
+        "prompt_asked": stats.requested_tokens,
+        "prompt_computed": stats.prompt_tokens,
+        "prompt_computed_below_adapters": stats.trunk_tokens,
+        "decoded": stats.decoded_tokens,
     }
 
 
@@ -272,9 +317,14 @@ def _print_table(report: dict[str, Any], path: Path) -> None:
         )
     console.print(table)
     tokens = report["tokens"]
+    counts = (
+        f"{tokens['prompt_asked']:,} prompt tokens asked, {tokens['prompt_computed']:,} computed, "
+        f"{tokens['decoded']:,} decoded"
+        if "decoded" in tokens
+        else f"{tokens['asked_and_answered']:,} tokens asked and answered"
+    )
     console.print(
-        f"{report['seconds']:.1f} s; {tokens['prompt_asked']:,} prompt tokens asked, "
-        f"{tokens['prompt_computed']:,} computed, {tokens['decoded']:,} decoded. Run: {path}",
+        f"{report['seconds']:.1f} s; {counts}. Run: {path}",
         highlight=False,
         markup=False,
         soft_wrap=True,

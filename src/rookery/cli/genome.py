@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
+from rookery.cli.engine import max_rank, model_folder, open_sampler
 from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
@@ -20,7 +21,7 @@ from rookery.cli.terminal import (
 from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
-    from rookery.embedded import EmbeddedEngine
+    from rookery.cli.engine import Engine
     from rookery.loops.genome import GenomeConfig, GenomeResult
     from rookery.loops.genome.journal import Generation
     from rookery.runs import Run
@@ -89,7 +90,6 @@ class _Inputs:
 
 
 def _read_inputs(config: "GenomeConfig") -> _Inputs:
-    from rookery.embedded import resolve_model
     from rookery.loops.genome.founders import FileInit, read_founders
     from rookery.tasks.splits import SPLITS
     from rookery.tasks.taskset import load_taskset
@@ -100,7 +100,7 @@ def _read_inputs(config: "GenomeConfig") -> _Inputs:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
-    template = load_template(resolve_model(config.engine.model).path)
+    template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
     return _Inputs(tasksets, founders, template)
 
 
@@ -117,11 +117,10 @@ async def _evolve(
     config: "GenomeConfig", inputs: _Inputs, open_run: OpenRun
 ) -> tuple[dict[str, Any], Path]:
     """What can be refused is refused before the run is made."""
-    from rookery.embedded import open_engine
     from rookery.rollout import TasksetEvaluator
     from rookery.ui.page import render_page
 
-    async with open_engine(config.engine) as engine:
+    async with open_sampler(config.engine) as engine:
         founders = await _ready_founders(config, inputs, engine)
         TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
         with open_run() as run, resumable(run.path):
@@ -132,14 +131,14 @@ async def _evolve(
 
 
 async def _ready_founders(
-    config: "GenomeConfig", inputs: _Inputs, engine: "EmbeddedEngine"
+    config: "GenomeConfig", inputs: _Inputs, engine: "Engine"
 ) -> "dict[str, Adapter]":
     """Founders that the engine takes: one that does not fit is the user's mistake."""
     from rookery.loops.genome.founders import RandomInit, ZeroInit, make_founders
 
     founders = inputs.founders or {}
     if isinstance(config.init, ZeroInit | RandomInit):
-        layers, base = engine.linear_layers, config.engine.model
+        layers, base = engine.linear_layers, engine.base.version
         founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
     for founder in founders.values():
         await engine.unload(await engine.load(founder))
@@ -150,7 +149,7 @@ async def _search(
     run: "Run",
     config: "GenomeConfig",
     inputs: _Inputs,
-    engine: "EmbeddedEngine",
+    engine: "Engine",
     founders: "dict[str, Adapter]",
 ) -> "GenomeResult":
     from rookery.loops.genome import evolve
@@ -181,7 +180,7 @@ async def _search(
             config,
             founders=founders,
             tasksets=tasksets,
-            hatchery=Hatchery(evaluator, engine, engine.base, config.engine.max_rank),
+            hatchery=Hatchery(evaluator, engine, engine.base, max_rank(config.engine, engine)),
             run=run,
             on_generation=generation_done,
         )

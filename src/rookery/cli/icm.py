@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
+from rookery.cli.engine import model_folder, open_sampler
 from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
@@ -103,21 +104,17 @@ def _read_inputs(config: "IcmConfig") -> _Inputs:
 
 def _model_folder(config: "IcmConfig") -> Path:
     """Where the tokenizer is."""
-    from rookery.embedded import EngineConfig, resolve_model
-    from rookery.fleet import FleetConfig
+    from rookery.embedded import resolve_model
+    from rookery.fleet.external import ExternalConfig
 
-    engine = config.engine
-    model = config.tokenizer
-    if not model and isinstance(engine, EngineConfig):
-        model = engine.model
-    if not model and isinstance(engine, FleetConfig) and engine.launch is not None:
-        model = engine.launch.model
-    if not model:
+    if not isinstance(config.engine, ExternalConfig):
+        return model_folder(config.engine, tokenizer=config.tokenizer)
+    if not config.tokenizer:
         raise ConfigError(
-            "Servers given by URL keep their tokenizer to themselves: write tokenizer, the model's "
-            "folder or Hugging Face id."
+            "An external API keeps its tokenizer to itself: write tokenizer, a model's folder or "
+            "Hugging Face id."
         )
-    return resolve_model(model).path
+    return resolve_model(config.tokenizer).path
 
 
 def _context_tokens(folder: Path) -> int | None:
@@ -145,16 +142,12 @@ def _finish(config: "IcmConfig", open_run: OpenRun) -> int:
 
 
 def _open(config: "IcmConfig", encoder: "Encoder") -> "AbstractAsyncContextManager[Any]":
-    from rookery.embedded import EngineConfig, open_engine
-    from rookery.fleet import FleetConfig, open_fleet
-    from rookery.fleet.external import Codec, open_external
+    from rookery.fleet.external import Codec, ExternalConfig, open_external
     from rookery.tasks.template import load_template
 
     engine = config.engine
-    if isinstance(engine, EngineConfig):
-        return open_engine(engine)
-    if isinstance(engine, FleetConfig):
-        return open_fleet(engine)
+    if not isinstance(engine, ExternalConfig):
+        return open_sampler(engine)
     decode = load_template(_model_folder(config)).decode
     return open_external(engine, codec=Codec(encode=encoder.encode, decode=decode))
 
@@ -194,8 +187,8 @@ async def _search(run: "Run", config: "IcmConfig", inputs: _Inputs, bench: "Benc
             step = now.step
             num_labelled = sum(x >= 0 for x in step.labels)
             text = (
-                f"batch {now.batch} chain {now.chain}: {num_labelled} of {now.num_items}, "
-                f"{step.num_frustrated} frustrated, U {step.utility:.1f}"
+                f"{num_labelled} of {now.num_items}, {step.num_frustrated} frustrated, "
+                f"U {step.utility:.1f}"
             )
             done = max(bar.tasks[line].completed, step.iteration + 1)
             bar.update(line, completed=done, tokens=now.num_tokens, description=text)
@@ -237,11 +230,13 @@ def _tuner(run: "Run", config: "IcmConfig", engine: Any) -> "Tuner":
 
 
 def _print_report(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from rookery.ui.icm import COLUMNS, icm_rows
 
-    table = Table(title=f"{report['num_labelled']} of {report['num_items']} items labelled")
+    title = f"{report['num_labelled']} of {report['num_items']} items labelled"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
     for row in icm_rows(report):

@@ -32,6 +32,7 @@ __all__ = [
     "check_flags",
     "console",
     "fail",
+    "log_warnings",
     "quiet_libraries",
     "resumable",
     "run_async",
@@ -76,15 +77,20 @@ def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Seque
             raise ConfigError(f"--{key} is not a flag. Did you mean --{flag}?")
 
 
-def quiet_libraries() -> None:
-    """Hugging Face prints bars and warnings of its own; ours say what matters."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def log_warnings() -> None:
+    """Warnings as lines on stderr."""
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",
         handlers=[RichHandler(console=_errors, show_path=False, show_time=False)],
     )
+
+
+def quiet_libraries() -> None:
+    """Hugging Face prints bars and warnings of its own; ours say what matters."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    log_warnings()
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -123,6 +123,17 @@ class Fleet:
         )
 
     @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The layers an adapter may adapt: name -> (in, out); FleetError when no server tells."""
+        if not self._fit.shapes:
+            raise FleetError(
+                f"The layers of {self.base.version} are not known here: its folder is not on this "
+                "machine and the servers do not tell. Start from adapters that exist, or start "
+                "the servers here (launch)."
+            )
+        return dict(self._fit.shapes)
+
+    @property
     def loaded(self) -> tuple[ModelRef, ...]:
         """The adapters that requests can name, oldest first."""
         return tuple(self._served)

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-VOCABULARY = 50
+VOCABULARY = 97
 FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
+from rookery.loops.engines import EngineChoice
 from rookery.loops.genome.finals import Entrant, Finals, FinalsConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.journal import Generation, Journal
@@ -68,7 +69,9 @@ MUTATIONS: Mapping[str, MutateConfig] = {"gaussian": GaussianConfig(), "svd": Sv
 class GenomeConfig(Config):
     """One evolution of LoRA adapters."""
 
-    engine: EngineConfig = EngineConfig()
+    engine: EngineChoice = EngineConfig()
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     init: InitConfig
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
     stages: tuple[StageConfig, ...] = (GaStage(),)
@@ -151,7 +154,7 @@ async def evolve(
     report = {
         "kind": "genome",
         "run": run.name,
-        "model": config.engine.model,
+        "model": hatchery.base.version,
         "seed": config.seed,
         "tasksets": [_describe(taskset) for taskset in tasksets],
         "rows": rows,

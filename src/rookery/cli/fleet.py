@@ -1,0 +1,255 @@
+"""`rookery fleet up | status | verify | down`: vLLM servers for all loops to use."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import cyclopts
+from cyclopts import Parameter
+from rich.markup import escape
+
+from rookery.cli.engine import launch_progress, resolve_smollm2
+from rookery.cli.terminal import check_flags, console, fail, log_warnings, run_async
+from rookery.config import load_config
+from rookery.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rookery.fleet import LaunchConfig, LocalServer
+    from rookery.fleet.checks import Check
+    from rookery.fleet.operations import ServerStatus
+    from rookery.types import Adapter
+
+__all__ = ["fleet"]
+
+_FILES = {".yaml", ".yml", ".toml", ".json"}
+_KEY = "VLLM_API_KEY"
+
+fleet = cyclopts.App(name="fleet", help="Start, look at, check and stop vLLM servers.")
+
+
+@fleet.command
+def up(
+    config: str,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    executor: Literal["here", "ray"] | None = None,
+) -> int:
+    """Start vLLM servers and keep them up until Ctrl-C or `rookery fleet down`.
+
+    One server per GPU (or one on the CPU), on free ports of 127.0.0.1, with adapters loaded at run
+    time. A server that dies is started again.
+
+        rookery fleet up configs/fleet/8b.yaml
+        rookery fleet up configs/fleet/8b.yaml --launch.model Qwen/Qwen3-8B --launch.max-loras 8
+        rookery fleet up smollm2 --launch.python ~/vllm/bin/python
+
+    Any value of the config is a flag with a dotted name; docs/fleet.md lists them.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file with a launch section, or a model: a Hugging Face id, a folder, or
+        `smollm2`.
+    executor
+        `ray` places the servers on the nodes of a Ray cluster; needs launch.replicas.
+    """
+    log_warnings()
+    launch = _read_launch(config, overrides, executor)
+    if launch.placement == "ray":
+        return run_async(_up_on_ray(launch))
+    return run_async(_up(launch))
+
+
+@fleet.command
+def status(
+    *urls: str, json_out: Annotated[bool, Parameter(name="--json", negative="")] = False
+) -> int:
+    """Show servers: their load, the adapters they hold, how often the prefix cache helps.
+
+        rookery fleet status
+        rookery fleet status http://gpu1:8000 http://gpu2:8000
+
+    The exit code is 2 when a server does not answer. Servers with a key: put it in VLLM_API_KEY.
+
+    Parameters
+    ----------
+    urls
+        Servers to look at; by default all that Rookery started on this machine.
+    json_out
+        Print JSON instead of a table.
+    """
+    from rookery.fleet.operations import status as look
+
+    log_warnings()
+    found = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
+    if json_out:
+        console.print_json(json.dumps([asdict(server) for server in found]))
+    elif found:
+        _print_servers(found)
+    else:
+        console.print("No servers. Start some with `rookery fleet up MODEL`.", highlight=False)
+    for server in found:
+        if not server.is_up:
+            fail(server.error or f"{server.url} is not ready.")
+    return 0 if all(server.is_up for server in found) else 2
+
+
+@fleet.command
+def verify(url: str, *, adapter: Path | None = None) -> int:
+    """Check that a server can do what Rookery needs; says what to change where it cannot.
+
+        rookery fleet verify http://127.0.0.1:8000
+        rookery fleet verify http://gpu1:8000 --adapter out/poet
+
+    One line each for completions, log-probabilities, labels, adapters, the prefix cache and the
+    version. The exit code is 2 when one is wrong. Servers with a key: put it in VLLM_API_KEY.
+
+    Parameters
+    ----------
+    url
+        The server, without /v1.
+    adapter
+        A PEFT folder to load, sample with and unload; by default one that changes nothing.
+    """
+    from rookery.fleet.checks import verify as examine
+
+    log_warnings()
+    given = _read_adapter(adapter) if adapter is not None else None
+    server = url.rstrip("/").removesuffix("/v1")
+    checks = run_async(examine(server, api_key=os.environ.get(_KEY, ""), adapter=given))
+    _print_checks(checks)
+    is_fine = all(check.is_fine is not False for check in checks)
+    if not is_fine:
+        fail(f"{server} lacks something. The lines marked ✗ say what to change.")
+    return 0 if is_fine else 2
+
+
+@fleet.command
+def down() -> int:
+    """Stop the servers that `rookery fleet up` started, and any whose owner died.
+
+    Servers that a run started for itself are left alone. Only processes that Rookery started are
+    touched, by their ids.
+    """
+    from rookery.fleet.operations import down as stop
+
+    log_warnings()
+    stopped = stop()
+    if not stopped.urls:
+        console.print("No servers to stop.")
+        return 0
+    console.print(f"Stopped {_count(len(stopped.urls))}:", *stopped.urls, highlight=False)
+    return 0
+
+
+def _read_launch(
+    config: str, overrides: Sequence[str], executor: Literal["here", "ray"] | None
+) -> "LaunchConfig":
+    from rookery.fleet import FleetConfig
+
+    check_flags(overrides, fields=FleetConfig.model_fields, own=("executor",))
+    words = [*overrides, *(["--launch.placement", executor] if executor else [])]
+    if Path(config).suffix in _FILES:
+        loaded = load_config(FleetConfig, Path(config), overrides=words)
+    else:
+        model = resolve_smollm2(config)
+        loaded = load_config(FleetConfig, overrides=["--launch.model", model, *words])
+    if loaded.launch is None:
+        raise ConfigError(
+            f"{config} has no launch section, so there is nothing to start: write launch with a "
+            "model, or use the servers in urls as they are."
+        )
+    return loaded.launch
+
+
+def _read_adapter(path: Path) -> "Adapter":
+    from rookery.weights import read_adapter
+
+    return read_adapter(path)
+
+
+async def _up(launch: "LaunchConfig") -> int:
+    from rookery.fleet.operations import up as serve
+
+    def ready(servers: "Sequence[LocalServer]") -> None:
+        bar.stop()
+        urls = [server.url for server in servers]
+        for server in servers:
+            line = f"{server.url}   process {server.pid}   log {server.log}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        _print_ready(launch, urls)
+        console.print("Ctrl-C or `rookery fleet down` stops them.", highlight=False)
+
+    with launch_progress() as bar:
+        await serve(launch, on_ready=ready, progress=bar.show)
+    console.print("Stopped.")
+    return 0
+
+
+async def _up_on_ray(launch: "LaunchConfig") -> int:
+    from asyncio import Event
+
+    from rookery.fleet.cluster import place_on_ray
+
+    num = launch.replicas or 1
+    console.print(f"Placing {_count(num)} on the Ray cluster at {launch.ray_address}.")
+    async with place_on_ray(launch, num=num, address=launch.ray_address) as placed:
+        for url in placed.urls:
+            console.print(url, highlight=False)
+        _print_ready(launch, placed.urls)
+        console.print(f"They ask for a key: export {_KEY}={placed.api_key}", soft_wrap=True)
+        console.print("Ctrl-C stops them.")
+        await Event().wait()
+    return 0
+
+
+def _print_ready(launch: "LaunchConfig", urls: Sequence[str]) -> None:
+    console.print(
+        f"{_count(len(urls))} of {launch.model} ready. In a config:\n"
+        f"  engine: {{type: fleet, urls: [{', '.join(urls)}]}}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _print_servers(servers: "Sequence[ServerStatus]") -> None:
+    from rich.table import Table
+
+    def show(value: float | None, form: str = "") -> str:
+        return "-" if value is None else format(value, form)
+
+    table = Table()
+    for column in ("server", "model", "vLLM", "running", "waiting", "cache", "prefix hits",
+                   "adapters", "process"):  # fmt: skip
+        table.add_column(column, justify="left" if column in ("server", "model") else "right")
+    for server in servers:
+        mark = "[green]✓[/green]" if server.is_up else "[red]✗[/red]"
+        table.add_row(
+            f"{mark} {escape(server.url)}",
+            escape(server.model or "-"),
+            server.version or "-",
+            show(server.num_running),
+            show(server.num_waiting),
+            show(server.cache_usage, ".0%"),
+            show(server.hit_rate, ".0%"),
+            str(len(server.adapters)),
+            show(server.pid),
+        )
+    console.print(table)
+    for server in servers:
+        for name in server.adapters:
+            console.print(f"{server.url}   {name}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_checks(checks: "Sequence[Check]") -> None:
+    marks = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "[yellow]·[/yellow]"}
+    for check in checks:
+        line = f"{marks[check.is_fine]} {check.name:<17} {escape(check.detail)}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _count(num: int) -> str:
+    return "1 server" if num == 1 else f"{num} servers"
