@@ -1,0 +1,125 @@
+"""`rookery icm run`: what is left behind, what is refused, and Ctrl-C."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import Command, write_rows
+
+from rookery.runs import Run
+
+CONFIG: dict[str, Any] = {
+    "engine": {"model": "tiny"},
+    "data": {
+        "path": "items.jsonl",
+        "prompt": "w{{ a }} w{{ b }} w20",
+        "separator": "\nw21\n",
+        "labels": ["w90", "w91"],
+        "group": "pair",
+    },
+    "constraints": [{"type": "exclusive", "count": "exactly_one"}],
+    "search": {"iterations": 20, "num_start": 4},
+    "siblings": {"inverted": False},
+    "num_chains": 1,
+}
+
+
+@pytest.fixture
+def config(place: Path) -> Path:
+    rows = [
+        {"id": f"i{i}", "pair": i // 2, "a": 4 + i, "b": 40 + 3 * i, "label": f"w{90 + i % 2}"}
+        for i in range(8)
+    ]
+    write_rows(place / "items.jsonl", rows)
+    (place / "c.json").write_text(json.dumps(CONFIG))
+    return place
+
+
+def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
+    ended = rookery("icm", "run", "c.json", "--name", "x", "--data.gold.field", "label")
+    assert ended.code == 0
+    folder = config / "runs/x"
+    for line in ("labels   ", "exports  ", "report   "):
+        assert f"{line}{folder}/" in ended.out, "a path is never folded"
+    assert "95 % interval" in ended.out and "golden few-shot" in ended.out
+    assert max(map(len, ended.out.split("verdict")[0].splitlines())) <= 80
+    names = {path.name for path in folder.iterdir()}
+    assert {"labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl", "report.json"} <= names
+    used = rookery("eval", "tiny", folder / "sft.jsonl", "--name", "y", "--json")
+    assert used.code == 0 and used.document["num_tasks"] == len(
+        (folder / "sft.jsonl").read_text().splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--data.path", "item.jsonl"], "item.jsonl. Did you mean"),
+        (["--data.path", "empty.jsonl"], "has 0 items; labels need at least 2"),
+        (["--data.prompt", "'w{{ a }} '"], "the prompt ends in whitespace"),
+        (["--data.prompt", "w{{ c }}"], "c"),
+        (["--data.labels", "[w90, w90]"], "each may be there once"),
+        (["--data.labels", "[w90]"], "labels is"),
+        (["--data.group", "pairs"], "has no field 'pairs' (data.group)"),
+        (["--data.gold.field", "truth"], "has no item with a field 'truth'"),
+        (["--data.gold.field", "pair"], "the search must not see them"),
+        (["--batch-size", "1"], "batch_size is 1; it should be greater than or equal to 2"),
+        (["--serch.iterations", "3"], "serch is not a key. Did you mean search?"),
+        (["--rezume"], "--rezume is not a flag. Did you mean --resume?"),
+        (["--engine.model", "nan-model"], "holds NaN or infinity"),
+        (["--engine.model", "./tinny"], "There is no model folder ./tinny"),
+        (["--resume"], "--resume needs the run: add --name NAME"),
+        (["--engine", "{type: fleet}"], "a fleet needs servers"),
+        (["--engine", "{type: external, url: 'http://127.0.0.1:1/v1', model: big}",
+          "--tokenizer", "tiny"], "OPENAI_API_KEY is not set"),
+        (["--engine", "{type: external, url: 'http://127.0.0.1:1/v1', model: big}"],
+         "write tokenizer"),
+    ],
+)  # fmt: skip
+def test_labellings_that_cannot_be(
+    refused: Command,
+    config: Path,
+    words: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert sentence in refused("icm", "run", "c.json", *words).words
+
+
+def test_a_batch_longer_than_the_context(refused: Command, config: Path) -> None:
+    rows = [{"id": f"i{i}", "pair": i // 2, "a": 4 + i, "b": 4 + i} for i in range(60)]
+    write_rows(config / "items.jsonl", rows)
+    ended = refused("icm", "run", "c.json")
+    assert "A batch of 60 items makes prompts of" in ended.words
+    assert "the model reads 128: write batch_size:" in ended.words
+
+
+def test_interrupted_and_resumed(
+    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rookery.embedded import EmbeddedEngine
+
+    score, calls = EmbeddedEngine.score, []
+
+    async def press_in_the_third(self: EmbeddedEngine, requests: Any) -> Any:
+        calls.append(len(requests))
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        return await score(self, requests)
+
+    monkeypatch.setattr(EmbeddedEngine, "score", press_in_the_third)
+    ended = rookery("icm", "run", "c.json", "--name", "x")
+    assert ended.code == 130
+    assert f"Go on with: rookery runs resume {config / 'runs/x'}" in ended.err
+    with Run.view(config / "runs/x") as run:
+        assert run.status == "interrupted" and run.counts()["score"] == sum(calls[:2])
+    assert rookery("runs", "resume", "x").code == 0
+    assert rookery("icm", "run", "c.json", "--name", "whole").code == 0
+    labels = [(config / f"runs/{name}/labels.jsonl").read_text() for name in ("x", "whole")]
+    assert labels[0] == labels[1]
