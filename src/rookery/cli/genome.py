@@ -44,11 +44,11 @@ def run_command(
 ) -> int:
     """Evolve adapters as the config says, and report honestly how good the best one is.
 
-        rookery genome run configs/demo.yaml
-        rookery genome run mine.yaml --seed 3 --race.enabled false --stages.0.generations 20
-
     Any value of the config is a flag with a dotted name. An interrupted run goes on with
     `--resume --name NAME` or `rookery runs resume NAME`.
+
+        rookery genome run configs/demo.yaml
+        rookery genome run mine.yaml --seed 3 --stages.0.generations 20
 
     Parameters
     ----------

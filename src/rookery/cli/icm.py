@@ -49,11 +49,11 @@ def run_command(
 ) -> int:
     """Label the items of a file, and say honestly what the labels are worth.
 
-        rookery icm run configs/icm_reviews.yaml
-        rookery icm run mine.yaml --data.path claims.jsonl --batch-size 128 --num-chains 4
-
     Any value of the config is a flag with a dotted name. An interrupted run goes on with
     `--resume --name NAME` or `rookery runs resume NAME`; no score is computed twice.
+
+        rookery icm run configs/icm_reviews.yaml
+        rookery icm run mine.yaml --data.path claims.jsonl --num-chains 4
 
     Parameters
     ----------

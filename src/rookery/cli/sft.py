@@ -31,12 +31,12 @@ def sft(
 ) -> None:
     """Train a LoRA adapter on the answers of a taskset and write it as a PEFT folder.
 
-        rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
-        rookery sft smollm2 gsm8k.jsonl out/gsm8k --config sft.yaml --learning-rate 0.0005
-
     Any value of the training config is a flag: --rank, --alpha, --targets, --layers, --epochs,
     --steps, --batch-size, --learning-rate, --schedule, --warmup, --seed, --init-from.
     An interrupted training goes on when the same command is given again.
+
+        rookery sft smollm2 generated:label-kind out/kind --steps 40 --layers 4
+        rookery sft smollm2 gsm8k.jsonl out/gsm8k --learning-rate 0.0005
 
     Parameters
     ----------

@@ -20,6 +20,13 @@ def test_help_and_version(rookery: Command) -> None:
     assert rookery("--version").out.strip()
 
 
+@pytest.mark.parametrize("words", [["eval"], ["genome", "run"], ["icm", "run"], ["sft"]])
+def test_examples_have_a_line_each(rookery: Command, words: list[str]) -> None:
+    lines = [line.strip() for line in rookery(*words, "--help").out.splitlines()]
+    examples = [line for line in lines if line.startswith(" ".join(["rookery", *words]))]
+    assert len(examples) >= 2 and all(line.count("rookery") == 1 for line in examples)
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
