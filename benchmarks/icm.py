@@ -69,13 +69,15 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--slow", type=int, default=64, help="time all three ways up to here")
     parser.add_argument("--model", default="small", help="small, smollm2-shape, or a folder")
-    parser.add_argument("--tokenizer", default="smollm2", help="a folder that holds it")
+    parser.add_argument("--tokenizer", default="smollm2", help="a folder that holds tokenizer.json")
     arguments = parser.parse_args()
     asyncio.run(run(arguments))
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    tokenizer = resolve_model(arguments.tokenizer).path
+    tokenizer = Path(arguments.tokenizer)
+    if not tokenizer.is_dir():
+        tokenizer = resolve_model(arguments.tokenizer).path
     problems = [make_problem(arguments.claims, size, tokenizer) for size in arguments.sizes]
     if "counts" in arguments.parts:
         count_tokens(problems)
@@ -121,7 +123,7 @@ def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
 
 
 def read_claims(path: Path | None, *, count: int) -> list[Item]:
-    """Claims of a file, or made ones of about the same length: 38 tokens, four to a question."""
+    """Claims of a file, or made ones of about the same length: 47 tokens, four to a question."""
     if path is not None:
         rows = json.loads(path.read_text())[:count]
     else:
