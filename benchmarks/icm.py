@@ -71,13 +71,13 @@ def main() -> None:
     parser.add_argument("--model", default="small", help="small, smollm2-shape, or a folder")
     parser.add_argument("--tokenizer", default="smollm2", help="a folder that holds tokenizer.json")
     arguments = parser.parse_args()
-    asyncio.run(run(arguments))
-
-
-async def run(arguments: argparse.Namespace) -> None:
     tokenizer = Path(arguments.tokenizer)
     if not tokenizer.is_dir():
         tokenizer = resolve_model(arguments.tokenizer).path
+    asyncio.run(run(arguments, tokenizer))
+
+
+async def run(arguments: argparse.Namespace, tokenizer: Path) -> None:
     problems = [make_problem(arguments.claims, size, tokenizer) for size in arguments.sizes]
     if "counts" in arguments.parts:
         count_tokens(problems)

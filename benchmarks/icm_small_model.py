@@ -3,12 +3,13 @@ the search.
 
     python benchmarks/icm_small_model.py                                   # the shipped examples
     python benchmarks/icm_small_model.py --claims truthfulqa_train.json \\
-        --solutions gsm8k/example_model_solutions.jsonl                    # yours; 20 minutes
+        --solutions gsm8k/example_model_solutions.jsonl                    # yours
 
-Two CPU cores. Claims: a .json list with question, choice and label (0 or 1), no constraint.
-Solutions: GSM8K's example_model_solutions.jsonl, four solutions to a problem; equal final answers
-are right or wrong together. All labels are calibrated: what the model says of every item alike is
-subtracted. `--items` are labelled by what needs no search, `--searched` of them by the search.
+Two CPU cores: ten minutes; a GPU, where there is one: less than one. Claims: a .json list with
+question, choice and label (0 or 1), no constraint. Solutions: GSM8K's example_model_solutions.jsonl,
+four solutions to a problem; equal final answers are right or wrong together. All labels are
+calibrated: what the model says of every item alike is subtracted. `--items` are labelled by what
+needs no search, `--searched` of them by the search; 0 leaves one out.
 """
 
 import argparse
@@ -24,14 +25,13 @@ from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.reader import ScoreStore
-from rookery.loops.icm.siblings import Siblings
+from rookery.loops.icm.siblings import Siblings, SiblingsConfig
 from rookery.loops.icm.verdict import agree
 from rookery.runs import Run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLAIM = "Question: {{ question }}\nClaim: {{ choice }}\nI think this claim is"
 MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
-NUM_SHOTS = 16
 
 
 def main() -> None:
@@ -40,8 +40,9 @@ def main() -> None:
     )
     parser.add_argument("--claims", type=Path)
     parser.add_argument("--solutions", type=Path)
-    parser.add_argument("--items", type=int, default=96, help="labelled without a search")
-    parser.add_argument("--searched", type=int, default=16, help="labelled by the search")
+    parser.add_argument("--items", type=int, default=48, help="labelled without a search")
+    parser.add_argument("--searched", type=int, default=12, help="labelled by the search")
+    parser.add_argument("--shots", type=int, default=8, help="demonstrations without a search")
     parser.add_argument("--parts", nargs="+", default=["reviews", "claims", "solutions"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,9 +60,13 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         bench = Bench(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
         for name in arguments.parts:
             config = made[name]()
+            siblings = SiblingsConfig(num_shots=arguments.shots, num_rounds=2, inverted=False)
+            config = config.model_copy(update={"siblings": siblings})
             print(f"\n{name}: {config.data.path.name}", flush=True)
-            await label_plainly(limited(config, arguments.items), bench)
-            await label_by_search(limited(config, arguments.searched), bench, folder / name)
+            if arguments.items:
+                await label_plainly(limited(config, arguments.items), bench)
+            if arguments.searched:
+                await label_by_search(limited(config, arguments.searched), bench, folder / name)
 
 
 def configure(name: str, **data: object) -> IcmConfig:
@@ -70,7 +75,6 @@ def configure(name: str, **data: object) -> IcmConfig:
         update={
             "data": config.data.model_copy(update=data),
             "objective": config.objective.model_copy(update={"calibrate": True}),
-            "siblings": config.siblings.model_copy(update={"num_shots": NUM_SHOTS}),
         }
     )
 
