@@ -6,7 +6,7 @@ the search.
         --solutions gsm8k/example_model_solutions.jsonl                    # yours
 
 Two CPU cores: ten minutes; a GPU, where there is one: less than one. Claims: a .json list with
-question, choice and label (0 or 1), no constraint. Solutions: GSM8K's example_model_solutions.jsonl,
+question, choice and label (0 or 1), no constraint. Solutions: GSM8K's example_model_solutions,
 four solutions to a problem; equal final answers are right or wrong together. All labels are
 calibrated: what the model says of every item alike is subtracted. `--items` are labelled by what
 needs no search, `--searched` of them by the search; 0 leaves one out.
