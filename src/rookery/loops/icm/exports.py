@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rookery.config import Config
+from rookery.errors import TaskError
 from rookery.loops.icm.items import Item
 from rookery.loops.icm.objective import Read
 from rookery.runs import Run
@@ -24,7 +25,14 @@ from rookery.tasks.prompt_template import (
     render_prompt_template,
 )
 
-__all__ = ["ExportsConfig", "LabelRecord", "PairsConfig", "make_pairs", "write_exports"]
+__all__ = [
+    "ExportsConfig",
+    "LabelRecord",
+    "PairsConfig",
+    "check_exports",
+    "make_pairs",
+    "write_exports",
+]
 
 
 class LabelPairsConfig(Config):
@@ -96,6 +104,21 @@ class LabelRecord:
     """When it got its label; None for a start label."""
     provenance: Mapping[str, Any]
     """Model, order, batch, chain and seed."""
+
+
+def check_exports(items: Sequence[Item], *, labels: Sequence[str], config: ExportsConfig) -> None:
+    """Refuse now what `write_exports` would refuse when the search is over."""
+    match config.pairs:
+        case LabelPairsConfig():
+            return
+        case GroupPairsConfig(prompt=prompt, response=response, label=label):
+            texts = [prompt, response]
+        case ComparePairsConfig(prompt=prompt, first=first, second=second, label=label):
+            texts = [prompt, first, second]
+    _wanted(label, labels)
+    for template in map(compile_prompt_template, texts):
+        for item in items:
+            render_prompt_template(template, item.fields, where=f"exports.pairs, item {item.id}")
 
 
 def write_exports(
@@ -174,6 +197,8 @@ def _pair(prompt: str, chosen: str, rejected: str, margin: float | None) -> dict
 
 
 def _wanted(label: str, labels: Sequence[str]) -> int:
+    if label and label not in labels:
+        raise TaskError(f"exports.pairs.label is {label!r}; the labels are {list(labels)}.")
     return labels.index(label) if label else 0
 
 

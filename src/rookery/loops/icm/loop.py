@@ -26,7 +26,7 @@ from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.fleet.external import ExternalConfig
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
-from rookery.loops.icm.exports import ExportsConfig, write_exports
+from rookery.loops.icm.exports import ExportsConfig, check_exports, write_exports
 from rookery.loops.icm.items import DataConfig, Item, batch_items
 from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
@@ -217,12 +217,13 @@ async def label(
 
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, bench: Bench) -> None:
-    """Refuse, before anything is asked, items whose prompts or constraints cannot be."""
+    """Refuse, before anything is asked, prompts, constraints and exports that cannot be."""
     if config.iterate is not None and not isinstance(bench.sampler, Adapters):
         raise ConfigError(
             "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
             "or fleet, or leave iterate out."
         )
+    check_exports(items, labels=config.data.labels, config=config.exports)
     for own in batch_items(items, size=config.batch_size):
         open_problem(config, own, bench=bench, store=ScoreStore())
 
