@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,43 @@ def test_interrupted_and_resumed(
     assert rookery("icm", "run", "c.json", "--name", "whole").code == 0
     labels = [(config / f"runs/{name}/labels.jsonl").read_text() for name in ("x", "whole")]
     assert labels[0] == labels[1]
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """An API that reports the likeliest tokens; it prefers w90 behind long prompts."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        odds = len(body["prompt"]) % 5 - 2.0
+        tops = {"w90": -1.0 + odds / 2, "w91": -1.0 - odds / 2}
+        logprobs = {"tokens": ["w90"], "token_logprobs": [-1.0], "top_logprobs": [tops]}
+        answer = json.dumps({"choices": [{"text": "w90", "logprobs": logprobs}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+def test_an_external_api_labels_too(
+    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as api:
+        thread = threading.Thread(target=api.serve_forever)
+        thread.start()
+        engine = {
+            "type": "external", "url": f"http://127.0.0.1:{api.server_port}/v1", "model": "big",
+            "route": "completions", "logprobs": True, "requests_per_minute": 100_000,
+        }  # fmt: skip
+        words = ["--engine", json.dumps(engine), "--tokenizer", "tiny", "--name", "x"]
+        ended = rookery("icm", "run", "c.json", *words)
+        api.shutdown()
+        thread.join()
+    assert ended.code == 0
+    rows = (config / "runs/x/labels.jsonl").read_text().splitlines()
+    assert {json.loads(row)["model"] for row in rows} == {"base@big"}
+    assert "secret" not in (config / "runs/x/config.json").read_text()
