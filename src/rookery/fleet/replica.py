@@ -21,6 +21,7 @@ from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
 from rookery.fleet.probe import probe, read_metrics
 from rookery.fleet.staging import Staging, wire_name
+from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, encode_body, read_choices
 from rookery.types import Adapter, ModelRef
 
@@ -82,6 +83,7 @@ class Replica:
         self._settings = settings
         self._staging = staging
         self._loading: dict[ModelRef, asyncio.Lock] = {}
+        self._turns = Turns()
 
     @property
     def url(self) -> str:
@@ -138,8 +140,10 @@ class Replica:
             model = wire_name(call.ref)
             await self.hold(call.ref, adapter)
         body = encode_body(model, call.fields, call.prompts)
+        kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
         try:
-            answer = await self.client.complete(body)
+            async with self._turns.take(kind):
+                answer = await self.client.complete(body)
         except ServerRefusal as refusal:
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.

@@ -213,6 +213,12 @@ def read_reading(choice: Choice) -> Reading:
 
 def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
     """The `num` likeliest of the tokens reported, best first, the lower id on a tie."""
+    if len(found) < num:
+        raise FleetError(
+            f"A server reported {len(found)} of the {num} likeliest tokens. vLLM's older model "
+            "runner does so when another client asks it for given tokens at the same time: let "
+            "one client use it, or ask for no top_logprobs."
+        )
     return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
 
 

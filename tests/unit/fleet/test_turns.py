@@ -1,0 +1,78 @@
+"""Two kinds of calls that never meet."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.fleet.turns import Turns
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(0, 3), st.booleans())))
+def test_kinds_never_meet_and_all_get_their_turn(calls: list[tuple[str, int, bool]]) -> None:
+    async def run() -> int:
+        turns, inside, done = Turns(), {"a": 0, "b": 0, "": 0}, 0
+
+        async def call(kind: str, length: int) -> None:
+            nonlocal done
+            async with turns.take(kind):
+                inside[kind] += 1
+                try:
+                    assert not (inside["a"] and inside["b"])
+                    for _ in range(length):
+                        await asyncio.sleep(0)
+                finally:
+                    inside[kind] -= 1
+            done += 1
+
+        tasks = [asyncio.create_task(call(kind, length)) for kind, length, _ in calls]
+        await asyncio.sleep(0)
+        for task, (_, _, is_cancelled) in zip(tasks, calls, strict=True):
+            if is_cancelled:
+                task.cancel()
+        async with asyncio.timeout(5):
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [e for e in found if isinstance(e, Exception)]
+        assert turns._num == 0 and not turns._waiting
+        return done
+
+    num_left = sum(not is_cancelled for _, _, is_cancelled in calls)
+    assert asyncio.run(run()) >= num_left
+
+
+async def test_calls_of_one_kind_run_together() -> None:
+    turns = Turns()
+    async with turns.take("a"), turns.take("a"), turns.take(""):
+        waiting = asyncio.create_task(turns.take("b").__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_waiting_kind_is_not_overtaken() -> None:
+    turns = Turns()
+    order: list[str] = []
+    gate = asyncio.Event()
+
+    async def call(name: str, kind: str) -> None:
+        async with turns.take(kind):
+            order.append(name)
+            await gate.wait()
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for name, kind in (("first", "a"), ("second", "b"), ("late", "a")):
+            group.create_task(call(name, kind))
+            await asyncio.sleep(0)
+        assert order == ["first"]
+        gate.set()
+    assert order == ["first", "second", "late"]
+
+
+@pytest.mark.parametrize("kind", ["", "a"])
+async def test_an_error_ends_the_turn(kind: str) -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="x"):
+        async with turns.take(kind):
+            raise ValueError("x")
+    assert turns._num == 0
