@@ -103,6 +103,8 @@ class _Loader:
         self._check(request, manifest, rank)
         kept = _open_arena(folder, manifest)
         hot = self._arrive(folder, manifest, kept)
+        kind = manifest["dtype"]
+        on_device, in_memory = _typed(hot, kind), _typed(kept, kind)
         weights: dict[str, Any] = {}
         for name, layer_rank, size_in, size_out, offset_a, offset_b in layers:
             module = self._module_name(name)
@@ -111,9 +113,9 @@ class _Loader:
                 (offset_a, (layer_rank, size_in)),
                 (offset_b, (size_out, layer_rank)),
             ):
-                view = _view(hot, offset, shape, manifest["dtype"])
+                view = _view(on_device, offset, shape)
                 if hot is not kept:
-                    self._staged[id(view)] = _view(kept, offset, shape, manifest["dtype"])
+                    self._staged[id(view)] = _view(in_memory, offset, shape)
                 factors.append(view)
             # The scale is in B already: vLLM must not multiply it in, the memory is shared.
             weights[module] = LoRALayerWeights(
@@ -323,12 +325,18 @@ def _open_arena(folder: Path, manifest: dict[str, Any]) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _view(arena: torch.Tensor, offset: int, shape: tuple[int, int], dtype: str) -> torch.Tensor:
+def _typed(arena: torch.Tensor, dtype: str) -> torch.Tensor:
     import torch
 
     kind = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
-    num_bytes = shape[0] * shape[1] * kind.itemsize
-    return arena[offset : offset + num_bytes].view(kind).view(shape)
+    whole = arena.numel() // kind.itemsize * kind.itemsize
+    return arena[:whole].view(kind)
+
+
+def _view(arena: torch.Tensor, offset: int, shape: tuple[int, int]) -> torch.Tensor:
+    """A factor in a typed arena; `offset` is in bytes. One operation: there are hundreds."""
+    place = offset // arena.itemsize + arena.storage_offset()
+    return arena.as_strided(shape, (shape[1], 1), place)
 
 
 def _layers(manager: Any) -> dict[str, list[int]]:

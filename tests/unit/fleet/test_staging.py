@@ -10,7 +10,7 @@ from fleet.adapters import K, Q, make_small, write_model
 
 from rookery.errors import AdapterError
 from rookery.fleet import staging as stage
-from rookery.fleet.extension import ARENA, MANIFEST, _open_arena, _view
+from rookery.fleet.extension import ARENA, MANIFEST, _open_arena, _typed, _view
 from rookery.fleet.fit import base_names, read_shapes
 from rookery.fleet.staging import Staging, open_staging, wire_name
 from rookery.types import LoraFactors, ModelRef
@@ -41,13 +41,13 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
     read = read_adapter(folder)
     assert read.base == "server/model"
     manifest = json.loads((arena / MANIFEST).read_text())
-    memory = _open_arena(arena, manifest)
+    memory = _typed(_open_arena(arena, manifest), dtype)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     for name, rank, size_in, size_out, at_a, at_b in manifest["layers"]:
         lora = read.factors[name]
         assert lora.scale == 1 and (at_a % 256, at_b % 256) == (0, 0)
-        a = _view(memory, at_a, (rank, size_in), dtype)
-        b = _view(memory, at_b, (size_out, rank), dtype)
+        a = _view(memory, at_a, (rank, size_in))
+        b = _view(memory, at_b, (size_out, rank))
         assert torch.equal(a, lora.a.to(kind)) and torch.equal(b, lora.b.to(kind))
         exact = adapter.factors[name].b.float() * 1.7
         assert torch.allclose(b.float(), exact, rtol=1e-2)
