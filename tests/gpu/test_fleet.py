@@ -73,6 +73,7 @@ async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) 
     [own] = fleet.pool.replicas
     assert own.route == "extension"
     plain = FleetConfig(urls=(own.url,), max_loras=8, max_lora_rank=16)
+    texts = set()
     for seed in range(3):
         found = []
         adapter = make(f"extension{seed}", seed)
@@ -95,7 +96,11 @@ async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) 
         finally:
             own._staging._in_place = False
         assert len({answer[0].tokens for answer in found}) == 1
-        assert len({answer[0].logprobs for answer in found}) == 1
+        for answer in found[1:]:
+            # vLLM adds up parts of a LoRA product in whatever order they arrive, in bfloat16.
+            assert answer[0].logprobs == pytest.approx(found[0][0].logprobs, abs=0.1)
+        texts.add(found[0][0].tokens)
+    assert len(texts) == 3, "the adapters make a difference"
 
 
 async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:

@@ -4,9 +4,13 @@ ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_fleet.py
 """
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -29,7 +33,7 @@ from rookery.types import (
     SamplingParams,
     ScoreRequest,
 )
-from rookery.weights import make_adapter
+from rookery.weights import make_adapter, read_adapter, write_adapter
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 pytestmark = [
@@ -39,6 +43,18 @@ pytestmark = [
 ]
 TEXTS = ("The capital of France is", "Once upon a time there was a", "2 + 2 =", "def add(a, b):")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, top_logprobs=2)
+GENOME = """
+engine: {engine}
+tokenizer: smollm2
+init: {{type: file, path: founders}}
+tasksets:
+  - {{type: generated, generator: mark-kind, limit: 24,
+      splits: {{search: 0.25, select: 0.25, report: 0.5}}}}
+stages:
+  - {{type: ga, generations: 1, population: {{size: 2, children: {{count: 3}}}}}}
+race: {{enabled: false}}
+finals: {{num_finalists: 2, num_voters: 2}}
+"""
 CLOSE = 2e-3
 """Nats: float32 on both sides, sums in another order."""
 
@@ -137,7 +153,7 @@ async def test_scores_equal_the_embedded_engine_s(
             ScoreRequest(model=ref, tokens=prompts[1], start=1, labels=(5,)),
             ScoreRequest(model=ref, tokens=prompts[2], start=2, top_logprobs=3),
             ScoreRequest(model=ref, tokens=long, start=399, labels=(11, 12)),
-            ScoreRequest(model=ref, tokens=long[:140], start=100),
+            ScoreRequest(model=ref, tokens=long[:140], start=132),
         )
     ]
     for ours, theirs in zip(await fleet.score(wanted), await engine.score(wanted), strict=True):
@@ -265,3 +281,29 @@ async def test_a_killed_server_loses_no_request_and_comes_back(
     again = await fleet.sample(wanted[:40])
     assert [c.tokens for [c] in again] == [c.tokens for [c] in answers[:40]]
     assert victim.lane.has_measured
+
+
+async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: Path) -> None:
+    """`rookery genome run` on these servers and in this process: the same report, in float32."""
+    for seed in range(3):
+        founder = _adapter(f"f{seed}", seed=40 + seed, rank=4, targets=("q_proj", "v_proj"))
+        write_adapter(founder, tmp_path / "founders" / founder.name)
+    urls = ", ".join(replica.url for replica in fleet.pool.replicas)
+    engines = {
+        "embedded": "{type: embedded, model: smollm2, dtype: float32, max_rank: 16}",
+        "fleet": f"{{type: fleet, name: smollm2, urls: [{urls}], max_loras: 4, max_lora_rank: 16}}",
+    }
+    found = {}
+    for name, engine in engines.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(GENOME.format(engine=engine))
+        words = ["genome", "run", str(path), "--name", name, "--runs-dir", str(tmp_path / "runs")]
+        code = await asyncio.to_thread(
+            subprocess.call, [sys.executable, "-m", "rookery", *words], stdout=sys.stderr
+        )
+        assert code == 0
+        folder = tmp_path / "runs" / name
+        report = json.loads((folder / "report.json").read_text())
+        rows = [(row["name"], row["mean"]) for row in report["rows"]]
+        found[name] = report["winner"], rows, read_adapter(folder / "winner").version
+    assert found["fleet"] == found["embedded"]
