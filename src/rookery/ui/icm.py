@@ -27,14 +27,14 @@ LISTED_ITEMS = 500
 """Rows of the folded list of items; labels.jsonl has them all."""
 
 SENTENCES: dict[str, str] = {
-    "coherent": "Coherent. Every item is labelled, no other start ended as high with other labels, "
+    "coherent": "Coherent. Every item is labelled, no other labels that were found are as good, "
     "and hardly an item disagrees with the others.",
     "partial": "Not finished: some items have no label.",
     "collapsed": "Collapsed: all items have the same label. These labels say nothing.",
     "inconsistent": "Inconsistent: labels break the constraints.",
     "inverse": "The inverse concept: the labels are mostly the opposite of the true ones.",
     "chance": "No better than chance against the true labels.",
-    "ambiguous": "Ambiguous: another start leads to other labels that are as coherent.",
+    "ambiguous": "Ambiguous: other labels are as coherent as these.",
     "frustrated": "Frustrated: many items are predicted to have another label than they have.",
     "": "No result yet.",
 }

@@ -276,7 +276,7 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tm
         assert report["verdict"] == (
             "inverse" if report["rows"][0]["accuracy"] == 0 else "ambiguous"
         )
-        assert any("the start decides" in warning for warning in report["warnings"])
+        assert any("the items do not decide" in warning for warning in report["warnings"])
 
 
 async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_path) -> None:

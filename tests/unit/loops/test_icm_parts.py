@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ from loops.oracle import Words
 from pydantic import ValidationError
 
 from rookery.errors import TaskError
+from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.exports import ExportsConfig, LabelRecord, make_pairs
 from rookery.loops.icm.items import DataConfig, Item, batch_items, read_gold, read_items
-from rookery.loops.icm.objective import ObjectiveConfig, assess, predict
+from rookery.loops.icm.objective import ObjectiveConfig, Read, assess, predict
 from rookery.loops.icm.prompts import Encoder, Prompts
+from rookery.loops.icm.reader import Context
 from rookery.loops.icm.relations import build_constraints
-from rookery.loops.icm.siblings import invert, most_likely
+from rookery.loops.icm.report import Batch, make_report
+from rookery.loops.icm.siblings import SiblingsConfig, invert, most_likely
 from rookery.loops.icm.verdict import Evidence, agree, judge
+from rookery.search.annealing import AnnealingConfig
 from rookery.search.constraints import Constraints, Exclusive
-from rookery.search.labelling import UNLABELLED
+from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import TreeOrder
 
 
@@ -366,3 +371,48 @@ def test_verdicts() -> None:
         assert bool(warnings) == (expected != "coherent")
     verdict, warnings = judge(evidence(mass=0.01))
     assert verdict == "coherent" and "1%" in warnings[0]
+
+
+class Habit:
+    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+
+    naive_tokens = 0
+
+    async def read(self, contexts: Sequence[Context]) -> list[Read]:
+        return [self._read(labels, item) for labels, item in contexts]
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        """Nothing is asked for."""
+
+    def known(self, context: Context) -> Read | None:
+        return self._read(*context)
+
+    def _read(self, labels: Labels, item: int) -> Read:
+        if not any(label == 1 for other, label in enumerate(labels) if other != item):
+            return (-0.01, -4.6)
+        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
+
+
+async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None:
+    problem = Problem(
+        num_items=6,
+        num_labels=2,
+        groups=tuple(range(6)),
+        constraints=Constraints([], num_items=6, num_labels=2),
+        reader=Habit(),
+        objective=ObjectiveConfig(),
+    )
+    search = AnnealingConfig(iterations=5)
+    found = await Chain(problem, config=search, seed=0).run((0, 1) * 3)
+    assert found.labels == (0, 1) * 3 and found.is_settled
+    items = tuple(item(str(i)) for i in range(6))
+    batch = Batch(index=0, items=items, problem=problem, seed=0, provenance={}, results=[found])
+    report = await make_report(
+        [batch],
+        labels=("True", "False"),
+        siblings=SiblingsConfig(inverted=False),
+        search=search,
+        gold={},
+    )
+    assert report["verdict"] == "ambiguous"
+    assert "without a search" in report["warnings"][0]

@@ -81,7 +81,7 @@ def test_the_page_says_what_the_report_says() -> None:
         ("partial", "Not finished"),
         ("chance", "No better than chance"),
         ("inverse", "opposite"),
-        ("ambiguous", "another start"),
+        ("ambiguous", "as coherent as these"),
         ("", "No result yet"),
     ],
 )

@@ -55,7 +55,8 @@ class _Row:
     name: str
     note: str = ""
     labels: list[Labels] = field(default_factory=list)
-    utilities: list[float] = field(default_factory=list)
+    utilities: list[float | None] = field(default_factory=list)
+    """None where items have no label: not comparable."""
     num_violated: int = 0
     is_winner: bool = False
 
@@ -121,10 +122,15 @@ async def _rows(
             own = found.get(name, (UNLABELLED,) * len(batch.items))
             row.labels.append(own)
             row.num_violated += batch.problem.constraints.num_violated(own)
-            if UNLABELLED not in own:
-                [assessment] = await batch.problem.assess([own])
-                row.utilities.append(assessment.utility)
+            row.utilities.append(await _utility(batch.problem, own))
     return list(rows.values())
+
+
+async def _utility(problem: Problem, labels: Labels) -> float | None:
+    if UNLABELLED in labels:
+        return None
+    [assessment] = await problem.assess([labels])
+    return assessment.utility
 
 
 async def _label_batch(
@@ -162,13 +168,13 @@ def _evidence(
 
 
 def _rivals(batch: Batch, rows: Sequence[_Row], place: int) -> list[tuple[float, float]]:
-    """Complete labellings that other starts ended with: what they lose, what they share."""
+    """Complete and consistent labellings that were found otherwise: what they lose and share."""
     best = batch.best
     found = [(result.labels, result.assessment.utility) for result in batch.results]
     for row in rows:
-        own = row.labels[place]
-        if row.name == "inverted seed" and UNLABELLED not in own:
-            found.append((own, row.utilities[sum(UNLABELLED not in x for x in row.labels[:place])]))
+        utility = row.utilities[place]
+        if utility is not None and not batch.problem.constraints.num_violated(row.labels[place]):
+            found.append((row.labels[place], utility))
     return [
         (best.assessment.utility - utility, _share_equal(labels, best.labels))
         for labels, utility in found
@@ -206,7 +212,7 @@ def _row(
         "num_labelled": len(own),
         "balance": _balance(row.labels, labels),
         "num_violated": row.num_violated,
-        "utility": _mean(row.utilities) if len(row.utilities) == len(row.labels) else None,
+        "utility": None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
         "agreement": sum(same) / len(same) if same else None,
         **_agreement(agree(own, gold, tied=tied) if gold else None),
     }

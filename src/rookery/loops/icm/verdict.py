@@ -5,7 +5,7 @@ collapsed    all items have the same label
 inconsistent constraints are broken
 inverse      true labels were given and the labels are their opposite
 chance       true labels were given and the labels agree with them no better than chance
-ambiguous    another start ends elsewhere with as high a utility
+ambiguous    other consistent labels have as high a utility
 frustrated   many items are predicted to have another label than they have
 coherent     none of these
 """
@@ -67,8 +67,8 @@ class Evidence:
     mass: float
     gold: Agreement | None
     rivals: Sequence[tuple[float, float]]
-    """(utility lost against the result, share of labels in common) of complete labellings that
-    other starts ended with."""
+    """(utility lost against the result, share of labels in common) of complete and consistent
+    labellings that other starts ended with or that need no search."""
 
 
 def agree(
@@ -154,9 +154,9 @@ def _judge_rivals(evidence: Evidence, found: dict[Verdict, str]) -> None:
     near = [same for lost, same in evidence.rivals if lost <= 0 and same < 1]
     if near:
         found["ambiguous"] = (
-            f"A search from other start labels ends at least as high with only {min(near):.0%} of "
-            "the labels in common: the start decides, not the items. These may be chance labels or "
-            "the inverse concept."
+            f"Other labels, of another start or without a search, are at least as coherent with "
+            f"only {min(near):.0%} of them in common: the items do not decide. These may be chance "
+            "labels or the inverse concept."
         )
     share = evidence.num_frustrated / max(1, len(evidence.labels))
     if share > MANY_FRUSTRATED:

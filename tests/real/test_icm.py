@@ -1,0 +1,167 @@
+"""icm on SmolLM2: what 135 million parameters can label, and what they cannot. Ten minutes.
+
+pytest tests/real/test_icm.py
+"""
+
+import json
+from collections.abc import AsyncIterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rookery.config import load_config
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm.chain import Chain, ChainResult, Problem
+from rookery.loops.icm.loop import open_problem
+from rookery.loops.icm.reader import ScoreStore
+from rookery.runs import Run
+from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.streams import stream_seed
+
+CONFIG = Path(__file__).parents[2] / "configs" / "icm_reviews.yaml"
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench() -> AsyncIterator[Bench]:
+    async with open_engine(EngineConfig(model="smollm2", dtype="float32")) as engine:
+        encoder = load_encoder(resolve_model("smollm2").path)
+        yield Bench(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
+
+
+@pytest.fixture(scope="module")
+def store() -> ScoreStore:
+    """Kept over the tests: a context that was read is not read again."""
+    return ScoreStore()
+
+
+def reviews(*words: str) -> IcmConfig:
+    return load_config(IcmConfig, CONFIG, overrides=words).from_folder(CONFIG.parent)
+
+
+def truth_of(config: IcmConfig) -> Labels:
+    items = read_items(config.data)
+    gold = read_gold(config.data, items)
+    return tuple(gold[item.id] for item in items)
+
+
+async def best_of(
+    problem: Problem, config: IcmConfig, *, seed: int, start: Labels | None = None
+) -> ChainResult:
+    chains = [
+        await Chain(problem, config=config.search, seed=stream_seed(seed, "chain", chain)).run(
+            start
+        )
+        for chain in range(config.num_chains)
+    ]
+    return max(chains, key=lambda result: result.rank)
+
+
+async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: ScoreStore) -> None:
+    """Eight reviews in pairs: six seeds, two of them from labels that are all wrong."""
+    config = reviews("--data.limit", "8")
+    problem = open_problem(config, read_items(config.data), bench=bench, store=store)
+    options: list[Labels] = [
+        tuple(x for first in firsts for x in (first, 1 - first))
+        for firsts in product((0, 1), repeat=4)
+    ]
+    found = await problem.assess(options)
+    optimum = max(range(len(options)), key=lambda i: found[i].utility)
+    truth = truth_of(config)
+    assert options[optimum] == truth
+    wrong = tuple(1 - x if i < 4 else UNLABELLED for i, x in enumerate(truth))
+    for seed in range(6):
+        start = wrong if seed >= 4 else None
+        result = await best_of(problem, config, seed=seed, start=start)
+        assert result.labels == truth, f"seed {seed}"
+        assert result.assessment.utility == pytest.approx(found[optimum].utility)
+
+
+async def test_batched_numbers_are_those_of_one_at_a_time(bench: Bench, store: ScoreStore) -> None:
+    """On a fresh engine without a cache worth the name, to 1e-4 in float32."""
+    config = reviews("--data.limit", "8")
+    items = read_items(config.data)
+    labels = truth_of(config)
+    contexts = [(labels, item) for item in range(8)]
+    shared = await open_problem(config, items, bench=bench, store=store).reader.read(contexts)
+    alone = EngineConfig(model="smollm2", dtype="float32", cache_gib=1e-6)
+    async with open_engine(alone) as engine:
+        other = Bench(sampler=engine, model=engine.base, encoder=bench.encoder)
+        problem = open_problem(config, items, bench=other, store=ScoreStore())
+        for context, expected in zip(contexts, shared, strict=True):
+            [read] = await problem.reader.read([context])
+            assert read == pytest.approx(expected, abs=1e-4)
+
+
+async def test_twelve_reviews_are_all_right(bench: Bench, tmp_path: Path) -> None:
+    config = reviews("--data.limit", "12")
+    result = await _run(config, bench, tmp_path)
+    assert result["rows"][0]["accuracy"] == 1.0
+    assert result["verdict"] == "coherent" and result["num_frustrated"] <= 1
+    assert result["tokens"]["computed"] * 5 < result["tokens"]["naive"]
+
+
+async def test_without_constraints_everything_gets_one_label_and_is_told_so(
+    bench: Bench, tmp_path: Path
+) -> None:
+    free = ["--constraints", "[]", "--siblings.inverted", "false"]
+    config = reviews("--data.limit", "12", "--num-chains", "3", "--search.iterations", "100", *free)
+    result = await _run(config, bench, tmp_path)
+    assert result["verdict"] == "collapsed"
+    assert any("All labels are True" in warning for warning in result["warnings"])
+    assert result["utility"] > result["gold"]["utility"], "true labels predict one another less"
+
+
+async def test_what_the_model_does_not_know_is_never_called_a_success(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Capitals: true and false ones in pairs."""
+    towns = ["France Paris Lyon", "Italy Rome Milan", "Japan Tokyo Osaka", "Spain Madrid Seville"]
+    rows = [
+        {
+            "id": f"{country}-{town}",
+            "pair": country,
+            "text": f"Claim: The capital of {country} is {town}.",
+            "label": str(town == right),
+        }
+        for country, right, other in map(str.split, towns)
+        for town in (other, right)
+    ]
+    path = tmp_path / "capitals.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = IcmConfig.model_validate(
+        {
+            "data": {
+                "path": path,
+                "prompt": "{{ text }}\nI think this claim is",
+                "group": "pair",
+                "gold": {},
+            },
+            "constraints": [{"type": "exclusive", "count": "exactly_one"}],
+            "search": {"iterations": 100, "num_start": 4},
+            "num_chains": 2,
+        }
+    )
+    result = await _run(config, bench, tmp_path)
+    if result["rows"][0]["accuracy"] < 1.0:
+        assert result["verdict"] != "coherent" and result["warnings"]
+    assert (result["verdict"] == "partial") == (result["num_labelled"] < 8)
+
+
+async def _run(config: IcmConfig, bench: Bench, folder: Path) -> dict[str, Any]:
+    assert isinstance(bench.sampler, EmbeddedEngine)
+    items = read_items(config.data)
+    document = config.model_dump(mode="json")
+    with Run.create(folder, kind="icm", config=document, name="run") as run:
+        result = await label(
+            config,
+            items=items,
+            bench=bench,
+            run=run,
+            gold=lambda: read_gold(config.data, items),
+        )
+    return result.report
