@@ -45,7 +45,7 @@ def up(
         rookery fleet up configs/fleet/8b.yaml --launch.model Qwen/Qwen3-8B --launch.max-loras 8
         rookery fleet up smollm2 --launch.python ~/vllm/bin/python
 
-    Any value of the config is a flag with a dotted name; docs/fleet.md lists them.
+    Any value of the config is a flag with a dotted name.
 
     Parameters
     ----------
