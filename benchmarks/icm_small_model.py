@@ -95,7 +95,12 @@ def solutions_config(path: Path | None, folder: Path) -> IcmConfig:
         for model in MODELS
     ]
     (folder / path.name).write_text("".join(json.dumps(item) + "\n" for item in items))
-    return configure("icm_solutions.yaml", path=folder / path.name)
+    config = configure("icm_solutions.yaml", path=folder / path.name)
+    # Some solutions were cut off before their answer.
+    [equal] = config.constraints
+    return config.model_copy(
+        update={"constraints": (equal.model_copy(update={"missing": "free"}),)}
+    )
 
 
 def solution(found: Mapping[str, object]) -> dict[str, object]:

@@ -215,6 +215,17 @@ def test_relations_become_constraints() -> None:
     assert exclusive.num_violated((1, 1)) == 1 and exclusive.num_violated((0, 0)) == 0
 
 
+def test_solutions_that_were_cut_off_may_be_left_free() -> None:
+    texts = ["so A: 18", "and then 5 * 1", "A: 26"]
+    solutions = [item(str(i), "q", solution=text) for i, text in enumerate(texts)]
+    config = {"type": "equal_answer", "answer": "solution", "pattern": "A: (.+)$"}
+    with pytest.raises(TaskError, match=r"Item 1: .* write missing: free"):
+        constraints([config], solutions)
+    found = constraints([{**config, "missing": "free"}], solutions)
+    assert found.components == ((0, 2), (1,))
+    assert found.num_violated((0, 0, 1)) == 0 and found.num_violated((0, 0, 0)) == 1
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -62,6 +62,9 @@ class EqualAnswerConfig(_GroupConfig):
     """The field that holds the answer, or the text it is found in."""
     pattern: str = ""
     """A regular expression whose first group is the answer: "A: (.+)$". Empty: the whole field."""
+    missing: Literal["error", "free"] = "error"
+    """An item in which the pattern finds no answer, such as a solution that was cut off: refuse it,
+    or leave it free of this constraint."""
     label: str = ""
     """What a right answer is called; empty: the first label."""
 
@@ -135,15 +138,7 @@ def _build(
                 for members in _groups(config.group, items)
             ]
         case EqualAnswerConfig():
-            label = _index(config.label, labels)
-            return [
-                EqualAnswer(
-                    members=members,
-                    answers=tuple(_answer(config, items[m]) for m in members),
-                    label=label,
-                )
-                for members in _groups(config.group, items)
-            ]
+            return _equal_answers(config, items, _index(config.label, labels))
         case AsymmetricPairConfig():
             mirror = _mirror(config, labels)
             return [
@@ -183,17 +178,34 @@ def _value(item: Item, field: str) -> object:
     return item.fields[field]
 
 
-def _answer(config: EqualAnswerConfig, item: Item) -> str:
+def _equal_answers(
+    config: EqualAnswerConfig, items: Sequence[Item], label: int
+) -> list[Constraint]:
+    found: list[Constraint] = []
+    for members in _groups(config.group, items):
+        answers = {m: answer for m in members if (answer := _answer(config, items[m])) is not None}
+        if len(answers) > 1:
+            constraint = EqualAnswer(
+                members=tuple(answers), answers=tuple(answers.values()), label=label
+            )
+            found.append(constraint)
+    return found
+
+
+def _answer(config: EqualAnswerConfig, item: Item) -> str | None:
     value = _value(item, config.answer)
     text = value if isinstance(value, str) else json.dumps(value)
     if not config.pattern:
         return text.strip()
     match = re.search(config.pattern, text)
-    if match is None:
-        raise TaskError(
-            f"Item {item.id}: the pattern {config.pattern!r} finds no answer in {text[-60:]!r}."
-        )
-    return str(match.group(1)).strip()
+    if match is not None:
+        return str(match.group(1)).strip()
+    if config.missing == "free":
+        return None
+    raise TaskError(
+        f"Item {item.id}: the pattern {config.pattern!r} finds no answer in {text[-60:]!r}. Mend "
+        "the pattern, or write missing: free, so that the constraint leaves such items out."
+    )
 
 
 def _mirror(config: AsymmetricPairConfig, labels: Sequence[str]) -> tuple[int, ...]:
