@@ -13,10 +13,10 @@ model of random weights, whose counts are those of any model with these tokens: 
 layers) or `smollm2-shape` (SmolLM2's sizes), with room for 16,384 tokens; or any folder.
 Above `--slow` items only the tree is timed. vLLM is that of the interpreter ROOKERY_VLLM_PYTHON.
 
-On a GPU, with a folder that holds SmolLM2's tokenizer (SmolLM2 itself by default), two minutes:
+On a GPU, two minutes; where SmolLM2 is at hand, `--model smollm2` without `--tokenizer`:
 
     ROOKERY_VLLM_PYTHON=$(which python) python benchmarks/icm.py --parts vllm --sizes 128 \\
-        --slow 128 --model smollm2-shape --tokenizer FOLDER --claims truthfulqa.json
+        --slow 128 --rounds 3 --model smollm2-shape --tokenizer FOLDER --claims truthfulqa.json
 
 Whole searches: benchmarks/icm_search.py.
 """
@@ -31,6 +31,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["counts", "engine", "vllm"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--slow", type=int, default=64, help="time all three ways up to here")
+    parser.add_argument("--rounds", type=int, default=1, help="timed so often; the median counts")
     parser.add_argument("--model", default="small", help="small, smollm2-shape, or a folder")
     parser.add_argument("--tokenizer", default="smollm2", help="a folder that holds tokenizer.json")
     arguments = parser.parse_args()
@@ -90,13 +92,13 @@ async def run(arguments: argparse.Namespace, tokenizer: Path) -> None:
         if "engine" in arguments.parts:
             print(f"\nThe embedded engine, {arguments.model}")
             async with embedded(model) as counted:
-                await time_ways(problems, counted, slow=arguments.slow)
+                await time_ways(problems, counted, slow=arguments.slow, rounds=arguments.rounds)
         if "vllm" in arguments.parts and not os.environ.get("ROOKERY_VLLM_PYTHON"):
             print("\nROOKERY_VLLM_PYTHON names no interpreter that has vLLM: left out.")
         elif "vllm" in arguments.parts:
             print(f"\nvLLM on the {'GPU' if visible_gpus() else 'CPU'}, {arguments.model}")
             async with server(model) as counted:
-                await time_ways(problems, counted, slow=arguments.slow)
+                await time_ways(problems, counted, slow=arguments.slow, rounds=arguments.rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,16 @@ class Problem:
 
     size: int
     labels: TokenIds
-    contexts: dict[str, list[TokenIds]]
+    orders: dict[str, list[TokenIds]]
     """By way, in the order in which they are sent."""
+
+    def contexts(self, way: str, *, round_: int = 0) -> list[TokenIds]:
+        """First tokens of their own: ways, sizes and rounds share nothing, no length changes."""
+        first = FIRST_TOKEN + 2000 * round_ + self.size
+        if way == WAYS[0]:
+            return [(first + i, *tokens[1:]) for i, tokens in enumerate(self.orders[way])]
+        first += 1000 + WAYS.index(way) * self.size
+        return [(first, *tokens[1:]) for tokens in self.orders[way]]
 
 
 def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
@@ -114,12 +124,8 @@ def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
     prompts = make_prompts(items, tokenizer)
     numbered = contexts_of(prompts, IdOrder(size))
     tree = contexts_of(prompts, TreeOrder(groups_of(items)))
-    # First tokens of their own: ways and sizes share nothing, and no length changes.
-    alone = [(FIRST_TOKEN + size + number, *own[1:]) for number, own in enumerate(numbered)]
-    numbered = [(FIRST_TOKEN - 2 * size, *own[1:]) for own in numbered]
-    tree = [(FIRST_TOKEN - 2 * size - 1, *own[1:]) for own in tree]
-    contexts = dict(zip(WAYS, (alone, numbered, tree), strict=True))
-    return Problem(size, prompts.label_tokens, contexts)
+    orders = dict(zip(WAYS, (numbered, numbered, tree), strict=True))
+    return Problem(size, prompts.label_tokens, orders)
 
 
 def read_claims(path: Path | None, *, count: int) -> list[Item]:
@@ -170,7 +176,8 @@ def count_tokens(problems: Sequence[Problem]) -> None:
     print(f"{'items':>6} {'way':>14} {'to the token':>13} {'16-blocks':>10} {'32-blocks':>10} "
           f"{'fewer':>7}")  # fmt: skip
     for problem in problems:
-        for way, contexts in problem.contexts.items():
+        for way in WAYS:
+            contexts = problem.contexts(way)
             naive = sum(map(len, contexts))
             counts = [computed(contexts, block=block) for block in (1, 16, 32)]
             print(f"{problem.size:>6} {way:>14} {counts[0]:>13,} {counts[1]:>10,} "
@@ -209,7 +216,7 @@ async def server(model: str) -> AsyncIterator[Counted]:
         replicas=1,
         dtype="float32" if is_on_cpu else "bfloat16",
         max_loras=0,
-        enforce_eager=is_on_cpu,
+        enforce_eager=True,
         args=("--block-size", "32") if is_on_cpu else (),
     )
     async with open_fleet(FleetConfig(launch=launch)) as fleet:
@@ -223,21 +230,28 @@ async def server(model: str) -> AsyncIterator[Counted]:
         yield Counted(fleet, fleet.base, count)
 
 
-async def time_ways(problems: Sequence[Problem], counted: Counted, *, slow: int) -> None:
+async def time_ways(
+    problems: Sequence[Problem], counted: Counted, *, slow: int, rounds: int
+) -> None:
+    """The median of the rounds; the counts are the same in all of them."""
     print(f"{'items':>6} {'way':>14} {'asked':>11} {'computed':>11} {'seconds':>9} "
           f"{'tokens':>8} {'time':>7}")  # fmt: skip
-    await score(counted, [(1, 2, 3)], problems[0].labels)
+    warm = problems[-1].contexts(WAYS[0], round_=-1)[:4]
+    await score(counted, warm, problems[-1].labels)
     for problem in problems:
         first: tuple[int, float] | None = None
-        for way, contexts in problem.contexts.items():
+        for way in WAYS:
             if way != WAYS[-1] and problem.size > slow:
                 continue
-            asked, done = await counted.count()
-            seconds = await score(counted, contexts, problem.labels)
-            asked, done = (
-                now - before
-                for now, before in zip(await counted.count(), (asked, done), strict=True)
+            before = await counted.count()
+            seconds = median(
+                [
+                    await score(counted, problem.contexts(way, round_=number), problem.labels)
+                    for number in range(rounds)
+                ]
             )
+            after = await counted.count()
+            asked, done = ((a - b) // rounds for a, b in zip(after, before, strict=True))
             first = first or (done, seconds)
             is_whole = problem.size <= slow
             gains = f"{first[0] / done:>7.1f}x {first[1] / seconds:>6.1f}x" if is_whole else ""
