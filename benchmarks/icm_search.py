@@ -51,6 +51,8 @@ class Setting:
     prior: float
     pull: float
     noise: float
+    answers: str = "xxyz"
+    """Of the four items of a group, x or y the right one. With a z the opposite is inconsistent."""
     is_misled: bool = False
     """All start labels are wrong."""
 
@@ -58,7 +60,7 @@ class Setting:
 SETTINGS = {
     "A": Setting(1.3, 1.8, 1.3),
     "B": Setting(0.7, 2.2, 1.6),
-    "C": Setting(0.7, 2.2, 1.6, is_misled=True),
+    "C": Setting(0.7, 2.2, 1.6, answers="xxyy", is_misled=True),
 }
 CONFIG = AnnealingConfig(iterations=1500, num_start=8)
 
@@ -69,8 +71,7 @@ class OracleSampler:
     def __init__(self, setting: Setting, *, real: Prompts, seed: int) -> None:
         rng = stream(seed, "oracle")
         size = len(real.items)
-        # Two answers, two items each, and one of them is right: the opposite is as consistent.
-        self.answers = [("x", "x", "y", "y")[i % 4] for i in range(size)]
+        self.answers = [setting.answers[i % 4] for i in range(size)]
         rights = rng.choice(["x", "y"], size=size // 4 + 1)
         self.truth = np.array([1 if self.answers[i] == rights[i // 4] else -1 for i in range(size)])
         self.noise = rng.normal(0.0, setting.noise, size)
