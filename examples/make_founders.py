@@ -1,8 +1,10 @@
 """Make the founders of the demo: one small adapter per labelling task, by supervised training.
 
-Hardware: 2 CPU cores, about 10 minutes. Each adapter (rank 8, attention of the last 4 layers of
-SmolLM2, 0.5 MB) learns one task's own meaning of two labels from the task's search
-split. The same command gives the same files, byte for byte on the same versions of torch.
+Hardware: 2 CPU cores, about 5 minutes. Each adapter (rank 8, values and outputs of the attention of
+the last 4 layers of SmolLM2) learns one task's own meaning of two labels from the task's search
+split. Each starts from a seed of its own, so that they read different directions of their input
+and disturb one another less. The same command gives the same files, byte for byte on the same
+versions of torch.
 
     python examples/make_founders.py
 """
@@ -13,13 +15,15 @@ from pathlib import Path
 
 TASKS = ("mark-kind", "mark-language", "mark-living")
 SETTINGS = ["--layers", "4", "--rank", "8", "--steps", "80", "--learning-rate", "0.002"]
+TARGETS = ["--targets", "[v_proj, o_proj]"]
 FOUNDERS = Path(__file__).parent / "founders"
 
 
 def main() -> None:
-    for task in TASKS:
+    for seed, task in enumerate(TASKS):
         command = [sys.executable, "-m", "rookery", "sft", "smollm2", f"generated:{task}"]
-        subprocess.run([*command, str(FOUNDERS / task), *SETTINGS], check=True)
+        settings = [*SETTINGS, *TARGETS, "--seed", str(seed)]
+        subprocess.run([*command, str(FOUNDERS / task), *settings], check=True)
 
 
 if __name__ == "__main__":
