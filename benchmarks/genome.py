@@ -1,6 +1,6 @@
 """The genome loop: its overhead, whole-population batches, and quality beside GENOME's schedule.
 
-    python benchmarks/genome.py [--seeds 3] [--limit 60]
+    python benchmarks/genome.py [--seeds 3] [--limit 100]
 
 Same engine (SmolLM2, embedded), same founders, same tasks. Overhead is the share of a generation's
 wall time that is not the engine answering the same requests in one call. GENOME's schedule is one
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
@@ -32,8 +33,7 @@ from rookery.tasks.template import Template, load_template
 from rookery.types import Group, ModelRef, Task
 from rookery.weights.merge import LinearConfig
 
-FOUNDERS = Path(__file__).parents[1] / "examples" / "founders"
-TASKS = ("mark-kind", "mark-language", "mark-living")
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 NUM_CANDIDATES = 8
 GENERATIONS = 4
 
@@ -46,48 +46,39 @@ class OneByOne(TasksetEvaluator):
 
 
 def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
-    splits = {"search": 0.25, "select": 0.25, "report": 0.5}
-    ours = [
-        {"type": "crossover", "name": "sum", "share": 2, "weights": "free", "num_parents": 3},
-        {"type": "crossover", "name": "sum", "share": 2, "weights": "free", "reach": 0.3},
-        {"type": "crossover", "name": "linear", "share": 1, "weights": "extrapolate"},
-        {"type": "mutation", "name": "gaussian", "share": 1},
-    ]
-    theirs = [
-        {"type": "crossover", "name": "linear", "share": 3, "weights": "fitness"},
-        {"type": "mutation", "name": "gaussian", "share": 1},
-    ]
-    children = {
-        "count": NUM_CANDIDATES,
-        "operators": theirs if is_genome else ours,
-        "selection": {"type": "tournament", "size": 3 if is_genome else 2},
-        "sigma": {"start": 0.05 if is_genome else 0.1, "factor": 1.0 if is_genome else 1.3},
-    }
-    stage = {
-        "type": "ga",
-        "generations": GENERATIONS,
-        "population": {"size": 6, "children": children},
-    }
-    return GenomeConfig.model_validate(
-        {
-            "init": {"type": "file", "path": str(FOUNDERS)},
-            "tasksets": [
-                {"type": "generated", "generator": name, "limit": limit, "splits": splits}
-                for name in TASKS
+    """The demo's config on `limit` tasks of each kind, or GENOME's schedule on the same."""
+    demo = load_config(GenomeConfig, DEMO).from_folder(DEMO.parent)
+    document = demo.model_dump(mode="json")
+    stage = document["stages"][0]
+    stage["generations"] = GENERATIONS
+    children = stage["population"]["children"]
+    children["count"] = NUM_CANDIDATES
+    for taskset in document["tasksets"]:
+        taskset["limit"] = limit
+    document["finals"] |= {"random_search": False}
+    if is_genome:
+        children |= {
+            "operators": [
+                {"type": "crossover", "name": "linear", "share": 3, "weights": "fitness"},
+                {"type": "mutation", "name": "gaussian", "share": 1},
             ],
-            "stages": [stage],
-            "merges": {"linear": {"type": "linear", "space": "factor" if is_genome else "delta"}},
-            "mutations": {"gaussian": {"type": "gaussian", "gene_rate": 0.1}} if is_genome else {},
-            "race": {"enabled": not is_genome},
-            "finals": {"random_search": False, "num_finalists": 1 if is_genome else 3},
-            "seed": seed,
+            "selection": {"type": "tournament", "size": 3},
+            "sigma": {"start": 0.05, "factor": 1.0},
         }
-    )
+        document |= {
+            "rank": None,
+            "merges": {"linear": {"type": "linear", "space": "factor"}},
+            "mutations": {"gaussian": {"type": "gaussian", "gene_rate": 0.1}},
+            "race": {"enabled": False},
+        }
+        document["finals"] |= {"num_finalists": 1}
+    return GenomeConfig.model_validate(document | {"seed": seed})
 
 
 async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) -> None:
     """Quality and seconds of both schedules over seeds."""
-    print(f"{'':<22}{'seed':>5}{'report':>9}{'best founder':>14}{'seconds':>9}{'answers':>9}")
+    columns = f"{'seed':>5}{'report':>8}{'gain over best founder':>27}{'seconds':>9}{'answers':>9}"
+    print(f"{'':<20}{columns}")
     for name, is_genome in (("GENOME's schedule", True), ("rookery", False)):
         means, seconds = [], []
         for seed in range(args.seeds):
@@ -110,14 +101,17 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
                     run=run,
                 )
                 seconds.append(time.perf_counter() - start)
-            evolved, best = result.report["rows"][:2]
+            evolved = result.report["rows"][0]
+            gain = evolved["gain"]
             means.append(evolved["mean"])
+            between = f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
             print(
-                f"{name:<22}{seed:>5}{evolved['mean']:>9.3f}{best['mean']:>14.3f}"
-                f"{seconds[-1]:>9.1f}{result.report['num_rollouts']:>9}"
+                f"{name:<20}{seed:>5}{evolved['mean']:>8.3f}{between:>27}"
+                f"{seconds[-1]:>9.1f}{result.report['num_rollouts']:>9}",
+                flush=True,
             )
         print(
-            f"{name:<22} mean{statistics.mean(means):>9.3f}{'':>14}{statistics.mean(seconds):>9.1f}"
+            f"{name:<20} mean{statistics.mean(means):>8.3f}{'':>27}{statistics.mean(seconds):>9.1f}"
         )
 
 
@@ -133,7 +127,7 @@ async def overhead(engine: EmbeddedEngine, template: Template, limit: int) -> No
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     assert isinstance(config.init, FileInit)
     merges = {"sum": LinearConfig(normalise=False)}
-    nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=8)
+    nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=24)
     plans = random_plans(nursery.founders, count=NUM_CANDIDATES, seed=1, merge="sum")
     nursery.plan(plans)
     together, direct, apart = [], [], []
@@ -214,7 +208,7 @@ async def _one_by_one(
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=60)
+    parser.add_argument("--limit", type=int, default=100)
     args = parser.parse_args()
     config = make_config(args.limit, is_genome=False, seed=0)
     assert isinstance(config.engine, EngineConfig)
