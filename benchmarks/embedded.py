@@ -6,7 +6,7 @@
 SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. A sequence
 alone is measured twice: with `fast_alone`, and as it is by default (the same bits in any company).
 Each engine runs in a process of its own, one after another, on all cores of an otherwise idle
-machine; about ten minutes.
+machine; about twelve minutes.
 """
 
 import argparse
@@ -175,10 +175,12 @@ def measure_transformers(folder: Path, adapters: Path) -> dict[str, Any]:
     pad = model.config.pad_token_id or 0
     result: dict[str, Any] = {}
 
-    def generate(batch: int, *, names: list[str] | None = None, sample: bool = True) -> Any:
-        width = max(len(p) for p in prompts[:batch])
-        rows = [[pad] * (width - len(p)) + p for p in prompts[:batch]]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts[:batch]]
+    def generate(
+        batch: list[list[int]], *, names: list[str] | None = None, sample: bool = True
+    ) -> Any:
+        width = max(len(p) for p in batch)
+        rows = [[pad] * (width - len(p)) + p for p in batch]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
         extra = {"adapter_names": names} if names else {}
         with torch.inference_mode():
             return model.generate(
@@ -189,7 +191,7 @@ def measure_transformers(folder: Path, adapters: Path) -> dict[str, Any]:
 
     def rate(batch: int, names: list[str] | None = None) -> float:
         def once() -> int:
-            generate(batch, names=names)
+            generate(prompts[:batch], names=names)
             return batch * NEW_TOKENS
 
         return best_rate(once)
@@ -202,22 +204,21 @@ def measure_transformers(folder: Path, adapters: Path) -> dict[str, Any]:
     result["4 adapters b32"] = rate(32, [f"a{i % 4}" for i in range(32)])
     result["8 adapters b32"] = rate(32, [f"a{i % 8}" for i in range(32)])
     result["peak GiB"] = peak_gib()
-    greedy = []
-    for name in ("__base__", "a0", "a1", "a2", "a3"):
-        for index in range(4):
-            tokens = torch.tensor([prompts[index]])
-            made: list[int] = []
-            logprobs: list[float] = []
-            with torch.inference_mode():
-                for _ in range(NEW_TOKENS):
-                    logits = model(tokens, adapter_names=[name]).logits[0, -1]
-                    row = torch.log_softmax(logits, -1)
-                    made.append(int(row.argmax()))
-                    logprobs.append(float(row.max()))
-                    tokens = torch.cat([tokens, torch.tensor([[made[-1]]])], dim=1)
-            greedy.append([made, logprobs])
-    result["greedy"] = greedy
+    result["greedy"] = [
+        _greedy_answer(generate(prompts[index : index + 1], names=[name], sample=False))
+        for name in ("__base__", "a0", "a1", "a2", "a3")
+        for index in range(4)
+    ]
     return result
+
+
+def _greedy_answer(output: Any) -> list[Any]:
+    """The new tokens of one sequence and their log-probabilities."""
+    import torch
+
+    logprobs = torch.log_softmax(torch.stack(output.logits)[:, 0].float(), dim=-1)
+    tokens = output.sequences[0, -len(logprobs) :]
+    return [tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()]
 
 
 def measure_vllm(folder: Path, adapters: Path, python: str) -> dict[str, Any]:
@@ -285,8 +286,9 @@ def _ask_vllm(url: str, prompts: list[list[int]], pid: int) -> dict[str, Any]:
 
 
 def _tree_gib(pid: int) -> float:
-    """Peak memory of a process and its children."""
-    total = 0.0
+    """Peak memory of a process and all its descendants."""
+    peaks: dict[int, float] = {}
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -294,9 +296,13 @@ def _tree_gib(pid: int) -> float:
             except OSError:
                 continue
             fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-            if int(entry.name) == pid or int(fields["PPid"]) == pid:
-                total += int(fields.get("VmHWM", "0 kB").split()[0]) / 2**20
-    return total
+            parents[int(entry.name)] = int(fields["PPid"])
+            peaks[int(entry.name)] = int(fields.get("VmHWM", "0 kB").split()[0]) / 2**20
+    family, fresh = {pid}, {pid}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - family
+        family |= fresh
+    return sum(peaks.get(member, 0.0) for member in family)
 
 
 def run_apart(engine: str, adapters: Path) -> dict[str, Any]:
@@ -341,7 +347,12 @@ def main() -> None:
         adapters = Path(scratch)
         write_adapters(folder, adapters)
         names = ["rookery", "transformers + peft", *(["vllm"] if python else [])]
-        results = {name: run_apart(name, adapters) for name in names}
+        results = {}
+        for name in names:
+            start = time.perf_counter()
+            results[name] = run_apart(name, adapters)
+            seconds = time.perf_counter() - start
+            print(f"{name}: measured in {seconds:.0f} s", file=sys.stderr, flush=True)
     report(results)
 
 

@@ -62,7 +62,7 @@ class EngineConfig(Config):
     """How many sequences are decoded together."""
     max_rank: int = Field(default=64, ge=1)
     """The highest rank an adapter may have."""
-    prefill_tokens: int = Field(default=512, ge=1)
+    prefill_tokens: int = Field(default=1024, ge=1)
     """How many prompt tokens one pass computes at most."""
     cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the prefixes kept for reuse."""
