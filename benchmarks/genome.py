@@ -42,7 +42,10 @@ class OneByOne(TasksetEvaluator):
     """GENOME's schedule: one adapter in flight at a time."""
 
     async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
-        return [g for model in models for g in await super().rollout([model], tasks)]
+        groups: list[Group] = []
+        for model in models:
+            groups += await super().rollout([model], tasks)
+        return groups
 
 
 def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
