@@ -24,7 +24,8 @@ from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.trials import Trials
-from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.rollout import TasksetEvaluator
+from rookery.rollout_log import RolloutLog
 from rookery.runs import Run
 from rookery.search.founders import random_plans
 from rookery.search.racing import RaceConfig

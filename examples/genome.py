@@ -13,7 +13,8 @@ from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
-from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.rollout import TasksetEvaluator
+from rookery.rollout_log import RolloutLog
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import load_template

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from rookery.errors import EngineError, FleetError, RookeryError, TaskError
 from rookery.ports import Sampler, Scorer
-from rookery.runs import NewEvent, Run
+from rookery.rollout_log import RolloutLog
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
@@ -43,7 +43,7 @@ from rookery.types import (
     TokenIds,
 )
 
-__all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source"]
+__all__ = ["Progress", "TasksetEvaluator", "mean_by_source"]
 
 Result = TypeVar("Result")
 Pair = tuple[ModelRef, Task]
@@ -72,50 +72,6 @@ class _Asking:
     params: SamplingParams
     normalize: str
     fingerprint: str
-
-
-class RolloutLog:
-    """Rollouts found again by (weights, task, way of asking); durable when they have a run."""
-
-    def __init__(self, run: Run | None = None) -> None:
-        self._run = run
-        self._known: dict[str, Any] = {}
-        if run is not None:
-            self._known = {event.key: event.payload for event in run.events("rollout")}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def find(self, key: str, task: Task, model: ModelRef) -> Rollout | None:
-        payload = self._known.get(key)
-        if payload is None:
-            return None
-        completion = payload["completion"]
-        return Rollout(
-            task=task,
-            completion=None if completion is None else _read_completion(completion, model),
-            reward=payload["reward"],
-            error=payload["error"],
-        )
-
-    def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
-        """Store a block of rollouts, all or none. Failed ones are not: they are asked again."""
-        news: dict[str, dict[str, object]] = {}
-        for key, model, rollout, num_tokens in rollouts:
-            if rollout.error or key in self._known:
-                continue
-            news[key] = {
-                "model": model.served_name,
-                "task": rollout.task.id,
-                "reward": rollout.reward,
-                "error": rollout.error,
-                "completion": _write_completion(rollout.completion),
-                "num_tokens": num_tokens,
-            }
-        if news and self._run is not None:
-            events = [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
-            self._run.append_many(events)
-        self._known |= news
 
 
 class TasksetEvaluator:
@@ -377,24 +333,3 @@ def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> No
             f"Task {task.id}: two of its choices {list(task.choices)} are the same tokens to this "
             "model's tokenizer: write them differently, or take another model."
         )
-
-
-def _write_completion(completion: Completion | None) -> dict[str, object] | None:
-    if completion is None:
-        return None
-    return {
-        "text": completion.text,
-        "tokens": list(completion.tokens),
-        "logprobs": list(completion.logprobs),
-        "finish_reason": completion.finish_reason,
-    }
-
-
-def _read_completion(payload: Mapping[str, object], model: ModelRef) -> Completion:
-    return Completion(
-        model=model,
-        tokens=tuple(payload["tokens"]),  # type: ignore[arg-type]
-        logprobs=tuple(payload["logprobs"]),  # type: ignore[arg-type]
-        text=str(payload["text"]),
-        finish_reason="stop" if payload["finish_reason"] == "stop" else "length",
-    )

@@ -13,7 +13,8 @@ import rookery.rollout
 from rookery.embedded import EngineConfig, run_engine
 from rookery.errors import EngineError, ModelError, RunError, TaskError
 from rookery.ports import Evaluator
-from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
+from rookery.rollout import Progress, TasksetEvaluator, mean_by_source
+from rookery.rollout_log import RolloutLog
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig

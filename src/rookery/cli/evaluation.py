@@ -214,7 +214,8 @@ async def _measure(
     *,
     is_quiet: bool,
 ) -> dict[str, Any]:
-    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+    from rookery.rollout import Progress, TasksetEvaluator
+    from rookery.rollout_log import RolloutLog
 
     taskset, tasks = inputs.taskset, inputs.tasks
     with token_progress(is_quiet=is_quiet) as bar:

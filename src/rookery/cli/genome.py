@@ -154,7 +154,8 @@ async def _search(
 ) -> "GenomeResult":
     from rookery.loops.genome import evolve
     from rookery.loops.genome.loop import Hatchery
-    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+    from rookery.rollout import Progress, TasksetEvaluator
+    from rookery.rollout_log import RolloutLog
 
     tasksets = inputs.tasksets
     with token_progress() as bar:
@@ -176,7 +177,7 @@ async def _search(
             on_progress=answered,
         )
         bar.update(line, total=_expected_rollouts(config, len(founders), tasksets))
-        return await evolve(
+        result = await evolve(
             config,
             founders=founders,
             tasksets=tasksets,
@@ -184,10 +185,12 @@ async def _search(
             run=run,
             on_generation=generation_done,
         )
+        bar.update(line, total=bar.tasks[line].completed)
+        return result
 
 
 def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: "list[Taskset]") -> int:
-    """An upper bound for the bar: racing makes it less."""
+    """An upper bound for the bar: racing makes it less, so the bar ends at what was asked."""
     from rookery.tasks.splits import SPLITS
 
     search, select, report = (

@@ -9,7 +9,8 @@ from rookery.embedded import EngineConfig, run_engine
 from rookery.loops.genome import GenomeConfig, GenomeResult, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
 from rookery.loops.genome.loop import Hatchery
-from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.rollout import TasksetEvaluator
+from rookery.rollout_log import RolloutLog
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_taskset

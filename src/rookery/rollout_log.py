@@ -1,0 +1,79 @@
+"""The rollouts of a run, so that nothing is asked twice.
+
+log = RolloutLog(run)                    # what the run's events hold
+rollout = log.find(key, task, model)     # None: not asked yet
+log.add(rollouts)                        # durable before it returns
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rookery.runs import NewEvent, Run
+from rookery.types import Completion, ModelRef, Rollout, Task
+
+__all__ = ["RolloutLog"]
+
+
+class RolloutLog:
+    """Rollouts found again by (weights, task, way of asking); durable when they have a run."""
+
+    def __init__(self, run: Run | None = None) -> None:
+        self._run = run
+        self._known: dict[str, Any] = {}
+        if run is not None:
+            self._known = {event.key: event.payload for event in run.events("rollout")}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: str, task: Task, model: ModelRef) -> Rollout | None:
+        payload = self._known.get(key)
+        if payload is None:
+            return None
+        completion = payload["completion"]
+        return Rollout(
+            task=task,
+            completion=None if completion is None else _read_completion(completion, model),
+            reward=payload["reward"],
+            error=payload["error"],
+        )
+
+    def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
+        """Store a block of rollouts, all or none. Failed ones are not: they are asked again."""
+        news: dict[str, dict[str, object]] = {}
+        for key, model, rollout, num_tokens in rollouts:
+            if rollout.error or key in self._known:
+                continue
+            news[key] = {
+                "model": model.served_name,
+                "task": rollout.task.id,
+                "reward": rollout.reward,
+                "error": rollout.error,
+                "completion": _write_completion(rollout.completion),
+                "num_tokens": num_tokens,
+            }
+        if news and self._run is not None:
+            events = [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
+            self._run.append_many(events)
+        self._known |= news
+
+
+def _write_completion(completion: Completion | None) -> dict[str, object] | None:
+    if completion is None:
+        return None
+    return {
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "logprobs": list(completion.logprobs),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _read_completion(payload: Mapping[str, object], model: ModelRef) -> Completion:
+    return Completion(
+        model=model,
+        tokens=tuple(payload["tokens"]),  # type: ignore[arg-type]
+        logprobs=tuple(payload["logprobs"]),  # type: ignore[arg-type]
+        text=str(payload["text"]),
+        finish_reason="stop" if payload["finish_reason"] == "stop" else "length",
+    )
