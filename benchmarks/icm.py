@@ -10,13 +10,14 @@
 
 `counts` needs no model. `engine` and `vllm` let the embedded engine and a vLLM server count, on a
 model of random weights, whose counts are those of any model with these tokens: `small` (two narrow
-layers) or `smollm2-shape` (SmolLM2's sizes), with room for 16,384 tokens; or any folder.
+layers), `smollm2-shape` or `llama-8b-shape` (the sizes of SmolLM2-135M and Llama-3.1-8B), with room
+for 16,384 tokens; or any folder. Nothing computed in one round or way is found by another.
 Above `--slow` items only the tree is timed. vLLM is that of the interpreter ROOKERY_VLLM_PYTHON.
 
-On a GPU, two minutes; where SmolLM2 is at hand, `--model smollm2` without `--tokenizer`:
+On a GPU, three minutes each:
 
     ROOKERY_VLLM_PYTHON=$(which python) python benchmarks/icm.py --parts vllm --sizes 128 \\
-        --slow 128 --rounds 3 --model smollm2-shape --tokenizer FOLDER --claims truthfulqa.json
+        --slow 128 --rounds 3 --model smollm2          # or --model llama-8b-shape
 
 Whole searches: benchmarks/icm_search.py.
 """
@@ -56,6 +57,10 @@ SHAPES = {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
     },
+    "llama-8b-shape": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
 }  # fmt: skip
 CONTEXT_TOKENS = 16_384
 FIRST_TOKEN = 10_000
@@ -86,7 +91,8 @@ async def run(arguments: argparse.Namespace, tokenizer: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
         if model in SHAPES:
-            model = str(make_model(Path(folder), model, tokenizer))
+            has_weights = "engine" in arguments.parts
+            model = str(make_model(Path(folder), model, tokenizer, has_weights=has_weights))
         elif {"engine", "vllm"} & {*arguments.parts}:
             model = str(resolve_model(model).path)
         if "engine" in arguments.parts:
@@ -97,7 +103,7 @@ async def run(arguments: argparse.Namespace, tokenizer: Path) -> None:
             print("\nROOKERY_VLLM_PYTHON names no interpreter that has vLLM: left out.")
         elif "vllm" in arguments.parts:
             print(f"\nvLLM on the {'GPU' if visible_gpus() else 'CPU'}, {arguments.model}")
-            async with server(model) as counted:
+            async with server(model, is_random=arguments.model in SHAPES) as counted:
                 await time_ways(problems, counted, slow=arguments.slow, rounds=arguments.rounds)
 
 
@@ -208,8 +214,9 @@ async def embedded(model: str) -> AsyncIterator[Counted]:
 
 
 @asynccontextmanager
-async def server(model: str) -> AsyncIterator[Counted]:
+async def server(model: str, *, is_random: bool = False) -> AsyncIterator[Counted]:
     is_on_cpu = not visible_gpus()
+    blocks = ("--block-size", "32") if is_on_cpu else ()
     launch = LaunchConfig(
         model=model,
         python=os.environ["ROOKERY_VLLM_PYTHON"],
@@ -217,7 +224,7 @@ async def server(model: str) -> AsyncIterator[Counted]:
         dtype="float32" if is_on_cpu else "bfloat16",
         max_loras=0,
         enforce_eager=True,
-        args=("--block-size", "32") if is_on_cpu else (),
+        args=(*blocks, *(("--load-format", "dummy") if is_random else ())),
     )
     async with open_fleet(FleetConfig(launch=launch)) as fleet:
         client = fleet.pool.replicas[0].client
@@ -269,8 +276,8 @@ async def score(counted: Counted, contexts: Sequence[TokenIds], labels: TokenIds
     return time.perf_counter() - start
 
 
-def make_model(folder: Path, shape: str, tokenizer: Path) -> Path:
-    """Random weights of a shape, with the tokenizer's vocabulary."""
+def make_model(folder: Path, shape: str, tokenizer: Path, *, has_weights: bool) -> Path:
+    """A folder of a shape with the tokenizer's vocabulary; vLLM makes its random weights itself."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -282,10 +289,14 @@ def make_model(folder: Path, shape: str, tokenizer: Path) -> Path:
         vocab_size=len(words),
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
         **SHAPES[shape],
     )
     path = folder / shape
-    LlamaForCausalLM(config).save_pretrained(path)
+    if has_weights:
+        LlamaForCausalLM(config).save_pretrained(path)
+    else:
+        config.save_pretrained(path)
     words.save_pretrained(path)
     return path
 

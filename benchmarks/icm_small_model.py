@@ -5,11 +5,15 @@ the search.
     python benchmarks/icm_small_model.py --claims truthfulqa_train.json \\
         --solutions gsm8k/example_model_solutions.jsonl                    # yours
 
-Two CPU cores: ten minutes; a GPU, where there is one: less than one. Claims: a .json list with
-question, choice and label (0 or 1), no constraint. Solutions: GSM8K's example_model_solutions,
-four solutions to a problem; equal final answers are right or wrong together. All labels are
-calibrated: what the model says of every item alike is subtracted. `--items` are labelled by what
-needs no search, `--searched` of them by the search; 0 leaves one out.
+Two CPU cores: ten minutes. Claims: a .json list with question, choice and label (0 or 1), no
+constraint. Solutions: GSM8K's example_model_solutions, four solutions to a problem; equal final
+answers are right or wrong together. All labels are calibrated: what the model says of every item
+alike is subtracted. `--items` are labelled by what needs no search, `--searched` of them by the
+search, `--batch` at a time; 0 leaves one out. Larger ones want a GPU, and `--engine vllm` with
+the vLLM of the interpreter ROOKERY_VLLM_PYTHON:
+
+    python benchmarks/icm_small_model.py --engine vllm --parts claims --claims truthfulqa.json \\
+        --items 0 --searched 128 --iterations 600
 """
 
 import argparse
@@ -20,9 +24,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from icm import embedded, server  # type: ignore[import-not-found]
+
 from rookery.config import load_config
-from rookery.embedded import EngineConfig, open_engine, resolve_model
+from rookery.embedded import resolve_model
 from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.reader import ScoreStore
 from rookery.loops.icm.siblings import Siblings, SiblingsConfig
@@ -43,7 +50,11 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=48, help="labelled without a search")
     parser.add_argument("--searched", type=int, default=12, help="labelled by the search")
     parser.add_argument("--shots", type=int, default=8, help="demonstrations without a search")
+    parser.add_argument("--batch", type=int, help="searched together; all, if not given")
+    parser.add_argument("--iterations", type=int, default=150)
+    parser.add_argument("--chains", type=int, default=1)
     parser.add_argument("--parts", nargs="+", default=["reviews", "claims", "solutions"])
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(arguments, Path(folder)))
@@ -55,9 +66,15 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         "claims": lambda: claims_config(arguments.claims),
         "solutions": lambda: solutions_config(arguments.solutions, folder),
     }
-    encoder = load_encoder(resolve_model("smollm2").path)
-    async with open_engine(EngineConfig(model="smollm2")) as engine:
-        bench = Bench(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
+    model = resolve_model("smollm2").path
+    open_model = embedded if arguments.engine == "embedded" else server
+    async with open_model(str(model)) as counted:
+        bench = Bench(
+            sampler=counted.sampler,
+            model=counted.model,
+            encoder=load_encoder(model),
+            context_tokens=8192,
+        )
         for name in arguments.parts:
             config = made[name]()
             siblings = SiblingsConfig(num_shots=arguments.shots, num_rounds=2, inverted=False)
@@ -66,7 +83,11 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
             if arguments.items:
                 await label_plainly(limited(config, arguments.items), bench)
             if arguments.searched:
-                await label_by_search(limited(config, arguments.searched), bench, folder / name)
+                own = limited(config, arguments.searched, batch=arguments.batch)
+                size = {"num_start": min(8, arguments.searched // 3)}
+                search = own.search.model_copy(update={"iterations": arguments.iterations, **size})
+                own = own.model_copy(update={"search": search, "num_chains": arguments.chains})
+                await label_by_search(own, bench, folder / name)
 
 
 def configure(name: str, **data: object) -> IcmConfig:
@@ -75,6 +96,7 @@ def configure(name: str, **data: object) -> IcmConfig:
         update={
             "data": config.data.model_copy(update=data),
             "objective": config.objective.model_copy(update={"calibrate": True}),
+            "exports": ExportsConfig(),
         }
     )
 
@@ -107,9 +129,9 @@ def solution(found: Mapping[str, object]) -> dict[str, object]:
     return {"solution": found["solution"], "label": str(found["is_correct"])}
 
 
-def limited(config: IcmConfig, num_items: int) -> IcmConfig:
+def limited(config: IcmConfig, num_items: int, *, batch: int | None = None) -> IcmConfig:
     data = config.data.model_copy(update={"limit": num_items})
-    return config.model_copy(update={"data": data, "batch_size": max(2, num_items)})
+    return config.model_copy(update={"data": data, "batch_size": batch or max(2, num_items)})
 
 
 async def label_plainly(config: IcmConfig, bench: Bench) -> None:
@@ -131,29 +153,43 @@ async def label_plainly(config: IcmConfig, bench: Bench) -> None:
         agreement = agree(dict(enumerate(labels)), truth, tied=problem.constraints.components)
         assert agreement is not None
         interval = agreement.interval
-        print(f"  {name:<16} {len(items):>4} items, true {interval.estimate:.2f} "
-              f"({interval.low:.2f} to {interval.high:.2f}), chance {agreement.chance:.2f}",
-              flush=True)  # fmt: skip
+        print_row(name, len(items), interval.estimate, interval.low, interval.high,
+                  agreement.chance)  # fmt: skip
 
 
 async def label_by_search(config: IcmConfig, bench: Bench, folder: Path) -> None:
     items = read_items(config.data)
-    search = config.search.model_copy(update={"iterations": 150, "num_start": 4})
-    config = config.model_copy(update={"search": search, "num_chains": 1})
-    document = config.model_dump(mode="json")
     start = time.perf_counter()
-    with Run.create(folder, kind="icm", config=document, name="search") as run:
+    with Run.create(
+        folder, kind="icm", config=config.model_dump(mode="json"), name="search"
+    ) as run:
         result = await label(
             config, items=items, bench=bench, run=run, gold=lambda: read_gold(config.data, items)
         )
     report = result.report
-    row = report["rows"][0]
-    shown = "" if row["accuracy"] is None else f", true {row['accuracy']:.2f}"
-    print(f"  {'icm':<16} {len(items):>4} items, {report['num_labelled']} labelled{shown}, "
-          f"{report['num_frustrated']} frustrated, U {report['utility']:.1f} "
-          f"(true labels {report['gold']['utility'] or float('nan'):.1f}): {report['verdict']}; "
-          f"{report['tokens']['computed']:,} tokens, {time.perf_counter() - start:.0f} s",
-          flush=True)  # fmt: skip
+    for row in report["rows"]:
+        if row["accuracy"] is not None:
+            name = "search" if row["is_winner"] else row["name"]
+            print_row(name, row["num_labelled"], row["accuracy"], row["low"], row["high"],
+                      row["chance"], utility=row["utility"])  # fmt: skip
+    chains = report["chains"]
+    print(f"  search: {report['num_labelled']} of {len(items)} labelled, "
+          f"{report['num_frustrated']} frustrated, {report['balance']}, U {report['utility']:.1f}, "
+          f"of the true labels {report['gold']['utility'] or float('nan'):.1f}; "
+          f"iterations {', '.join(str(chain['num_iterations']) for chain in chains)}, "
+          f"accepted {', '.join(str(chain['num_accepted']) for chain in chains)}; "
+          f"{report['tokens']['computed']:,} tokens of a plain loop's "
+          f"{report['tokens']['naive']:,}, {time.perf_counter() - start:.0f} s")  # fmt: skip
+    print(f"  {report['verdict']}: {' '.join(report['warnings'])}", flush=True)
+
+
+def print_row(
+    name: str, num_items: int, true: float, low: float, high: float, chance: float,
+    *, utility: float | None = None,
+) -> None:  # fmt: skip
+    shown = "" if utility is None else f", U {utility:.1f}"
+    print(f"  {name:<16} {num_items:>4} items, true {true:.2f} ({low:.2f} to {high:.2f}), "
+          f"chance {chance:.2f}{shown}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
