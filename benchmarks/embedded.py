@@ -3,10 +3,9 @@
     python benchmarks/embedded.py                       # rookery and transformers + peft
     ROOKERY_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/embedded.py   # and vLLM
 
-SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. A sequence
-alone is measured twice: with `fast_alone`, and as it is by default (the same bits in any company).
-Each engine runs in a process of its own, one after another, on all cores of an otherwise idle
-machine; about twelve minutes.
+SmolLM2 in float32, 32 new tokens, no early stop, best of two after one to warm up. Each engine
+runs in a process of its own, one after another, on all cores of an otherwise idle machine; about
+twelve minutes.
 """
 
 import argparse
@@ -100,8 +99,7 @@ async def _measure_rookery(folder: Path, adapters: Path) -> dict[str, Any]:
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     async with open_engine(EngineConfig(model="smollm2")) as engine:
         for batch in BATCHES:
-            row = "base b1, same bits" if batch == 1 else f"base b{batch}"
-            result[row] = await _best_rate(engine, [engine.base], prompts[:batch])
+            result[f"base b{batch}"] = await _best_rate(engine, [engine.base], prompts[:batch])
         refs = [await engine.load(read_adapter(adapters / f"a{i}")) for i in range(NUM_ADAPTERS)]
         result["4 adapters b32"] = await _best_rate(engine, refs[:4], prompts)
         result["8 adapters b32"] = await _best_rate(engine, refs, prompts)
@@ -113,8 +111,6 @@ async def _measure_rookery(folder: Path, adapters: Path) -> dict[str, Any]:
         )  # fmt: skip
         result["greedy"] = [[c.tokens, c.logprobs] for (c,) in answers]
         result["shared"] = await _count_shared(engine, prompts)
-    async with open_engine(EngineConfig(model="smollm2", fast_alone=True)) as engine:
-        result["base b1"] = await _best_rate(engine, [engine.base], prompts[:1])
     return result
 
 
@@ -124,7 +120,7 @@ async def _best_rate(engine: Any, models: list[Any], prompts: list[list[int]]) -
 
     rates = []
     for seed in range(REPEATS + 1):
-        engine._batcher.prefill.set_cut(engine._batcher.prefill.cut)
+        await engine.reset_prefix_cache()
         params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=seed)
         requests = [
             SampleRequest(model=models[i % len(models)], prompt=tuple(prompt), params=params)
@@ -360,10 +356,8 @@ def report(results: dict[str, dict[str, Any]]) -> None:
     ours = results["rookery"]
     peers = {name: r for name, r in results.items() if name != "rookery"}
     rows = [f"base b{b}" for b in BATCHES] + ["4 adapters b32", "8 adapters b32", "peak GiB"]
-    for peer in peers.values():
-        peer["base b1, same bits"] = peer["base b1"]
     print(f"{'tokens/s':<20}" + "".join(f"{name:>22}" for name in results) + f"{'ratio':>8}")
-    for row in ["base b1, same bits", *rows]:
+    for row in rows:
         best = (min if row == "peak GiB" else max)(r[row] for r in peers.values())
         cells = "".join(f"{r[row]:>22.1f}" for r in results.values())
         print(f"{row:<20}{cells}{ours[row] / best:>8.2f}")

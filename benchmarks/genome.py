@@ -89,7 +89,7 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
             config = make_config(args.limit, is_genome=is_genome, seed=seed)
             tasksets = [load_taskset(taskset) for taskset in config.tasksets]
             kind = OneByOne if is_genome else TasksetEvaluator
-            reset(engine)
+            await engine.reset_prefix_cache()
             with (
                 tempfile.TemporaryDirectory() as scratch,
                 Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
@@ -119,11 +119,6 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
         )
 
 
-def reset(engine: EmbeddedEngine) -> None:
-    """Forget every cached prefix, so that no measurement lives on another's work."""
-    engine._batcher.prefill.set_cut(engine._batcher.prefill.cut)
-
-
 async def overhead(engine: EmbeddedEngine, template: Template, limit: int) -> None:
     """One generation through the loop's own parts, and the same requests in one call."""
     config = make_config(limit, is_genome=False, seed=0)
@@ -151,7 +146,7 @@ async def _generation(
     nursery: Nursery, plans: Sequence[Any],
 ) -> float:  # fmt: skip
     """Merge, load, ask, score, log, unload."""
-    reset(engine)
+    await engine.reset_prefix_cache()
     with (
         tempfile.TemporaryDirectory() as scratch,
         Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
@@ -174,7 +169,7 @@ async def _direct(
     engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
     nursery: Nursery, plans: Sequence[Any],
 ) -> float:  # fmt: skip
-    reset(engine)
+    await engine.reset_prefix_cache()
     refs = [await engine.load(nursery.adapter(plan.id)) for plan in plans]
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
     requests = [
@@ -200,7 +195,7 @@ async def _one_by_one(
     total = 0.0
     for plan in plans:
         ref = await engine.load(nursery.adapter(plan.id))
-        reset(engine)
+        await engine.reset_prefix_cache()
         requests = [r for task in tasks for r in evaluator._choice_requests(ref, task)]
         start = time.perf_counter()
         await engine.score(requests)

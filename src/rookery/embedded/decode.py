@@ -121,27 +121,26 @@ class _PoolAttend:
     """
 
     def __init__(self, pool: torch.Tensor, positions: torch.Tensor) -> None:
-        self._pool = pool
         self._positions = positions
-        self._rows = torch.arange(len(positions), device=pool.device)
         self._num_keys = -(-(int(positions.max()) + 1) // _KEY_BLOCK) * _KEY_BLOCK
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._rows = torch.arange(len(positions), device=pool.device)
+        # One call each makes the views of all layers.
+        self._new = pool.permute(0, 2, 4, 1, 3, 5).unbind()
+        seen = pool[:, :, : len(positions), :, : self._num_keys]
+        self._keys, self._values = seen[:, 0].unbind(), seen[:, 1].unbind()
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor:
-        keys, values = self._pool[heads.layer]
-        keys[self._rows, :, self._positions] = k.transpose(0, 1)
-        values[self._rows, :, self._positions] = v.transpose(0, 1)
-        num_rows = len(self._rows)
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        layer = heads.layer
+        self._new[layer].index_put_((self._rows, self._positions), kv)
         mixed = attend_heads(
-            q.transpose(0, 1)[:, :, None],
-            keys[:num_rows, :, : self._num_keys],
-            values[:num_rows, :, : self._num_keys],
+            q.unsqueeze(2),
+            self._keys[layer],
+            self._values[layer],
             self._mask(heads.window, q.dtype),
             heads,
         )
-        return mixed[:, :, 0].transpose(0, 1)
+        return mixed.squeeze(2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         mask = self._masks.get(window)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -66,9 +67,6 @@ class EngineConfig(Config):
     """How many prompt tokens one pass computes at most."""
     cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the prefixes kept for reuse."""
-    fast_alone: bool = False
-    """On the CPU, decode a sequence that is alone with a second, plain copy of the weights: a third
-    faster, and its log-probabilities then differ in the last bits from those in company."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +186,11 @@ class EmbeddedEngine:
             served.num_loads -= 1
             self._retire()
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget every prefix nothing in flight needs: what is asked next is computed anew."""
+        async with self._between_steps:
+            self._batcher.prefill.clear()
+
     def _retire(self) -> None:
         """Free the slots of adapters that are unloaded and have nothing in flight.
 
@@ -241,8 +244,9 @@ class EmbeddedEngine:
                 self._served[ref].num_in_flight -= 1
             self._wake.set()  # the driver frees slots that were unloaded meanwhile
 
-    async def drive(self) -> None:
+    async def drive(self, thread: ThreadPoolExecutor) -> None:
         """Run steps while there is work; `open_engine` keeps this going."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
             async with self._between_steps:
@@ -251,7 +255,7 @@ class EmbeddedEngine:
                     self._wake.clear()
                     continue
                 try:
-                    answered = await asyncio.to_thread(self._batcher.step)
+                    answered = await loop.run_in_executor(thread, self._batcher.step)
                 except (RuntimeError, MemoryError) as error:
                     self._fail_all(error)
                     continue
@@ -307,7 +311,7 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
         load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
     )
     if can_pack(device=model.device, dtype=model.dtype):
-        await asyncio.to_thread(model.pack, fast_alone=config.fast_alone)
+        await asyncio.to_thread(model.pack)
     with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, folder.path)
 
@@ -329,13 +333,15 @@ async def run_engine(
 ) -> AsyncIterator[EmbeddedEngine]:
     """Keep an engine over a model that is loaded already running inside the block."""
     engine = EmbeddedEngine(model, config=config, detokenize=detokenize, name=name)
-    driver = asyncio.create_task(engine.drive(), name="rookery-engine")
-    try:
-        yield engine
-    finally:
-        driver.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await driver
+    # One thread for all steps: torch keeps a team of workers for every thread that calls it.
+    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
+        driver = asyncio.create_task(engine.drive(thread), name="rookery-engine")
+        try:
+            yield engine
+        finally:
+            driver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await driver
 
 
 def _answer(result: Answer | EngineError | None) -> Answer:

@@ -79,6 +79,11 @@ class Prefill:
         self._trunk = PrefixTree(self._trunk_pool)
         self._branches: dict[int | None, PrefixTree] = {}
 
+    def clear(self) -> None:
+        """Forget every prefix that no work in progress needs."""
+        for tree in (self._trunk, *self._branches.values()):
+            tree.clear()
+
     def forget(self, slot: int) -> None:
         """Drop a slot's branch: its weights are about to change."""
         branch = self._branches.pop(slot, None)

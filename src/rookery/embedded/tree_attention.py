@@ -80,10 +80,10 @@ class _Group:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, heads: Heads) -> None:
-        """q [H, rows, D] against kv [2, KV, places, D]; writes the group's rows of `out`."""
-        num_heads, _, size = q.shape
-        queries = q.index_select(1, self._gather)
-        queries = queries.view(num_heads, self._num_blocks, QUERY_BLOCK, size).transpose(0, 1)
+        """q [rows, H, D] against kv [2, KV, places, D]; writes the group's rows of `out`."""
+        _, num_heads, size = q.shape
+        queries = q.index_select(0, self._gather)
+        queries = queries.view(self._num_blocks, QUERY_BLOCK, num_heads, size).transpose(1, 2)
         sources, num_keys = self._keys.shape
         gathered = kv.index_select(2, self._keys.view(-1))
         gathered = gathered.view(2, kv.shape[1], sources, num_keys, size)
@@ -92,8 +92,8 @@ class _Group:
             keys = keys.expand(self._num_blocks, -1, -1, -1)
             values = values.expand(self._num_blocks, -1, -1, -1)
         mixed = attend_heads(queries, keys, values, self._mask(heads.window, q.dtype), heads)
-        mixed = mixed.transpose(0, 1).reshape(num_heads, -1, size)
-        out[:, self._rows] = mixed.index_select(1, self._places)
+        mixed = mixed.transpose(1, 2).reshape(-1, num_heads, size)
+        out.index_copy_(0, self._rows, mixed.index_select(0, self._places))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Causal, and blind to padding: a padded query may see what it likes, nobody reads it."""
@@ -116,15 +116,12 @@ class TreeAttend:
             for blocks, is_shared in _group(_blocks(nodes))
         ]
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor:
-        kv = self._pool.kv[heads.layer - self._first_layer]
-        kv[0].index_copy_(1, self._places, k)
-        kv[1].index_copy_(1, self._places, v)
-        out = torch.empty_like(q)
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        cached = self._pool.kv[heads.layer - self._first_layer]
+        cached.index_copy_(2, self._places, kv.permute(1, 2, 0, 3))
+        out = q.new_empty(q.shape)
         for group in self._groups:
-            group.attend(q, kv, out, heads)
+            group.attend(q, cached, out, heads)
         return out
 
 

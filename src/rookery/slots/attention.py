@@ -34,11 +34,9 @@ class Heads:
 
 
 class Attend(Protocol):
-    """Mixes the rows of one layer: q [H, rows, D], k and v [KV, rows, D] -> [H, rows, D]."""
+    """Mixes the rows of one layer: q [rows, H, D], kv [rows, 2, KV, D] -> [rows, H, D]."""
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor: ...
 
 
 class CausalAttend:
@@ -48,20 +46,17 @@ class CausalAttend:
         self._lengths = list(lengths)
         self._device = device
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         parts = []
-        for q_part, k_part, v_part in zip(
-            torch.split(q, self._lengths, dim=1),
-            torch.split(k, self._lengths, dim=1),
-            torch.split(v, self._lengths, dim=1),
-            strict=True,
+        for q_part, kv_part in zip(
+            torch.split(q, self._lengths), torch.split(kv, self._lengths), strict=True
         ):
-            positions = torch.arange(q_part.shape[1], device=self._device)
-            mask = causal_mask(positions, q_part.shape[1], window=heads.window, dtype=q.dtype)
-            parts.append(attend_heads(q_part[None], k_part[None], v_part[None], mask, heads)[0])
-        return torch.cat(parts, dim=1)
+            positions = torch.arange(len(q_part), device=self._device)
+            mask = causal_mask(positions, len(q_part), window=heads.window, dtype=q.dtype)
+            k, v = kv_part.permute(1, 2, 0, 3)
+            mixed = attend_heads(q_part.transpose(0, 1)[None], k[None], v[None], mask, heads)
+            parts.append(mixed[0].transpose(0, 1))
+        return torch.cat(parts)
 
 
 def causal_mask(
@@ -109,8 +104,8 @@ def _forward(
     del attention_mask
     layer: int = module.layer_idx  # type: ignore[assignment]
     heads = Heads(layer=layer, scale=scaling, softcap=softcap, window=sliding_window)
-    mixed = attend(query[0], key[0], value[0], heads)
-    return mixed.transpose(0, 1)[None], None
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    return attend(query[0].transpose(0, 1), kv, heads)[None], None
 
 
 AttentionInterface.register(ATTENTION, _forward)

@@ -5,12 +5,12 @@ product and one rotation, gate and up are one product. `fuse` recognises such la
 parts; the model compares the result with transformers' own pass before it is used.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from rookery.slots.attention import Attend, Heads
 from rookery.slots.linear import ActiveRows, LinearGroup
@@ -27,14 +27,28 @@ class Rotation:
     """Rotary positions of packed rows: cosines, and sines signed for the swapped halves."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half = cos.shape[-1] // 2
+        self._half = cos.shape[-1] // 2
         self._cos = cos[0, :, None]
-        self._sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), dim=-1)
-        self._half = half
+        self._sin = torch.cat(
+            (-sin[0, :, None, : self._half], sin[0, :, None, self._half :]), dim=-1
+        )
+        self._tables: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, D], turned."""
-        return torch.addcmul(x * self._cos, torch.roll(x, self._half, -1), self._sin)
+    def __call__(self, qkv: torch.Tensor, *, num_turned: int) -> torch.Tensor:
+        """[rows, heads, D], the first `num_turned` heads turned, the others as they are."""
+        cos, sin = self._table(num_turned, qkv.shape[1] - num_turned)
+        return torch.addcmul(qkv * cos, torch.roll(qkv, self._half, -1), sin)
+
+    def _table(self, num_turned: int, num_still: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For all heads alike: values too go through, times 1 plus 0, and need no copy."""
+        table = self._tables.get((num_turned, num_still))
+        if table is None:
+            still = self._cos.new_zeros(len(self._cos), num_still, self._cos.shape[-1])
+            table = self._tables[num_turned, num_still] = (
+                torch.cat((self._cos.expand(-1, num_turned, -1), still + 1), dim=1),
+                torch.cat((self._sin.expand(-1, num_turned, -1), still), dim=1),
+            )
+        return table
 
 
 class FusedLayer:
@@ -46,45 +60,58 @@ class FusedLayer:
         self._head_dim: int = attention.head_dim
         self._num_kv: int = attention.k_proj.out_features // self._head_dim
         self._num_queries: int = attention.q_proj.out_features // self._head_dim
-        self._norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self._head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self._norms = (_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm))
+        self._head_norms = (
+            (_Norm(attention.q_norm), _Norm(attention.k_norm))
+            if hasattr(attention, "q_norm")
+            else None
+        )
         self._qkv = LinearGroup(
             [attention.q_proj, attention.k_proj, attention.v_proj], active=active
         )
         self._o = LinearGroup([attention.o_proj], active=active)
         self._gate_up = LinearGroup([mlp.gate_proj, mlp.up_proj], active=active)
         self._down = LinearGroup([mlp.down_proj], active=active)
-        self._activate: nn.Module = mlp.act_fn
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn.forward
 
-    def pack(self, *, fast_alone: bool) -> None:
+    def pack(self) -> None:
         """Lay the weights out for CPU inference."""
         for group in (self._qkv, self._o, self._gate_up, self._down):
-            group.pack(fast_alone=fast_alone)
+            group.pack()
 
     def __call__(self, hidden: torch.Tensor, rotate: Rotation, attend: Attend) -> torch.Tensor:
         before_attention, before_mlp = self._norms
-        hidden = hidden + self._attention(_norm(hidden, before_attention), rotate, attend)
-        gate, up = self._gate_up(_norm(hidden, before_mlp)).chunk(2, dim=-1)
+        hidden = hidden + self._attention(before_attention(hidden), rotate, attend)
+        gate, up = self._gate_up(before_mlp(hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._activate(gate) * up)
 
     def _attention(self, x: torch.Tensor, rotate: Rotation, attend: Attend) -> torch.Tensor:
-        qkv = self._qkv(x).view(len(x), -1, self._head_dim)
-        num_rotated = self._num_queries + self._num_kv
-        qk = rotate(self._normed_heads(qkv[:, :num_rotated])).transpose(0, 1)
-        mixed = attend(
-            qk[: self._num_queries],
-            qk[self._num_queries :],
-            qkv[:, num_rotated:].transpose(0, 1),
-            self._heads,
-        )
-        return self._o(mixed.transpose(0, 1).reshape(len(x), -1))
+        num_q, num_kv, size = self._num_queries, self._num_kv, self._head_dim
+        qkv = self._normed_heads(self._qkv(x).view(len(x), -1, size))
+        q, kv = rotate(qkv, num_turned=num_q + num_kv).tensor_split((num_q,), dim=1)
+        mixed = attend(q, kv.view(len(x), 2, num_kv, size), self._heads)
+        return self._o(mixed.reshape(len(x), num_q * size))
 
-    def _normed_heads(self, qk: torch.Tensor) -> torch.Tensor:
+    def _normed_heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        if self._head_norms is None:
+            return qkv
         q_norm, k_norm = self._head_norms
-        if q_norm is None or k_norm is None:
-            return qk
-        q, k = qk[:, : self._num_queries], qk[:, self._num_queries :]
-        return torch.cat((_norm(q, q_norm), _norm(k, k_norm)), dim=1)
+        ends = (self._num_queries, self._num_queries + self._num_kv)
+        q, k, v = qkv.tensor_split(ends, dim=1)
+        return torch.cat((q_norm(q), k_norm(k), v), dim=1)
+
+
+class _Norm:
+    """The root-mean-square norm as x w sqrt(D) / hypot(|x|, sqrt(D eps)): half the operations."""
+
+    def __init__(self, norm: Any) -> None:
+        size = norm.weight.shape[-1]
+        self._weight = norm.weight.detach() * math.sqrt(size)
+        self._least = self._weight.new_tensor(math.sqrt(size * norm.variance_epsilon))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        length: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.div(x * self._weight, torch.hypot(length, self._least))
 
 
 def fuse(
@@ -107,7 +134,3 @@ def _has_known_parts(layer: Any) -> bool:
         and {name for name, _ in layer.mlp.named_children()} == _MLP
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
     )
-
-
-def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)

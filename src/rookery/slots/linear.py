@@ -2,7 +2,7 @@
 
 On the CPU oneDNN's packed product is up to twice as fast at the few rows of a decoding step, and
 each row's bits do not depend on how many rows are computed with it. For a row alone it takes twice
-the time of the plain product, whose bits differ: `fast_alone` keeps the plain weights for that.
+the time of the plain product, whose bits differ, and is used all the same.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,11 @@ def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
 class _Packed:
     """A product with weights in oneDNN's layout: [rows, in] -> [rows, out]."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, fast_alone: bool
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS)
         self._bias = bias
-        self._plain = weight.detach() if fast_alone else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._plain is not None and len(x) == 1:
-            return nn.functional.linear(x, self._plain, self._bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
@@ -69,10 +64,10 @@ class SlottedLinear(nn.Module):
         self._active = active
         self._packed: _Packed | None = None
 
-    def pack(self, *, keep_weight: bool, fast_alone: bool = False) -> None:
+    def pack(self, *, keep_weight: bool) -> None:
         """Trade the plain weights for oneDNN's layout: inference only, no gradients after."""
         assert self.weight is not None
-        self._packed = _Packed(self.weight, self.bias, fast_alone=fast_alone)
+        self._packed = _Packed(self.weight, self.bias)
         if not keep_weight:
             self.weight = None
 
@@ -147,11 +142,11 @@ class LinearGroup:
         self._stack: _Stack | None = None
         self._stacked_changes: list[int] = []
 
-    def pack(self, *, fast_alone: bool) -> None:
+    def pack(self) -> None:
         """Trade the members' plain weights for one in oneDNN's layout: inference only."""
         weights = [member.weight for member in self._members if member.weight is not None]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = _Packed(weight, self._joined_bias(), fast_alone=fast_alone)
+        self._packed = _Packed(weight, self._joined_bias())
         for member in self._members:
             member.weight = None
 

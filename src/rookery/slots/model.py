@@ -81,18 +81,15 @@ class SlottedModel:
         self._head = linears["lm_head"]
         return linears
 
-    def pack(self, *, fast_alone: bool = False) -> None:
-        """Lay the weights out for CPU inference; the model gives no gradients afterwards.
-
-        `fast_alone` keeps the plain weights beside, for passes of a single row.
-        """
+    def pack(self) -> None:
+        """Lay the weights out for CPU inference; the model gives no gradients afterwards."""
         self._fused = self._agreeing_fusion()
         for layer in self._fused or ():
-            layer.pack(fast_alone=fast_alone)
+            layer.pack()
         tied = self._decoder.embed_tokens.weight
         for linear in self.linears.values():
             if linear.weight is not None:
-                linear.pack(keep_weight=linear.weight is tied, fast_alone=fast_alone)
+                linear.pack(keep_weight=linear.weight is tied)
 
     @property
     def is_fused(self) -> bool:

@@ -32,8 +32,6 @@ class HeadsSeen:
         self._attend = attend
         self.heads: list[Heads] = []
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
-    ) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         self.heads.append(heads)
-        return self._attend(q, k, v, heads)
+        return self._attend(q, kv, heads)

@@ -119,20 +119,34 @@ async def test_results_do_not_depend_on_the_company(tiny_folder: Path) -> None:
         assert await run([i], max_rows=1, prefill=7) == [crowd[i], crowd[size + i]]
 
 
-async def test_alone_with_the_plain_weights_gives_the_same_within_rounding(
-    tiny_folder: Path,
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        tiny_adapter("of-the-same-shape", rank=4, seed=9, layers=range(1, 4)),
+        tiny_adapter("of-another-rank", rank=7, seed=9, layers=range(1, 4)),
+        tiny_adapter("of-other-layers", rank=3, seed=9),
+        tiny_adapter("of-other-targets", rank=2, seed=9, targets=("self_attn.k_proj",)),
+    ],
+    ids=lambda adapter: adapter.name,
+)
+async def test_results_do_not_depend_on_what_else_is_loaded(
+    tiny_folder: Path, neighbour: Adapter
 ) -> None:
-    answers = []
-    for fast_alone in (False, True):
-        config = EngineConfig(model=str(tiny_folder), fast_alone=fast_alone)
-        async with open_engine(config) as engine:
-            ref = await engine.load(tiny_adapter("a", rank=4, seed=1))
-            for model in (engine.base, ref):
-                request = SampleRequest(model=model, prompt=PROMPTS[1], params=GREEDY)
-                answers.extend((await engine.sample([request]))[0])
-    for exact, fast in zip(answers[:2], answers[2:], strict=True):
-        assert fast.tokens == exact.tokens
-        assert fast.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+    targets = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+    mine = tiny_adapter("mine", rank=4, seed=1, layers=range(1, 4), targets=targets)
+    params = SamplingParams(max_tokens=10, temperature=0.9, seed=11, ignore_eos=True)
+
+    async def run(*others: Adapter) -> list[object]:
+        async with open_engine(EngineConfig(model=str(tiny_folder))) as engine:
+            models = [engine.base, await engine.load(mine)]
+            for other in others:
+                await engine.load(other)
+            prompt = tuple(range(10, 45))
+            samples = [SampleRequest(model=m, prompt=prompt, params=params) for m in models]
+            scores = [ScoreRequest(model=m, tokens=prompt, labels=(3,)) for m in models]
+            return [*await engine.sample(samples), *await engine.score(scores)]
+
+    assert await run(neighbour) == await run()
 
 
 async def test_shared_prefixes_are_computed_once(engine: EmbeddedEngine) -> None:
@@ -143,6 +157,9 @@ async def test_shared_prefixes_are_computed_once(engine: EmbeddedEngine) -> None
     assert engine.stats.prompt_tokens == 30 + 5 * 2
     await engine.score(requests)
     assert engine.stats.prompt_tokens == 40, "a second asking computes nothing"
+    await engine.reset_prefix_cache()
+    await engine.score(requests)
+    assert engine.stats.prompt_tokens == 80
 
 
 async def test_layers_below_the_adapters_are_computed_once_for_all_of_them(
