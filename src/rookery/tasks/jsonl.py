@@ -39,7 +39,7 @@ def near_name(path: Path) -> str:
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:
     try:
-        found = json.loads(line.decode(), parse_constant=_refuse_constant)
+        found = json.loads(line.decode().rstrip(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise TaskError(f"{where}: is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
     except json.JSONDecodeError as error:

@@ -151,7 +151,7 @@ GOOD = {"prompt": "2+2=", "answer": "4"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ('{"prompt": "x", ', r"line 2: is not JSON \(.* at column \d+\): .*one object on one line"),
+        ('{"prompt": "x", ', r"line 2: is not JSON \(.* at column 16\): .*one object on one line"),
         ("[1, 2]", r"line 2: holds a JSON list, \[1, 2\]; a row is one object"),
         ('"text"', "line 2: holds a JSON str"),
         ('{"prompt": "x", "answer": NaN}', "line 2: is not JSON .*NaN is not a JSON value"),
