@@ -1,6 +1,7 @@
 """The genome loop: its overhead, whole-population batches, and quality beside GENOME's schedule.
 
     python benchmarks/genome.py [--seeds 3] [--limit 100]
+    python benchmarks/genome.py --vllm .venv-vllm/bin/python      # the overhead on a vLLM server
 
 Same engine (SmolLM2, embedded), same founders, same tasks. Overhead is the share of a generation's
 wall time that is not the engine answering the same requests in one call. GENOME's schedule is one
@@ -19,6 +20,7 @@ from typing import Any
 
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
+from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
@@ -119,7 +121,7 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
         )
 
 
-async def overhead(engine: EmbeddedEngine, template: Template, limit: int) -> None:
+async def overhead(engine: EmbeddedEngine | Fleet, template: Template, limit: int) -> None:
     """One generation through the loop's own parts, and the same requests in one call."""
     config = make_config(limit, is_genome=False, seed=0)
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
@@ -142,7 +144,7 @@ async def overhead(engine: EmbeddedEngine, template: Template, limit: int) -> No
 
 
 async def _generation(
-    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
     nursery: Nursery, plans: Sequence[Any],
 ) -> float:  # fmt: skip
     """Merge, load, ask, score, log, unload."""
@@ -166,7 +168,7 @@ async def _generation(
 
 
 async def _direct(
-    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
     nursery: Nursery, plans: Sequence[Any],
 ) -> float:  # fmt: skip
     await engine.reset_prefix_cache()
@@ -187,7 +189,7 @@ async def _direct(
 
 
 async def _one_by_one(
-    engine: EmbeddedEngine, template: Template, tasksets: list[Taskset], tasks: list[Task],
+    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
     nursery: Nursery, plans: Sequence[Any],
 ) -> float:  # fmt: skip
     """Each candidate alone on an engine that knows nothing of the others."""
@@ -208,10 +210,19 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--vllm", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
     config = make_config(args.limit, is_genome=False, seed=0)
     assert isinstance(config.engine, EngineConfig)
-    template = load_template(resolve_model(config.engine.model).path)
+    folder = resolve_model(config.engine.model).path
+    template = load_template(folder)
+    if args.vllm:
+        launch = LaunchConfig(
+            model=str(folder), python=args.vllm, replicas=1, max_loras=8, max_lora_rank=32
+        )
+        async with open_fleet(FleetConfig(launch=launch)) as fleet:
+            await overhead(fleet, template, args.limit)
+        return
     async with open_engine(config.engine) as engine:
         await overhead(engine, template, args.limit)
         await side_by_side(engine, template, args)

@@ -80,7 +80,12 @@ def fresh_tasksets(folder: Path) -> list[Taskset]:
         for item in (" ".join(part.split()) for part in text.split(",")):
             assert item not in known, item
             prompt = f"Task: {title}\nItem: {item}\nIs it {first} or {second}? Answer:"
-            row = {"id": item, "prompt": prompt, "reference": label, "choices": [first, second]}
+            row: dict[str, object] = {
+                "id": item,
+                "prompt": prompt,
+                "reference": label,
+                "choices": [first, second],
+            }
             rows.setdefault(name, []).append(row)
     return [_taskset(folder / f"{name}.jsonl", found) for name, found in rows.items()]
 
