@@ -9,7 +9,8 @@ token of a prompt is always computed, and beyond `capacity_tokens` the blocks th
 for longest go first, the last ones of a prompt before the ones they build on.
 """
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,15 @@ class PrefixCache:
         `salt` tells models apart: their prefixes are not shared.
         """
         ends = self._ends(np.asarray(tokens, dtype=np.uint64), salt)
-        reusable = (len(tokens) - 1) // self._block
-        hits = 0
-        for end in ends[:reusable]:
-            if end not in self._known:
-                break
-            hits += 1
-        for end in reversed(ends):
-            self._known[end] = None
-            self._known.move_to_end(end)
+        known = self._known
+        # A block is never kept without those it builds on, so the known ones come first.
+        num_known = bisect_left(ends, True, key=lambda end: end not in known)
+        hits = min(num_known, (len(tokens) - 1) // self._block)
+        known.update(dict.fromkeys(reversed(ends[num_known:])))
         if self._capacity is not None:
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
+            deque(map(known.move_to_end, reversed(ends[:num_known])), maxlen=0)
+            while len(known) > self._capacity:
+                known.popitem(last=False)
         return len(tokens) - hits * self._block
 
     def _ends(self, tokens: NDArray[np.uint64], salt: int) -> list[int]:
