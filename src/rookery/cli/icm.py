@@ -19,7 +19,7 @@ from rookery.cli.terminal import (
     run_async,
     token_progress,
 )
-from rookery.config import load_config, parse_config
+from rookery.config import load_config, parse_config, parse_overrides
 from rookery.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
 
 __all__ = ["icm", "resume_icm"]
+
+PATHS = ("data.path", "data.gold.path")
 
 icm = cyclopts.App(name="icm", help="Label data without labels, by internal coherence.")
 
@@ -58,7 +60,7 @@ def run_command(
     Parameters
     ----------
     config
-        A YAML or TOML file; paths in it are relative to it.
+        A YAML or TOML file; paths in it are relative to it, those of flags to where you are.
     name
         The run's name; made of the time when empty.
     runs_dir
@@ -72,8 +74,17 @@ def run_command(
     if resume:
         with open_again(runs_dir, name=name, overrides=overrides) as run:
             return resume_icm(run)
-    loaded = load_config(IcmConfig, config, overrides=overrides).from_folder(config.parent)
+    words = _from_here(overrides)
+    loaded = load_config(IcmConfig, config, overrides=words).from_folder(config.parent)
     return _finish(loaded, new_run(loaded, kind="icm", name=name, runs_dir=runs_dir))
+
+
+def _from_here(overrides: "Sequence[str]") -> list[str]:
+    """The flags with paths of data taken from the current folder, as a shell completes them."""
+    return [
+        f"--{key}={Path(text).expanduser().absolute() if key in PATHS else text}"
+        for key, text in parse_overrides(overrides)
+    ]
 
 
 def resume_icm(run: "Run") -> int:
