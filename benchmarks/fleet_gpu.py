@@ -5,11 +5,11 @@
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up. One H200: five minutes, mostly the start.
 
-Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer, through
-stock `load_lora_adapter`, the worker extension, and in place from this process's GPU memory.
-Population: 16 adapters x 16 prompts, together and one after another. Tokens: the best of several
-plain clients, and `fleet.sample`; with `--api-servers 4`, of a server of four API processes, which
-takes no adapters (`--parts throughput`).
+Adapters: rank 16 of q, k, v, o, from tensors in memory to the first token of an answer: by stock
+`load_lora_adapter` and `/v1/completions`, by the worker extension and the route for tokens, and so
+in place from this process's GPU memory. Population: 16 adapters x 16 prompts, together and one
+after another. Tokens: the best of several plain clients, and `fleet.sample`; with `--api-servers
+4`, of a server of four API processes, which takes no adapters (`--parts throughput`).
 """
 
 import argparse
@@ -43,10 +43,11 @@ SHAPE_7B = {
     "sliding_window": None, "max_window_layers": 28, "attention_dropout": 0.0,
     "initializer_range": 0.02, "use_cache": True,
 }  # fmt: skip
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NEW_TOKENS = 128
 NUM_PROMPTS = 256
 NUM_ADAPTERS = 16
-ROUNDS = 7
+ROUNDS = 5
 """Of the throughput: one differs from the next by a tenth, so they alternate and medians count."""
 ROUTES = ("http", "extension", "in place")
 TIMED = {
@@ -65,7 +66,7 @@ def write_shape(folder: Path, tokenizer: Path) -> None:
 
 def make_random(name: str, seed: int, *, device: str, rank: int = 16) -> Adapter:
     generator = torch.Generator(device=device).manual_seed(seed)
-    sizes = {"q_proj": HIDDEN, "k_proj": KEYS, "v_proj": KEYS, "o_proj": HIDDEN}
+    sizes = dict(zip(TARGETS, (HIDDEN, KEYS, KEYS, HIDDEN), strict=True))
 
     def draw(rows: int, columns: int) -> torch.Tensor:
         made = torch.randn(rows, columns, generator=generator, device=device)
@@ -112,8 +113,9 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
             ("write", "load", "first token"), zip(*times, strict=True), strict=True
         ):
             found[f"{name} {part}"] = show_times(f"{name}: {TIMED[part]}", seconds)
-    print(f"ready to first token: extension {found['extension first token'] * 1e3:.1f} ms, stock "
-          f"{found['http first token'] * 1e3:.1f} ms")  # fmt: skip
+    print("ready to first token: " + ", ".join(
+        f"{name} {found[f'{name} first token'] * 1e3:.1f} ms" for name in routes
+    ))  # fmt: skip
     return found
 
 
@@ -121,7 +123,8 @@ async def route_times(fleet: Fleet, name: str, i: int) -> tuple[float, float, fl
     """Seconds to write the folder, to load it, and (another adapter) from tensors to token."""
     [replica] = fleet.pool.replicas
     replica.route = "http" if name == "http" else "extension"
-    replica._staging._in_place = name == "in place"
+    replica.has_token_route = name != "http"
+    replica._staging.in_place = name == "in place"
     device = "cuda" if name == "in place" else "cpu"
     adapter = make_random(f"{name[0]}{i}", i, device=device)
     other = make_random(f"x{name[0]}{i}", 99 + i, device=device)
@@ -130,7 +133,7 @@ async def route_times(fleet: Fleet, name: str, i: int) -> tuple[float, float, fl
     await first_token(fleet, ref, prompts(1)[0])
     first = time.perf_counter() - began
     write, load = await load_alone(replica, other)
-    replica._staging._in_place = False
+    replica._staging.in_place, replica.has_token_route = False, True
     return write, load, first
 
 
@@ -226,8 +229,11 @@ async def throughput(fleet: Fleet) -> dict[str, float]:
             found.setdefault(name, []).append(await raw_tokens(client, model, per_call))
         if "/inference/v1/generate" in replica.capabilities.routes:
             found.setdefault("token route", []).append(await token_route(client, model))
-        seconds = await timed(lambda: fleet.sample(wanted))
-        found.setdefault("fleet.sample", []).append(NUM_PROMPTS * NEW_TOKENS / seconds)
+        for has_token_route in (False, True) if replica.has_token_route else (False,):
+            replica.has_token_route = has_token_route
+            name = "fleet.sample" if has_token_route else "fleet.sample by completions"
+            seconds = await timed(lambda: fleet.sample(wanted))
+            found.setdefault(name, []).append(NUM_PROMPTS * NEW_TOKENS / seconds)
     rates = {name: statistics.median(values) for name, values in found.items()}
     best = max(rates.values())
     for name, rate in rates.items():
@@ -272,6 +278,7 @@ async def main() -> None:
             max_loras=NUM_ADAPTERS if options.api_servers == 1 else 0,
             max_cpu_loras=128,
             max_lora_rank=16,
+            lora_targets=TARGETS,
             enforce_eager=options.eager,
             args=("--load-format", "dummy", *options.args.split()),
             env={"HF_HUB_OFFLINE": "1"},

@@ -124,6 +124,7 @@ async def test_adapters_say_what_the_embedded_engine_says(
 ) -> None:
     assert fleet.base == engine.base
     assert {replica.route for replica in fleet.pool.replicas} == {"extension"}
+    assert all(replica.has_token_route for replica in fleet.pool.replicas)
     refs = [engine.base, *[await engine.load(adapter) for adapter in adapters]]
     assert [fleet.base, *[await fleet.load(adapter) for adapter in adapters]] == refs
     wanted = [SampleRequest(model=r, prompt=p, params=GREEDY) for r in refs for p in prompts]

@@ -25,6 +25,8 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import AdapterError, FleetError
+from rookery.fleet.token_route import FORMAT as ROUTE_FORMAT
+from rookery.fleet.token_route import PATH as TOKEN_ROUTE
 
 __all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
 
@@ -106,6 +108,18 @@ class Client:
     async def complete(self, body: bytes) -> Any:
         """One `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
         return await self.post("/v1/completions", body, limit_s=self.config.request_s)
+
+    async def generate(self, body: bytes) -> Any:
+        """The same by Rookery's own route, on servers that have it."""
+        return await self.post(TOKEN_ROUTE, body, limit_s=self.config.request_s)
+
+    async def has_token_route(self) -> bool:
+        """Whether Rookery's own route is there and finds in vLLM what it needs."""
+        try:
+            answer = await self.get(TOKEN_ROUTE)
+        except (ServerLost, ServerRefusal):
+            return False
+        return isinstance(answer, dict) and answer.get("format") == ROUTE_FORMAT
 
     async def post(self, path: str, body: bytes, *, limit_s: float | None = None) -> Any:
         """POST and decode."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +22,9 @@ from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
 from rookery.fleet.probe import probe, read_metrics
 from rookery.fleet.staging import Staging, wire_name
+from rookery.fleet.token_route import ADAPTER_REFUSED
 from rookery.fleet.turns import Turns
-from rookery.fleet.wire import Choice, encode_body, read_choices
+from rookery.fleet.wire import Choice, encode_body, encode_tokens, read_choices
 from rookery.types import Adapter, ModelRef
 
 __all__ = ["Replica", "ReplicaSettings", "is_local"]
@@ -80,6 +82,8 @@ class Replica:
         self.layers: dict[str, tuple[int, int]] = {}
         self.capabilities: Capabilities
         self.route: Route = "none"
+        self.has_token_route = False
+        """It answers `token_route.py`, which is quicker and takes an adapter along."""
         self._settings = settings
         self._staging = staging
         self._loading: dict[ModelRef, asyncio.Lock] = {}
@@ -111,6 +115,7 @@ class Replica:
         )
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
+        self.has_token_route = bool(report) and await self.client.has_token_route()
         together = self.capabilities.max_num_seqs
         own = int(OVERLAP * together) if together else DEFAULT_WINDOW
         self.lane.window = self._settings.max_in_flight or own
@@ -134,16 +139,19 @@ class Replica:
         self._open()
 
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
-        """Send a call; its adapter is loaded first where it is not."""
-        model = self.capabilities.model
-        if adapter is not None:
-            model = wire_name(call.ref)
-            await self.hold(call.ref, adapter)
-        body = encode_body(model, call.fields, call.prompts)
+        """Send a call; its adapter goes along or is loaded first, where it is not there."""
         kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
+        is_by_tokens = self.has_token_route and (adapter is None or self.route == "extension")
+        if adapter is not None:
+            await self.hold(call.ref, adapter, is_brought=is_by_tokens)
+        model = self.capabilities.model if adapter is None else wire_name(call.ref)
         try:
             async with self._turns.take(kind):
-                answer = await self.client.complete(body)
+                if is_by_tokens:
+                    answer = await self._by_tokens(call, model)
+                else:
+                    body = encode_body(model, call.fields, call.prompts)
+                    answer = await self.client.complete(body)
         except ServerRefusal as refusal:
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
@@ -152,14 +160,33 @@ class Replica:
             raise
         return read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
 
-    async def hold(self, ref: ModelRef, adapter: Adapter) -> None:
-        """Make sure that the server has the adapter; at most one load of it at a time."""
+    async def _by_tokens(self, call: Call, model: str) -> Any:
+        path = None if call.is_base else str(self._arena_path(call.ref))
+        body = encode_tokens(model, call.fields, call.prompts, path=path)
+        try:
+            return await self.client.generate(body)
+        except ServerRefusal as refusal:
+            if refusal.status != ADAPTER_REFUSED:
+                raise
+        # A server that restarted reads arenas only after it was told how.
+        await self.client.call_workers("rookery_attach")
+        try:
+            return await self.client.generate(body)
+        except ServerRefusal as refusal:
+            if refusal.status != ADAPTER_REFUSED:
+                raise
+            self.lane.resident.pop(call.ref, None)
+            raise AdapterError(str(refusal)) from refusal
+
+    async def hold(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool = False) -> None:
+        """Make sure that the server has the adapter, or can read it when a call brings it along;
+        at most one load of it at a time."""
         resident = self.lane.resident
         if ref not in resident:
             async with self._loading.setdefault(ref, asyncio.Lock()):
                 if ref not in resident:
                     await self._make_space()
-                    await self._load(ref, adapter)
+                    await self._load(ref, adapter, is_brought=is_brought)
                     resident[ref] = None
             self._loading.pop(ref, None)
         resident.move_to_end(ref)
@@ -228,12 +255,22 @@ class Replica:
         """Why this server takes none."""
         return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
 
-    async def _load(self, ref: ModelRef, adapter: Adapter) -> None:
+    def _arena_path(self, ref: ModelRef) -> Path:
+        return self._staging.arena_path(ref, dtype=self.capabilities.lora_dtype or "float32")
+
+    async def _load(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool) -> None:
         if self.route == "none":
             raise self.refuse_adapters()
         if self.route == "extension":
             dtype = self.capabilities.lora_dtype or "float32"
-            folder = await asyncio.to_thread(self._staging.arena_folder, ref, adapter, dtype=dtype)
+            if self._staging.in_place:
+                # A few kernels: sooner done than handed to a thread.
+                folder = self._staging.arena_folder(ref, adapter, dtype=dtype)
+            else:
+                write = self._staging.arena_folder
+                folder = await asyncio.to_thread(write, ref, adapter, dtype=dtype)
+            if is_brought:
+                return
             try:
                 await self.client.load_adapter(wire_name(ref), path=str(folder))
             except AdapterError:

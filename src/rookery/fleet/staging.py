@@ -4,12 +4,12 @@
         staging.peft_folder(ref, adapter, base=root)     # for `load_lora_adapter` and the resolver
         staging.arena_folder(ref, adapter, dtype="bfloat16")     # for the worker extension
 
-Both forms hold B with its scale multiplied in, in the adapter's own dtype, so that a server reads
-the same numbers whichever way they come. Folders are named by content and never change.
+A server gets B with its scale multiplied in, in the adapter's own dtype: the same numbers whichever
+way they come. Folders are named by content and never change.
 """
 
-import base64
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -17,12 +17,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from rookery.errors import AdapterError, FleetError, boundary
+from rookery.fleet.arenas import ArenaFile, CudaArena, Spares
 from rookery.fleet.extension import ARENA, FORMAT, MANIFEST
 from rookery.types import Adapter, LoraFactors, ModelRef
 
@@ -36,8 +37,6 @@ _PREFIX = "rookery-adapters-"
 _DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 256
 """Offsets in an arena: the strictest alignment of a CUDA copy."""
-_MAX_PARTS = 1024
-"""Buffers that one write takes, on every system."""
 
 
 def wire_name(ref: ModelRef) -> str:
@@ -54,8 +53,10 @@ class Staging:
 
     def __init__(self, root: Path, *, in_place: bool = False) -> None:
         self.root = root
-        self._in_place = in_place
-        self._arenas: dict[Path, torch.Tensor] = {}
+        self.in_place = in_place
+        self._arenas: dict[Path, CudaArena] = {}
+        self._files: Spares[int, ArenaFile] = Spares(lambda size: ArenaFile(root, size))
+        self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: CudaArena(*k))
 
     def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
         """A PEFT folder, written once. `base` is what the resolver compares with the server's."""
@@ -67,14 +68,18 @@ class Staging:
             write_adapter(replace(_folded(adapter), base=base), folder)
         return folder
 
+    def arena_path(self, ref: ModelRef, *, dtype: str) -> Path:
+        """Where `arena_folder` puts an adapter."""
+        return self.root / f"{wire_name(ref)}.{dtype}.arena"
+
     def arena_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
         """All factors in one piece, in the dtype of the servers' slots; written once."""
-        folder = self.root / f"{wire_name(ref)}.{dtype}.arena"
+        folder = self.arena_path(ref, dtype=dtype)
         if folder.is_dir():
             return folder
         with boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
             temporary = Path(tempfile.mkdtemp(dir=self.root))
-            self._write_arena(temporary, folder, _folded(adapter), dtype)
+            self._write_arena(temporary, folder, adapter, dtype)
             temporary.chmod(0o755)
             temporary.rename(folder)
         return folder
@@ -86,18 +91,35 @@ class Staging:
             shutil.rmtree(folder, ignore_errors=True)
             self._arenas.pop(folder, None)
 
+    def close(self) -> None:
+        """Let go of what the next adapter would be written to; the folders stay."""
+        self._files.close()
+        self._gpu.close()
+
     def _write_arena(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
-        layers, num_bytes, pieces = _layout(adapter, dtype)
+        import torch
+
+        layout = _layout(adapter, dtype, is_on_host=not self.in_place)
         manifest: dict[str, Any] = {
-            "format": FORMAT, "dtype": dtype, "bytes": num_bytes, "layers": layers,
+            "format": FORMAT, "dtype": dtype, "bytes": layout.num_bytes, "scale": layout.scale,
+            "scaled_from": layout.scaled_from, "layers": json.dumps(layout.layers),
         }  # fmt: skip
-        if self._in_place:
-            arena = _fill(pieces, num_bytes)
-            manifest["cuda"] = _cuda_handle(arena)
+        if self.in_place:
+            key = _only_gpu(layout), layout.num_bytes
+            arena = self._gpu.take(key)
+            layout.fill(arena.memory)
+            if layout.scale != 1:
+                arena.memory[layout.scaled_from :].view(layout.kind).mul_(layout.scale)
+            torch.cuda.synchronize(arena.memory.device)
             # The memory is the server's to read until the adapter is removed.
             self._arenas[folder] = arena
+            manifest |= {"cuda": arena.handle, "scale": 1.0}
+            self._gpu.refill(key)
         else:
-            _write_pieces(pieces, num_bytes, temporary / ARENA)
+            file = self._files.take(layout.num_bytes)
+            layout.fill(file.memory)
+            file.name(temporary / ARENA)
+            self._files.refill(layout.num_bytes, after=file)
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -110,7 +132,8 @@ def open_staging(root: Path | None, *, in_place: bool = False) -> Iterator[Stagi
     if root is not None:
         with boundary(FleetError, f"Creating {root}", foreign=(OSError,)):
             root.mkdir(parents=True, exist_ok=True)
-        yield Staging(root, in_place=in_place)
+        with contextlib.closing(Staging(root, in_place=in_place)) as staging:
+            yield staging
         return
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     _remove_left_over(parent)
@@ -119,7 +142,8 @@ def open_staging(root: Path | None, *, in_place: bool = False) -> Iterator[Stagi
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        yield Staging(folder, in_place=in_place)
+        with contextlib.closing(Staging(folder, in_place=in_place)) as staging:
+            yield staging
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -177,10 +201,42 @@ def _folded(adapter: Adapter) -> Adapter:
     return replace(adapter, factors=factors)
 
 
-def _layout(
-    adapter: Adapter, dtype: str
-) -> tuple[list[list[Any]], int, list[tuple[int, "torch.Tensor"]]]:
-    """Where every factor goes: the manifest's layers, the arena's size, (offset, tensor) pairs."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where every factor goes in an arena: the A factors, then the B factors."""
+
+    layers: list[list[Any]]
+    num_bytes: int
+    scaled_from: int
+    """Where B begins, in bytes."""
+    scale: float
+    """What B is still to be multiplied by."""
+    pieces: list[tuple[int, "torch.Tensor"]]
+    """(offset, factor) in order, contiguous and in the arena's dtype."""
+    kind: "torch.dtype"
+
+    def fill(self, memory: "torch.Tensor") -> None:
+        """Copy every factor to its place."""
+        import torch
+
+        if memory.device.type == "cpu":
+            # torch would share each copy out among threads, and wait for all of them every time.
+            begin = memory.data_ptr()
+            for offset, tensor in self.pieces:
+                ctypes.memmove(begin + offset, tensor.data_ptr(), tensor.nbytes)
+            return
+        numbers = memory.view(self.kind)
+        factors = [tensor.detach().view(-1) for _, tensor in self.pieces]
+        if sum(tensor.nbytes for tensor in factors) == self.num_bytes:
+            torch.cat(factors, out=numbers)
+            return
+        for (offset, _), factor in zip(self.pieces, factors, strict=True):
+            first = offset // numbers.itemsize
+            numbers[first : first + len(factor)].copy_(factor)
+
+
+def _layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
+    """One scale for all is left to the reader: it multiplies on its device, rounding the same."""
     import torch
 
     if dtype not in _DTYPES:
@@ -189,85 +245,40 @@ def _layout(
             "with launch.extension: false to load adapters the stock way."
         )
     kind: torch.dtype = getattr(torch, dtype)
-    layers: list[list[Any]] = []
+    scales = {lora.scale for lora in adapter.factors.values()}
+    has_one_scale = len(scales) == 1 and all(f.b.dtype == kind for f in adapter.factors.values())
+    factors = adapter.factors if has_one_scale else _folded(adapter).factors
     pieces: list[tuple[int, torch.Tensor]] = []
-    end = 0
-    for name, lora in adapter.factors.items():
-        offsets = []
-        for factor in (lora.a, lora.b):
-            converted = factor.detach().to(kind).contiguous()
-            pieces.append((end, converted))
-            offsets.append(end)
-            num_bytes = converted.numel() * converted.element_size()
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        layers.append([name, lora.a.shape[0], lora.a.shape[1], lora.b.shape[0], *offsets])
-    return layers, end, pieces
+    ends = [0]
 
+    def place(factor: torch.Tensor) -> int:
+        if factor.dtype is not kind or not factor.is_contiguous():
+            factor = factor.detach().to(kind).contiguous()
+        if is_on_host:
+            factor = factor.cpu()
+        pieces.append((ends[-1], factor))
+        ends.append(ends[-1] + -(-factor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return ends[-2]
 
-def _write_pieces(pieces: list[tuple[int, "torch.Tensor"]], num_bytes: int, path: Path) -> None:
-    """The arena as a file, straight from the factors' own memory.
-
-    Writing to shared memory costs half of mapping it: pages are not cleared before they are filled.
-    """
-    parts: list[memoryview] = []
-    ends = [offset for offset, _ in pieces[1:]] + [num_bytes]
-    for (offset, tensor), end in zip(pieces, ends, strict=True):
-        flat = _as_bytes(tensor.cpu()).numpy().data
-        parts.append(flat)
-        if gap := end - offset - len(flat):
-            parts.append(memoryview(bytes(gap)))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        while parts:
-            written = os.writev(descriptor, parts[:_MAX_PARTS])
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if written:
-                parts[0] = parts[0][written:]
-    finally:
-        os.close(descriptor)
-
-
-def _as_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _fill(pieces: list[tuple[int, "torch.Tensor"]], num_bytes: int) -> "torch.Tensor":
-    """The arena in memory of the GPU that the factors are on."""
-    import torch
-
-    devices = {tensor.device for _, tensor in pieces}
-    if len(devices) != 1 or not next(iter(devices)).type == "cuda":
-        raise AdapterError(
-            f"An adapter is on {', '.join(sorted(map(str, devices)))}; handing adapters over "
-            "in place needs all of it on the servers' GPU: write in_place: false."
+    offsets_a = [place(lora.a) for lora in factors.values()]
+    scaled_from = ends[-1]
+    offsets_b = [place(lora.b) for lora in factors.values()]
+    layers = [
+        [name, *lora.a.shape, lora.b.shape[0], offset_a, offset_b]
+        for (name, lora), offset_a, offset_b in zip(
+            factors.items(), offsets_a, offsets_b, strict=True
         )
-    arena = torch.empty(num_bytes, dtype=torch.uint8, device=devices.pop())
-    sources = [_as_bytes(tensor) for _, tensor in pieces]
-    places = [
-        arena[offset : offset + source.numel()]
-        for (offset, _), source in zip(pieces, sources, strict=True)
     ]
-    torch._foreach_copy_(places, sources)
-    torch.cuda.synchronize(arena.device)
-    return arena
+    scale = scales.pop() if has_one_scale else 1.0
+    return _Layout(layers, ends[-1], scaled_from, scale, pieces, kind)
 
 
-def _cuda_handle(arena: "torch.Tensor") -> dict[str, Any]:
-    """What another process on this machine needs to open the arena's CUDA memory."""
-    import torch
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    fields = reduce_tensor(arena)[1]  # type: ignore[no-untyped-call]
-    return {
-        "uuid": str(torch.cuda.get_device_properties(arena.device).uuid),
-        "handle": base64.b64encode(fields[7]).decode(),
-        "size_bytes": fields[8],
-        "offset_bytes": fields[9],
-        "counter": base64.b64encode(fields[11]).decode(),
-        "counter_offset": fields[12],
-        "event": base64.b64encode(fields[13]).decode(),
-        "event_sync": fields[14],
-    }
+def _only_gpu(layout: _Layout) -> "torch.device":
+    devices = {tensor.device for _, tensor in layout.pieces}
+    device = devices.pop()
+    if devices or device.type != "cuda":
+        raise AdapterError(
+            f"An adapter is on {', '.join(sorted(map(str, {device, *devices})))}; handing adapters "
+            "over in place needs all of it on the servers' GPU: write in_place: false."
+        )
+    return device

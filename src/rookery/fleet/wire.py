@@ -1,4 +1,5 @@
-"""Rookery's requests as `/v1/completions` bodies, and the answers back: pure, no I/O.
+"""Rookery's requests as bodies of `/v1/completions` or of `token_route.py`, and the answers back:
+pure, no I/O.
 
 A body carries many prompts, but one set of parameters: equal `Fields` may share a call.
 
@@ -31,6 +32,7 @@ __all__ = [
     "Reading",
     "check_prompt",
     "encode_body",
+    "encode_tokens",
     "likeliest",
     "read_choices",
     "read_completion",
@@ -116,10 +118,28 @@ def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
 
 
 def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> bytes:
-    """The JSON of one call. Every parameter is written out, so that no server default decides."""
-    body: dict[str, Any] = {
+    """The JSON of one call of `/v1/completions`."""
+    body = {
         "model": model,
         "prompt": prompts,
+        # Ids come with the log-probabilities: `return_token_ids` would send the prompts back too.
+        "return_tokens_as_token_ids": True,
+        **_parameters(fields),
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def encode_tokens(
+    model: str, fields: Fields, prompts: Sequence[TokenIds], *, path: str | None
+) -> bytes:
+    """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
+    body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _parameters(fields: Fields) -> dict[str, Any]:
+    """Every parameter is written out, so that no server default decides."""
+    found: dict[str, Any] = {
         "max_tokens": fields.max_tokens,
         "temperature": fields.temperature,
         "top_p": fields.top_p,
@@ -130,8 +150,6 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "frequency_penalty": 0.0,
         "n": fields.n,
         "logprobs": len(fields.ids) if fields.ids else fields.top,
-        # Ids come with the log-probabilities: `return_token_ids` would send the prompts back too.
-        "return_tokens_as_token_ids": True,
     }
     optional = {
         "stop": list(fields.stop),
@@ -139,12 +157,12 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "ignore_eos": fields.ignore_eos,
         "logprob_token_ids": list(fields.ids),
     }
-    body.update({key: value for key, value in optional.items() if value})
+    found.update({key: value for key, value in optional.items() if value})
     if fields.seed is not None:
-        body["seed"] = fields.seed
+        found["seed"] = fields.seed
     if fields.prompt_top is not None:
-        body["prompt_logprobs"] = fields.prompt_top
-    return json.dumps(body, separators=(",", ":")).encode()
+        found["prompt_logprobs"] = fields.prompt_top
+    return found
 
 
 def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
@@ -168,8 +186,7 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
 
 def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
     """One choice as a Completion; every token must come with its id and log-probability."""
-    found = choice.get("logprobs") or {}
-    tokens, logprobs = found.get("tokens"), found.get("token_logprobs")
+    tokens, logprobs, tops = _drawn(choice)
     if not tokens or not logprobs or len(tokens) != len(logprobs):
         raise FleetError(
             f"A server answered a completion of {model.served_name} without log-probabilities; "
@@ -178,37 +195,36 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise FleetError(f"A completion of {model.served_name} ended as {reason!r}, not whole.")
-    tops = found.get("top_logprobs") or []
     return Completion(
         model=model,
-        tokens=tuple([_token_id(token) for token in tokens]),
+        tokens=tuple(tokens),
         logprobs=tuple([_logprob(value) for value in logprobs]),
         text=choice.get("text") or "",
         finish_reason=reason,
-        top_logprobs=tuple(_likeliest(top, num_top) for top in tops) if num_top else (),
+        top_logprobs=tuple(likeliest(top, num_top) for top in tops) if num_top else (),
     )
 
 
 def read_position(choice: Choice) -> dict[int, float]:
     """Log-probabilities of tokens at the first new position."""
-    tops = (choice.get("logprobs") or {}).get("top_logprobs")
-    if not tops or tops[0] is None:
+    tops = _drawn(choice)[2]
+    if not tops:
         raise FleetError("A server answered a score without log-probabilities: use a vLLM server.")
-    return {_token_id(token): _logprob(value) for token, value in tops[0].items()}
+    return tops[0]
 
 
 def read_reading(choice: Choice) -> Reading:
     """A one-token answer: after the prompt, and inside it where that was asked."""
-    rows = choice.get("prompt_logprobs") or []
-    return Reading(
-        after=read_position(choice),
-        prompt=tuple(
+    if "prompt_top" in choice:
+        rows = [None if row is None else _paired(*row) for row in choice["prompt_top"]]
+    else:
+        rows = [
             None
             if row is None
             else {int(token): _logprob(entry["logprob"]) for token, entry in row.items()}
-            for row in rows
-        ),
-    )
+            for row in choice.get("prompt_logprobs") or []
+        ]
+    return Reading(after=read_position(choice), prompt=tuple(rows))
 
 
 def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
@@ -222,8 +238,31 @@ def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
     return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
 
 
-def _likeliest(top: Mapping[str, float], num: int) -> TopLogprobs:
-    return likeliest({_token_id(token): _logprob(value) for token, value in top.items()}, num)
+def _drawn(
+    choice: Choice,
+) -> tuple[Sequence[int], Sequence[float | None], Sequence[dict[int, float]]]:
+    """Tokens, their log-probabilities, and those reported beside them, of either route."""
+    if "token_logprobs" in choice:
+        tops = [_paired(*top) for top in choice.get("top", ())]
+        # Without any asked for, the drawn token is what is reported.
+        drawn = zip(choice["token_ids"], choice["token_logprobs"], strict=False)
+        alone = [{token: _logprob(value)} for token, value in drawn] if not tops else []
+        return choice["token_ids"], choice["token_logprobs"], tops or alone
+    found = choice.get("logprobs") or {}
+    reported = found.get("top_logprobs") or []
+    return (
+        [_token_id(token) for token in found.get("tokens") or ()],
+        found.get("token_logprobs") or (),
+        [
+            {_token_id(token): _logprob(value) for token, value in top.items()}
+            for top in reported
+            if top is not None
+        ],
+    )
+
+
+def _paired(tokens: Sequence[int], logprobs: Sequence[float | None]) -> dict[int, float]:
+    return {token: _logprob(value) for token, value in zip(tokens, logprobs, strict=True)}
 
 
 def _token_id(token: str) -> int:

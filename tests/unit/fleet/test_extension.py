@@ -11,9 +11,9 @@ import pytest
 import torch
 from fleet.adapters import K, Q, make_small
 
-from rookery.fleet.extension import MANIFEST, WorkerExtension, _SlotWriter
+from rookery.fleet.extension import ARENA, MANIFEST, WorkerExtension
 from rookery.fleet.staging import open_staging
-from rookery.types import ModelRef
+from rookery.types import Adapter, ModelRef
 
 NUM_SLOTS, RANK = 2, 4
 
@@ -67,50 +67,83 @@ def parse_name(name: str, mapper: Mapper | None) -> tuple[str, bool]:
     return (own if mapper is None else own.replace("q_proj", "qk").replace("k_proj", "qk")), True
 
 
-class Manager:
-    """One worker's adapter manager over a packed layer `qk` of q and k, and a layer `o`."""
+class Inner:
+    """The inner of a worker's two managers: a packed layer `qk` of q and k, and a layer `o`."""
 
-    def __init__(self, mapper: Mapper | None) -> None:
-        self.lora_config = SimpleNamespace(max_lora_rank=RANK)
+    def __init__(self, mapper: Mapper | None, *, tp_size: int) -> None:
         parent = Q.rpartition(".")[0]
-        self.names = (Q, K)
         self.packed = f"{parent}.qk"
-        self._adapter_manager = SimpleNamespace(
-            model=SimpleNamespace(hf_to_vllm_mapper=mapper),
-            supported_lora_modules=["qk", "o_proj"],
-            packed_modules_mapping={"qk": ["q_proj", "k_proj"]},
-            modules={self.packed: Merged((32, 16), 32), f"{parent}.o_proj": Linear((32,), 32)},
-            list_adapters=lambda: self.registered,
-        )
-        self.registered: dict[int, Any] = {}
+        self.model = SimpleNamespace(hf_to_vllm_mapper=mapper)
+        self.supported_lora_modules = ["qk", "o_proj"]
+        self.packed_modules_mapping = {"qk": ["q_proj", "k_proj"]}
+        self.modules = {self.packed: Merged((32, 16), 32), f"{parent}.o_proj": Linear((32,), 32)}
+        for module in self.modules.values():
+            module.tp_size = tp_size
+        self._registered_adapters: dict[int, Any] = {}
+        self._active_adapters: dict[int, None] = {}
         self.slots: list[int | None] = [None] * NUM_SLOTS
 
-    def _load_adapter(self, request: Any) -> Any:
-        raise AssertionError("a PEFT folder")
+    def _create_merged_loras_inplace(self, model: Any) -> None:
+        parts = [model.loras.pop(name, None) for name in (Q, K)]
+        model.loras[self.packed] = SimpleNamespace(
+            lora_a=[part and part.lora_a for part in parts],
+            lora_b=[part and part.lora_b for part in parts],
+        )
 
-    def add_adapter(self, request: Any) -> bool:
-        if request.lora_int_id not in self.registered:
-            model = self._load_adapter(request)
-            parts = [model.loras.pop(name, None) for name in self.names]
-            model.loras[self.packed] = SimpleNamespace(
-                lora_a=[part and part.lora_a for part in parts],
-                lora_b=[part and part.lora_b for part in parts],
-            )
-            self.registered[request.lora_int_id] = model
-        self.activate(request.lora_int_id)
-        return True
-
-    def activate(self, lora_id: int) -> None:
-        if lora_id in self.slots:
-            return
-        index = self.slots.index(None) if None in self.slots else 0
+    def activate_adapter(self, lora_id: int) -> bool:
+        if lora_id in self._active_adapters:
+            return False
+        if None not in self.slots:
+            self.deactivate_adapter(next(iter(self._active_adapters)))
+        index = self.slots.index(None)
         self.slots[index] = lora_id
-        for name, module in self._adapter_manager.modules.items():
-            layer = self.registered[lora_id].loras.get(name)
+        self._active_adapters[lora_id] = None
+        for name, module in self.modules.items():
+            layer = self._registered_adapters[lora_id].loras.get(name)
             if layer is None:
                 module.reset_lora(index)
             else:
                 module.set_lora(index, layer.lora_a, layer.lora_b)
+        return True
+
+    def deactivate_adapter(self, lora_id: int) -> None:
+        del self._active_adapters[lora_id]
+        self.slots[self.slots.index(lora_id)] = None
+
+
+class Manager:
+    """One worker's adapter manager."""
+
+    def __init__(self, mapper: Mapper | None = None, *, tp_size: int = 1) -> None:
+        self.lora_config = SimpleNamespace(max_lora_rank=RANK)
+        self._adapter_manager = Inner(mapper, tp_size=tp_size)
+
+    def _load_adapter(self, request: Any) -> Any:
+        """A PEFT folder, in which this stand-in finds an adapter as it is."""
+        factors = request.adapter.factors
+        return SimpleNamespace(
+            loras={
+                name: SimpleNamespace(lora_a=lora.a, lora_b=lora.b * lora.scale)
+                for name, lora in factors.items()
+            }
+        )
+
+    def add_adapter(self, request: Any) -> bool:
+        inner = self._adapter_manager
+        if request.lora_int_id not in inner._registered_adapters:
+            model = self._load_adapter(request)
+            inner._create_merged_loras_inplace(model)
+            inner._registered_adapters[request.lora_int_id] = model
+        return inner.activate_adapter(request.lora_int_id)
+
+    def slot(self, lora_id: int) -> list[torch.Tensor]:
+        inner = self._adapter_manager
+        index = inner.slots.index(lora_id)
+        return [
+            stacked[index]
+            for module in inner.modules.values()
+            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked)
+        ]
 
 
 @pytest.fixture
@@ -133,8 +166,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def attached(mapper: Mapper | None = None) -> Manager:
-    manager = Manager(mapper)
+def attached(mapper: Mapper | None = None, *, tp_size: int = 1) -> Manager:
+    manager = Manager(mapper, tp_size=tp_size)
     worker = WorkerExtension()
     worker.device = torch.device("cpu")
     worker.model_runner = SimpleNamespace(lora_manager=manager)
@@ -144,8 +177,16 @@ def attached(mapper: Mapper | None = None) -> Manager:
     return manager
 
 
-def request(number: int, path: Path) -> SimpleNamespace:
-    return SimpleNamespace(lora_int_id=number, lora_path=str(path), lora_name=f"a{number}")
+def with_first(manifest: dict[str, Any], field: int, value: object) -> None:
+    layers = json.loads(manifest["layers"])
+    layers[0][field] = value
+    manifest["layers"] = json.dumps(layers)
+
+
+def request(number: int, path: Path, adapter: Adapter | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        lora_int_id=number, lora_path=str(path), lora_name=f"a{number}", adapter=adapter
+    )
 
 
 @pytest.mark.usefixtures("vllm")
@@ -158,66 +199,78 @@ def test_layers_keep_their_own_names_whatever_the_mapper_calls_it(
     with open_staging(tmp_path) as staging:
         folder = staging.arena_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
         manager.add_adapter(request(1, folder))
-    packed = manager._adapter_manager.modules[manager.packed]
+    packed = manager._adapter_manager.modules[manager._adapter_manager.packed]
     for i, name in enumerate((Q, K)):
         assert torch.equal(packed.lora_a_stacked[i][0, 0], adapter.factors[name].a)
 
 
 @pytest.mark.usefixtures("vllm")
-def test_slots_hold_what_the_stock_way_writes_also_after_they_were_taken(tmp_path: Path) -> None:
-    manager, stock = attached(), Manager(None)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_slots_hold_what_the_stock_way_writes_also_after_they_were_taken(
+    tmp_path: Path, tp_size: int
+) -> None:
+    """Whole layers are written at once, others (here: split over GPUs) by vLLM, layer by layer."""
+    manager, stock = attached(tp_size=tp_size), Manager()
+    adapters = [
+        make_small(f"a{number}", seed=number, rank=rank, scale=scale)
+        for number, rank, scale in ((1, RANK, 1.5), (2, 2, 1.0), (3, 1, 1.5))
+    ]
     with open_staging(tmp_path) as staging:
-        folders: list[Path] = []
-        for number, rank in ((1, RANK), (2, 2), (3, 1)):
-            adapter = make_small(f"a{number}", seed=number, rank=rank, scale=1.5)
-            ref = ModelRef(name=adapter.name, version="1")
-            folders.append(staging.arena_folder(ref, adapter, dtype="float32"))
+        folders = [
+            staging.arena_folder(ModelRef(name=a.name, version="1"), a, dtype="float32")
+            for a in adapters
+        ]
         for number in (1, 2, 3, 1, 2, 3, 3):
             manager.add_adapter(request(number, folders[number - 1]))
-            stock.registered = manager.registered
-            stock.activate(number)
-            assert manager.slots == stock.slots
-            modules = zip(
-                manager._adapter_manager.modules.values(),
-                stock._adapter_manager.modules.values(),
-                strict=True,
-            )
-            for ours, theirs in modules:
-                for one, two in (
-                    (ours.lora_a_stacked, theirs.lora_a_stacked),
-                    (ours.lora_b_stacked, theirs.lora_b_stacked),
-                ):
-                    index = manager.slots.index(number)
-                    assert all(
-                        torch.equal(a[index], b[index]) for a, b in zip(one, two, strict=True)
-                    )
+            stock.add_adapter(request(number, tmp_path / "peft", adapters[number - 1]))
+            assert manager._adapter_manager.slots == stock._adapter_manager.slots
+            pairs = zip(manager.slot(number), stock.slot(number), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_slot_is_left_alone_when_adding_fails() -> None:
-    layer = Linear((32,), 32)
-    writer = _SlotWriter(torch.device("cpu"))
-    writer.attach(layer)
+def test_other_folders_are_loaded_the_stock_way_beside_arenas(tmp_path: Path) -> None:
+    manager = attached()
+    adapter = make_small("a", rank=2)
+    with open_staging(tmp_path) as staging:
+        folder = staging.arena_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
+        manager.add_adapter(request(1, folder))
+        manager.add_adapter(request(2, tmp_path / "peft", adapter))
+    pairs = zip(manager.slot(1), manager.slot(2), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
-    def fail() -> None:
-        with writer.together():
-            layer.reset_lora(0)
-            raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"):
-        fail()
-    assert layer.lora_a_stacked[0].min() == 9
-    layer.reset_lora(0)
-    assert layer.lora_a_stacked[0][0].abs().max() == 0, "outside the block at once"
+@pytest.mark.usefixtures("vllm")
+def test_an_arena_outlives_its_folder_and_one_cut_short_leaves_no_slot(tmp_path: Path) -> None:
+    manager = attached()
+    adapter = make_small("a", rank=2)
+    with open_staging(tmp_path) as staging:
+        ref = ModelRef(name="a", version="1")
+        folder = staging.arena_folder(ref, adapter, dtype="float32")
+        manager.add_adapter(request(1, folder))
+        before = [slot.clone() for slot in manager.slot(1)]
+        inner = manager._adapter_manager
+        inner.deactivate_adapter(1)
+        arena = folder / ARENA
+        held = arena.open("r+b")
+        staging.remove(ref)
+        manager.add_adapter(request(1, folder))
+        assert all(torch.equal(a, b) for a, b in zip(before, manager.slot(1), strict=True))
+        inner.deactivate_adapter(1)
+        held.truncate(8)
+        with pytest.raises(ValueError, match="an arena ends after 8 bytes"):
+            manager.add_adapter(request(1, folder))
+        assert inner.slots == [None] * NUM_SLOTS and not inner._active_adapters
+        held.close()
 
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda m: m.update(format=2), "arena format 2, this worker reads 1"),
-        (lambda m: m["layers"][0].__setitem__(1, 8), "has rank 8, at most 4"),
-        (lambda m: m["layers"][0].__setitem__(0, "model.gate"), "adapts model.gate; known are"),
+        (lambda m: m.update(format=1), "arena format 1, this worker reads 2"),
+        (lambda m: with_first(m, 1, 8), "has rank 8, at most 4"),
+        (lambda m: with_first(m, 0, "model.gate"), "adapts model.gate; known are"),
     ],
 )
 def test_arenas_that_do_not_fit_are_refused(

@@ -1,6 +1,7 @@
 """Adapters on their way to the servers: folders, arenas, names, and what fits."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from fleet.adapters import K, Q, make_small, write_model
 
 from rookery.errors import AdapterError
 from rookery.fleet import staging as stage
-from rookery.fleet.extension import ARENA, MANIFEST, _open_arena, _typed, _view
+from rookery.fleet.arenas import ArenaFile, Spares
+from rookery.fleet.extension import MANIFEST, _open_arena, _view
 from rookery.fleet.fit import base_names, read_shapes
 from rookery.fleet.staging import Staging, open_staging, wire_name
 from rookery.types import LoraFactors, ModelRef
@@ -41,9 +43,9 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
     read = read_adapter(folder)
     assert read.base == "server/model"
     manifest = json.loads((arena / MANIFEST).read_text())
-    memory = _typed(_open_arena(arena, manifest), dtype)
+    memory = _open_arena(arena, manifest, ()).on(torch.device("cpu"))
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    for name, rank, size_in, size_out, at_a, at_b in manifest["layers"]:
+    for name, rank, size_in, size_out, at_a, at_b in json.loads(manifest["layers"]):
         lora = read.factors[name]
         assert lora.scale == 1 and (at_a % 256, at_b % 256) == (0, 0)
         a = _view(memory, at_a, (rank, size_in))
@@ -53,13 +55,49 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
         assert torch.allclose(b.float(), exact, rtol=1e-2)
 
 
-def test_writing_in_a_server_s_mapping_does_not_change_the_arena(tmp_path: Path) -> None:
-    staging = Staging(tmp_path)
-    folder = staging.arena_folder(REF, make_small("a"), dtype="float32")
-    before = (folder / ARENA).read_bytes()
-    manifest = json.loads((folder / MANIFEST).read_text())
-    _open_arena(folder, manifest).zero_()
-    assert (folder / ARENA).read_bytes() == before
+def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
+    with open_staging(tmp_path) as staging:
+        for seed in range(5):
+            ref = replace(REF, version=str(seed))
+            adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
+            folder = staging.arena_folder(ref, adapter, dtype="float32")
+            manifest = json.loads((folder / MANIFEST).read_text())
+            memory = _open_arena(folder, manifest, ()).on(torch.device("cpu"))
+            name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
+            assert torch.equal(_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
+    assert all(path.is_dir() for path in tmp_path.iterdir()), "nothing is left beside the folders"
+
+
+def test_files_without_unnamed_ones_get_a_name_and_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError("not here")
+        return opened(path, flags, mode)
+
+    opened = os.open
+    monkeypatch.setattr("rookery.fleet.arenas.os.open", refuse)
+    file = ArenaFile(tmp_path, 4096)
+    file.memory.fill_(7)
+    file.name(tmp_path / "a.bin")
+    other = ArenaFile(tmp_path, 4096)
+    assert len(list(tmp_path.iterdir())) == 2
+    del file, other
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]
+
+
+def test_a_spare_is_taken_once_and_only_by_its_size() -> None:
+    made: list[int] = []
+    spares = Spares[int, list[int]](lambda size: made.append(size) or [size])  # type: ignore[func-returns-value]
+    assert spares.take(3) == [3]
+    spares.refill(3)
+    first = spares.take(3)
+    assert first == [3] and made == [3, 3]
+    assert spares.take(3) is not first and made == [3, 3, 3]
+    spares.refill(3)
+    assert spares.take(4) == [4]
+    spares.close()
 
 
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""The route inside vLLM's API processes, against stand-ins of what it meets there."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rookery.fleet.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
+from rookery.fleet.wire import Fields, encode_tokens, read_choices, read_completion, read_reading
+from rookery.types import ModelRef
+
+BASE = ModelRef(name="base", version="tiny")
+EOS = 2
+
+
+class Flat:
+    """vLLM's flat log-probabilities: per position the drawn token, then the likeliest."""
+
+    def __init__(self, rows: list[list[tuple[int, float]]]) -> None:
+        self.token_ids = [token for row in rows for token, _ in row]
+        self.logprobs = [value for row in rows for _, value in row]
+        ends = [sum(map(len, rows[: i + 1])) for i in range(len(rows))]
+        self.start_indices, self.end_indices = [0, *ends[:-1]], ends
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+
+class Params:
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update({"n": 1, **given})
+
+
+class Tokenizer:
+    """Words of one letter; 200 and above are the two halves of a letter."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        text, half = "", False
+        for token in tokens:
+            if token >= 200:
+                text, half = text + ("é" if half else ""), not half
+            elif token != EOS:
+                text += chr(97 + token % 26)
+        return text + ("\ufffd" if half else "")
+
+
+class Engine:
+    """Repeats the prompt's last token; ends with the end token where it is allowed to."""
+
+    def __init__(self) -> None:
+        self.params: list[Any] = []
+        self.loras: list[Any] = []
+        self.num_stopped = 0
+        self.hold: asyncio.Event | None = None
+
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, _name: str, *, lora_request: Any
+    ) -> AsyncIterator[Any]:
+        self.params.append(params)
+        self.loras.append(lora_request)
+        tokens = prompt["prompt_token_ids"]
+        if tokens[0] == 99:
+            raise ValueError("99 is no token")
+        if self.hold is not None:
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.num_stopped += 1
+                raise
+        ends = not getattr(params, "ignore_eos", False)
+        drawn = [tokens[-1]] * (params.max_tokens - ends) + [EOS] * ends
+        rows = [[(t, -0.5), (t, -0.5), (7, float("-inf"))] for t in drawn]
+        if not params.logprobs:
+            rows = [row[:1] for row in rows]
+        outputs = [
+            SimpleNamespace(index=i, token_ids=tuple(drawn), text="watched", logprobs=Flat(rows),
+                            finish_reason="stop" if ends else "length")
+            for i in range(params.n)
+        ]  # fmt: skip
+        yield SimpleNamespace(
+            prompt_token_ids=tokens,
+            outputs=outputs,
+            prompt_logprobs=Flat([[], *[[(t, -1.0)] for t in tokens[1:]]]),
+        )
+
+
+class Models:
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, str] = {}
+        self.num_loads = 0
+        self.renderer = SimpleNamespace(tokenizer=Tokenizer())
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        self.num_loads += 1
+        await asyncio.sleep(0)
+        if request.lora_path == "broken":
+            return SimpleNamespace(error=SimpleNamespace(message="rank 99"))
+        self.lora_requests[request.lora_name] = request.lora_path
+        return "Success"
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    found: dict[str, dict[str, object]] = {
+        "vllm": {"SamplingParams": Params},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
+        "vllm.entrypoints": {},
+        "vllm.entrypoints.serve": {},
+        "vllm.entrypoints.serve.lora": {},
+        "vllm.entrypoints.serve.lora.protocol": {"LoadLoRAAdapterRequest": Params},
+    }
+    for name, content in found.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class Server:
+    def __init__(self) -> None:
+        self.engine, self.models = Engine(), Models()
+        self.passed: list[str] = []
+        self.is_gone = asyncio.Event()
+        state = SimpleNamespace(engine_client=self.engine, openai_serving_models=self.models)
+        self._app = SimpleNamespace(state=state)
+        self._route = TokenRoute(self._pass)
+
+    async def _pass(self, scope: Any, _receive: object, _send: object) -> None:
+        self.passed.append(scope["path"])
+
+    async def ask(
+        self, body: bytes = b"", *, method: str = "POST", path: str = PATH
+    ) -> tuple[int, Any]:
+        parts = [body[:10], body[10:]]
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+            await self.is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "method": method, "app": self._app}
+        await self._route(scope, receive, send)
+        if not sent:
+            return 0, None
+        assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % len(sent[1]["body"])
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def test_answers_are_read_as_those_of_completions() -> None:
+    server = Server()
+    fields = Fields(max_tokens=3, top=2, n=2, temperature=1.0, seed=5)
+    body = encode_tokens("tiny", fields, [(1, 3), (4,)], path=None)
+    status, answer = await server.ask(body)
+    assert status == 200
+    for token, choices in zip((3, 4), read_choices(answer, num_prompts=2, n=2), strict=True):
+        for choice in choices:
+            completion = read_completion(choice, model=BASE, num_top=2)
+            assert completion.tokens == (token, token, EOS)
+            assert completion.logprobs == (-0.5,) * 3
+            assert completion.finish_reason == "stop"
+            assert completion.text == chr(97 + token) * 2, "without the token that stops"
+            assert completion.top_logprobs[0] == ((token, -0.5), (7, float("-inf")))
+    [params, _] = server.engine.params
+    assert (params.seed, params.temperature, params.detokenize) == (5, 1.0, False)
+
+
+async def test_scores_and_prompts_are_read() -> None:
+    body = encode_tokens("tiny", Fields(ids=(7,), prompt_top=0), [(1, 3)], path=None)
+    _, answer = await Server().ask(body)
+    [[choice]] = read_choices(answer, num_prompts=1, n=1)
+    reading = read_reading(choice)
+    assert reading.after == {EOS: -0.5, 7: float("-inf")}
+    assert reading.prompt == (None, {3: -1.0})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [((200,), "é"), ((1, 200, 200), ""), ((1, 2, 3, 4, 5, 6, 3), "d")]
+)
+async def test_text_continues_the_prompt_s_and_ends_with_whole_letters(
+    prompt: tuple[int, ...], text: str
+) -> None:
+    fields = Fields(max_tokens=1, ignore_eos=True)
+    _, answer = await Server().ask(encode_tokens("tiny", fields, [prompt], path=None))
+    assert answer["choices"][0]["text"] == text
+
+
+async def test_stop_strings_leave_the_text_to_vllm() -> None:
+    server = Server()
+    fields = Fields(max_tokens=2, stop=("x",))
+    _, answer = await server.ask(encode_tokens("tiny", fields, [(1,)], path=None))
+    assert server.engine.params[0].detokenize and answer["choices"][0]["text"] == "watched"
+
+
+async def test_an_adapter_is_loaded_with_its_first_request_and_once() -> None:
+    server = Server()
+    body = encode_tokens("poet@1", Fields(), [(1,)], path="/arena")
+    assert [status for status, _ in [await server.ask(body), await server.ask(body)]] == [200, 200]
+    assert server.models.num_loads == 1 and server.engine.loras == ["/arena", "/arena"]
+    status, answer = await server.ask(encode_tokens("bad@1", Fields(), [(1,)], path="broken"))
+    assert status == ADAPTER_REFUSED and answer["error"]["message"].endswith("loaded: rank 99")
+
+
+async def test_one_bad_prompt_stops_the_others() -> None:
+    server = Server()
+    server.engine.hold = asyncio.Event()
+    status, answer = await server.ask(encode_tokens("tiny", Fields(), [(1,), (99,)], path=None))
+    assert status == 400 and answer["error"]["message"] == "99 is no token"
+    await asyncio.sleep(0)
+    assert server.engine.num_stopped == 1
+
+
+async def test_a_client_that_goes_away_stops_its_work() -> None:
+    server = Server()
+    server.engine.hold = asyncio.Event()
+    server.is_gone.set()
+    assert await server.ask(encode_tokens("tiny", Fields(), [(1,)], path=None)) == (0, None)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert server.engine.num_stopped == 1
+
+
+async def test_it_says_what_it_is_and_passes_the_rest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    assert await server.ask(method="GET") == (200, {"format": FORMAT})
+    await server.ask(path="/v1/completions")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    keyed = Server()
+    await keyed.ask(method="GET")
+    assert server.passed == ["/v1/completions"] and keyed.passed == [PATH]
