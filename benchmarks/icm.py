@@ -8,10 +8,11 @@
     id order         the other items as they are numbered, prefix cache
     tree             every item its own order along one tree, prefix cache
 
-`counts` needs no model. `engine` and `vllm` let the embedded engine and a vLLM server count, on a
-model of random weights, whose counts are those of any model with these tokens: `small` (two narrow
-layers), `smollm2-shape` or `llama-8b-shape` (the sizes of SmolLM2-135M and Llama-3.1-8B), with room
-for 16,384 tokens; or any folder. Nothing computed in one round or way is found by another.
+`counts` needs no model: from nothing, and when one label of a known labelling has changed. `engine`
+and `vllm` let the embedded engine and a vLLM server count, on a model of random weights, whose
+counts are those of any model with these tokens: `small` (two narrow layers), `smollm2-shape` or
+`llama-8b-shape` (the sizes of SmolLM2-135M and Llama-3.1-8B), with room for 16,384 tokens; or any
+folder. Nothing computed in one round or way is found by another.
 Above `--slow` items only the tree is timed. vLLM is that of the interpreter ROOKERY_VLLM_PYTHON.
 
 On a GPU, three minutes each:
@@ -31,7 +32,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import median
 
 from rookery.embedded import EngineConfig, open_engine, resolve_model
@@ -64,6 +67,10 @@ SHAPES = {
 }  # fmt: skip
 CONTEXT_TOKENS = 16_384
 FIRST_TOKEN = 10_000
+CACHE_TOKENS = 450_000
+"""What an 8B model keeps on one GPU of 80 GB."""
+NUM_CHANGES = 24
+"""Items that are changed in turn, drawn at random."""
 
 
 def main() -> None:
@@ -115,6 +122,8 @@ class Problem:
     labels: TokenIds
     orders: dict[str, list[TokenIds]]
     """By way, in the order in which they are sent."""
+    changed: Callable[[str], float]
+    """Tokens to compute by a way when one label has changed."""
 
     def contexts(self, way: str, *, round_: int = 0) -> list[TokenIds]:
         """First tokens of their own: ways, sizes and rounds share nothing, no length changes."""
@@ -131,7 +140,7 @@ def make_problem(path: Path | None, size: int, tokenizer: Path) -> Problem:
     numbered = contexts_of(prompts, IdOrder(size))
     tree = contexts_of(prompts, TreeOrder(groups_of(items)))
     orders = dict(zip(WAYS, (numbered, numbered, tree), strict=True))
-    return Problem(size, prompts.label_tokens, orders)
+    return Problem(size, prompts.label_tokens, orders, partial(count_change, prompts, items))
 
 
 def read_claims(path: Path | None, *, count: int) -> list[Item]:
@@ -172,22 +181,39 @@ def groups_of(items: Sequence[Item]) -> list[list[int]]:
     return list(groups.values())
 
 
-def contexts_of(prompts: Prompts, order: Order) -> list[TokenIds]:
-    labels: Labels = tuple(index % 2 for index in range(len(prompts.items)))
+def contexts_of(prompts: Prompts, order: Order, *, changed: int | None = None) -> list[TokenIds]:
+    labels: Labels = tuple((i % 2) ^ (i == changed) for i in range(len(prompts.items)))
     return [prompts.context(labels, item, order=order.of(item)) for item in order.leaves]
 
 
 def count_tokens(problems: Sequence[Problem]) -> None:
     print("One evaluation from nothing: prompt tokens that a prefix cache leaves to compute")
     print(f"{'items':>6} {'way':>14} {'to the token':>13} {'16-blocks':>10} {'32-blocks':>10} "
-          f"{'fewer':>7}")  # fmt: skip
+          f"{'fewer':>7} {'one changed':>12} {'fewer':>7}")  # fmt: skip
     for problem in problems:
         for way in WAYS:
             contexts = problem.contexts(way)
             naive = sum(map(len, contexts))
             counts = [computed(contexts, block=block) for block in (1, 16, 32)]
+            after = problem.changed(way)
             print(f"{problem.size:>6} {way:>14} {counts[0]:>13,} {counts[1]:>10,} "
-                  f"{counts[2]:>10,} {naive / counts[1]:>6.1f}x")  # fmt: skip
+                  f"{counts[2]:>10,} {naive / counts[1]:>6.1f}x {after:>12,.0f} "
+                  f"{naive / after:>6.1f}x", flush=True)  # fmt: skip
+
+
+def count_change(prompts: Prompts, items: Sequence[Item], way: str) -> float:
+    """The mean over some items, each changed alone, in 16-token blocks."""
+    size = len(items)
+    order: Order = TreeOrder(groups_of(items)) if way == WAYS[2] else IdOrder(size)
+    cache = PrefixCache(block_tokens=16, capacity_tokens=CACHE_TOKENS)
+    for tokens in contexts_of(prompts, order):
+        cache.add(tokens)
+    totals = []
+    for item in Random(0).sample(range(size), min(size, NUM_CHANGES)):
+        contexts = contexts_of(prompts, order, changed=item)
+        is_shared = way != WAYS[0]
+        totals.append(sum(cache.add(t) if is_shared else len(t) for t in contexts))
+    return sum(totals) / len(totals)
 
 
 def computed(contexts: Sequence[TokenIds], *, block: int) -> int:
