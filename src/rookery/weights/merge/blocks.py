@@ -1,22 +1,15 @@
-"""Long rows in blocks that fit the cache, and several rows at once on the cores there are.
-
-Entry-wise operators are written in numpy, whose calls on a block of this size cost half of torch's
-and leave the other threads running.
-"""
+"""Long rows in blocks that fit the cache, and several rows at once on the cores there are."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "Floats", "blocks", "each"]
+__all__ = ["BLOCK", "blocks", "each"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Floats = NDArray[np.float32]
 
 BLOCK = 32768
 """Numbers per block: 128 KiB, so that the half dozen blocks of an operator stay in the cache of one

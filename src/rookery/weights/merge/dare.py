@@ -4,7 +4,7 @@ With density p an entry is kept with probability p and multiplied by 1 / p, so t
 nothing changes: the mean over keys is the linear combination.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,11 +13,13 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.weights.draws import Key, stream
-from rookery.weights.merge.blocks import BLOCK, Floats, blocks, each
+from rookery.weights.merge.blend import Blend, Drop, Floats, Integers
+from rookery.weights.merge.blocks import BLOCK, blocks, each
+from rookery.weights.merge.compiled import load_engine
 from rookery.weights.merge.cross import Cross, Space, normalised
 from rookery.weights.merge.rows import Rows
 
-__all__ = ["DareConfig", "Mask", "dare"]
+__all__ = ["DareConfig", "dare", "drop_rows"]
 
 _NUM_DECISIONS = 1 << 16
 """Independent decisions drawn per parent and child. A longer row is covered by blocks that start at
@@ -38,49 +40,61 @@ class DareConfig(Config):
     """Divide the weights by their sum; false takes them as they are."""
 
 
-class Mask:
-    """Random factors for one parent of one child: `gain` / p with probability p, else 0."""
-
-    def __init__(self, *, length: int, density: float, gain: float, key: Key) -> None:
-        rng = stream("dare", *key)
-        size = min(length, _NUM_DECISIONS)
-        num_kept = round(density * _STEPS)
-        words = rng.bit_generator.random_raw(-(-size // 4))
-        is_kept = np.asarray(words, np.uint64).view(np.uint16)[:size] < num_kept
-        self._factors: Floats = is_kept.astype(np.float32)
-        self._factors *= np.float32(gain * _STEPS / num_kept)
-        num_blocks = -(-length // BLOCK)
-        self._starts: list[int] = (
-            [index * BLOCK for index in range(num_blocks)]
-            if size == length
-            else rng.integers(0, size - BLOCK, size=num_blocks, endpoint=True).tolist()
-        )
-
-    def factors(self, begin: int, end: int) -> Floats:
-        """The factors of one block as `blocks` cuts them."""
-        start = self._starts[begin // BLOCK]
-        return self._factors[start : start + end - begin]
-
-
 def dare(method: DareConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
     """Children of the rows [P, M] into `out` [C, M]."""
-    values, children = rows.data.numpy(), out.numpy()
-    length = values.shape[1]
+    drop_rows(
+        rows,
+        crosses=crosses,
+        density=method.density,
+        gains=lambda cross: normalised(cross) if method.normalise else cross.weights,
+        elect_by=lambda cross: None,  # noqa: ARG005
+        out=out,
+    )
+
+
+def drop_rows(
+    rows: Rows,
+    *,
+    crosses: Sequence[Cross],
+    density: float,
+    gains: Callable[[Cross], Sequence[float]],
+    elect_by: Callable[[Cross], Sequence[float] | None],
+    out: torch.Tensor,
+) -> None:
+    """Drop, multiply each parent by its gain, then add or, with weights to elect by, elect."""
+    engine, values, children = load_engine(), rows.data.numpy(), out.numpy()
+    bounds = np.array(list(blocks(0, values.shape[1])), np.int64).reshape(-1, 2)
 
     def make(child: int) -> None:
         cross = crosses[child]
-        weights = normalised(cross) if method.normalise else cross.weights
-        masks = [
-            Mask(length=length, density=method.density, gain=gain, key=(rows.name, i, *cross.key))
-            for i, gain in enumerate(weights)
+        weights = elect_by(cross)
+        drawn = [
+            _draw(bounds, density=density, gain=gain, key=(rows.name, i, *cross.key))
+            for i, gain in enumerate(gains(cross))
         ]
-        (first, mask), *others = zip(cross.parents, masks, strict=True)
-        part = np.empty(BLOCK, np.float32)
-        for begin, end in blocks(0, length):
-            target, term = children[child, begin:end], part[: end - begin]
-            np.multiply(values[first, begin:end], mask.factors(begin, end), out=target)
-            for parent, other in others:
-                np.multiply(values[parent, begin:end], other.factors(begin, end), out=term)
-                np.add(target, term, out=target)
+        engine.blend(
+            Blend(
+                rows=[values[parent] for parent in cross.parents],
+                bounds=bounds,
+                entries=Drop([table for table, _ in drawn], np.stack([at for _, at in drawn])),
+                weights=None if weights is None else np.array(weights, np.float32),
+                out=children[child],
+            )
+        )
 
     each(make, range(len(crosses)))
+
+
+def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[Floats, Integers]:
+    """Factors of one parent, `gain` / p with probability p, else 0; and where each block starts."""
+    rng = stream("dare", *key)
+    length = int(bounds[-1, 1]) if len(bounds) else 0
+    size = min(length, _NUM_DECISIONS)
+    num_kept = round(density * _STEPS)
+    words = rng.bit_generator.random_raw(-(-size // 4))
+    is_kept = np.asarray(words, np.uint64).view(np.uint16)[:size] < num_kept
+    factors: Floats = is_kept.astype(np.float32)
+    factors *= np.float32(gain * _STEPS / num_kept)
+    if size == length:
+        return factors, bounds[:, 0]
+    return factors, rng.integers(0, size - BLOCK, size=len(bounds), endpoint=True)

@@ -6,7 +6,7 @@ inside, a few per cent; the answer is selected among those. `torch.topk` takes 4
 
 import numpy as np
 
-from rookery.weights.merge.blocks import Floats
+from rookery.weights.merge.blend import Floats
 
 __all__ = ["kth_magnitude"]
 

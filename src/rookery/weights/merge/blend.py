@@ -1,0 +1,59 @@
+"""One pass that makes a child entry by entry, and what can run it.
+
+A row is cut into stretches. In each, the entries of every parent are trimmed by a limit or
+multiplied by random factors; then the parents are added, or the sign is elected.
+
+    Blend(rows=[x, y], bounds=bounds, entries=Trim(limits), weights=weights, out=child)
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Blend", "Drop", "Engine", "Floats", "Integers", "Trim"]
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Entries below the limit of their parent and stretch become 0."""
+
+    limits: Floats
+    """[parents, stretches]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The entries of parent p in stretch s times `tables[p][starts[p, s]:]`."""
+
+    tables: list[Floats]
+    starts: Integers
+    """[parents, stretches]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    rows: list[Floats]
+    """The parents, contiguous."""
+    bounds: Integers
+    """[stretches, 2]: begin and end. What lies between stretches is left alone."""
+    entries: Trim | Drop
+    weights: Floats | None
+    """Of sum 1, to elect by; None adds the parents as they are."""
+    out: Floats
+
+
+class Engine(Protocol):
+    """Runs passes; all give the same bits."""
+
+    def limits(self, row: Floats, *, bounds: Integers, counts: Integers) -> Floats:
+        """Per stretch the least of the `counts` largest magnitudes; infinity where it is 0."""
+        ...
+
+    def blend(self, blend: Blend) -> None:
+        """Fill `out`."""
+        ...
