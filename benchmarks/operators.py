@@ -5,10 +5,12 @@
     python benchmarks/operators.py --threads 1
 
 Adapters of rank 8 for the linear layers of a 2-billion-parameter model, 364 tensors each. Every
-child has two parents. The work of a child is counted as two reads and one write of an adapter,
-whatever the operator really does; copy bandwidth is measured in the same run, one read and one
-write. The peers merge the same parents tensor by tensor: `loop` selects with torch.topk and masks
-with bernoulli, as published evolution code does, `peft` calls peft.utils.merge_utils.
+child has two parents. What counts is the traffic that no operator can do without: two reads and
+one write of an adapter per child. That TIES reads each parent once more to find its limits, and
+DARE its random factors, is not counted. Copy bandwidth is measured in the same run, one read and
+one write, before the operators and after them; the greater counts. The peers merge the same
+parents tensor by tensor: `loop` selects with torch.topk and masks with bernoulli, as published
+evolution code does, `peft` calls peft.utils.merge_utils.
 
 Run it alone on the machine: both the copy and the operators suffer from neighbours, not equally.
 """
@@ -17,7 +19,9 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from peft.utils import merge_utils
 
@@ -32,8 +36,10 @@ from rookery.weights.merge import (
     TiesConfig,
     merge_stack,
 )
+from rookery.weights.merge.blend import Blend, Engine, Trim
+from rookery.weights.merge.compiled import load_engine
+from rookery.weights.merge.portable import Portable
 from rookery.weights.merge.rows import factor_rows
-from rookery.weights.merge.ties import Ballot, limits
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
 
 LINEARS = {
@@ -72,12 +78,14 @@ def main() -> None:
     )
     out = empty_stack(population.layout, num_rows=options.population)
     bandwidth = copy_bandwidth(population, out, repeats=options.repeats)
-    print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write\n")
+    seconds = [time_ours(population, out, method, repeats=options.repeats) for method in METHODS]
+    bandwidth = max(bandwidth, copy_bandwidth(population, out, repeats=options.repeats))
+    print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write")
+    print(f"passes: {type(load_engine()).__name__.lower()}\n")
     print(f"{'operator':<11}{'ms/child':>9}{'of copy':>9}{'bar':>7}", end="")
     print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
-    for method in METHODS:
-        seconds = time_ours(population, out, method, repeats=options.repeats)
-        report(method, population, seconds, bandwidth)
+    for method, duration in zip(METHODS, seconds, strict=True):
+        report(method, population, duration, bandwidth)
     profile_ties(population, repeats=options.repeats)
 
 
@@ -148,37 +156,31 @@ def report(method: MergeConfig, population: Stack, seconds: float, bandwidth: fl
 
 def profile_ties(population: Stack, *, repeats: int) -> None:
     """Where TIES spends its time, on one thread: nanoseconds per number of a child."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows, size = factor_rows(population), population.data[0].numel()
-    found = limits(TiesConfig(density=DENSITY), rows=rows, row=0)
-    values, target = population.data.numpy(), torch.empty(1 << 15).numpy()
-    ballot, width = Ballot([0.4, 0.6]), target.size
-    starts = range(0, size - width, width)
-
-    def trim() -> None:
-        for start in starts:
-            for vote in (0, 1):
-                ballot.trim(vote, values[vote, start : start + width], found[0])
-
-    def elect() -> None:
-        for _ in starts:
-            ballot.elect(target)
-
-    def copy() -> None:
-        for start in starts:
-            target[:] = values[0, start : start + width]
-
-    stages: dict[str, Callable[[], object]] = {
-        "select the limits, once per parent": lambda: limits(TiesConfig(), rows=rows, row=0),
-        "trim two parents": trim,
-        "elect and average": elect,
-        "copy to the cache, for comparison": copy,
-    }
+    pieces, values = factor_rows(population).pieces, population.data.numpy()
+    bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
+    counts = np.array([int(DENSITY * piece.sizes[0]) for piece in pieces], np.int64)
+    target, engines = np.empty_like(values[0]), dict[str, Engine](numpy=Portable())
+    if not isinstance(load_engine(), Portable):
+        engines["compiled"] = load_engine()
     print("\nTIES by stage, one thread, ns per number:")
-    for stage, function in stages.items():
-        print(f"  {stage:<36}{best(function, repeats=repeats) / size * 1e9:>6.2f}")
-    torch.set_num_threads(threads)
+    for name, engine in engines.items():
+        limits = [engine.limits(values[row], bounds=bounds, counts=counts) for row in (0, 1)]
+        blend = Blend(
+            rows=[values[0], values[1]],
+            bounds=bounds,
+            entries=Trim(np.stack(limits)),
+            weights=np.array([0.4, 0.6], np.float32),
+            out=target,
+        )
+        stages: dict[str, Callable[[], object]] = {
+            "limits, once per parent": partial(
+                engine.limits, values[0], bounds=bounds, counts=counts
+            ),
+            "trim, elect and average": partial(engine.blend, blend),
+        }
+        for stage, function in stages.items():
+            seconds = best(function, repeats=repeats)
+            print(f"  {name + ': ' + stage:<40}{seconds / target.size * 1e9:>6.2f}")
 
 
 def best(function: Callable[[], object], *, repeats: int) -> float:
