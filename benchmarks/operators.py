@@ -17,7 +17,7 @@ Run it alone on the machine: both the copy and the operators suffer from neighbo
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +51,16 @@ LINEARS = {
     "mlp.up_proj": (2304, 9216),
     "mlp.down_proj": (9216, 2304),
 }
+SMALL_LINEARS = {
+    "self_attn.q_proj": (576, 576),
+    "self_attn.k_proj": (576, 192),
+    "self_attn.v_proj": (576, 192),
+    "self_attn.o_proj": (576, 576),
+    "mlp.gate_proj": (576, 1536),
+    "mlp.up_proj": (576, 1536),
+    "mlp.down_proj": (1536, 576),
+}
+"""Of a block of SmolLM2-135M, which has 30."""
 DENSITY = 0.7
 BARS = {"linear": 0.70, "ties": 0.25, "dare": 0.25}
 """Parts of copy bandwidth that are asked for."""
@@ -86,7 +96,9 @@ def main() -> None:
     print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
     for method, duration in zip(METHODS, seconds, strict=True):
         report(method, population, duration, bandwidth)
+    torch.set_num_threads(1)
     profile_ties(population, repeats=options.repeats)
+    time_deltas()
 
 
 def parse() -> argparse.Namespace:
@@ -98,11 +110,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_population(*, num_blocks: int, num_adapters: int) -> Stack:
+def make_population(
+    *, num_blocks: int, num_adapters: int, linears: Mapping[str, tuple[int, int]] = LINEARS
+) -> Stack:
     layers = [
         LayerShape(f"model.layers.{block}.{name}", *sizes)
         for block in range(num_blocks)
-        for name, sizes in LINEARS.items()
+        for name, sizes in linears.items()
     ]
     layout = Layout(base="", layers=tuple(sorted(layers)), rank=8)
     population = empty_stack(layout, num_rows=num_adapters)
@@ -181,6 +195,16 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
         for stage, function in stages.items():
             seconds = best(function, repeats=repeats)
             print(f"  {name + ': ' + stage:<40}{seconds / target.size * 1e9:>6.2f}")
+
+
+def time_deltas() -> None:
+    """One child in delta space for all linear layers of SmolLM2-135M, on one thread."""
+    parents = make_population(num_blocks=30, num_adapters=2, linears=SMALL_LINEARS)
+    crosses = [Cross(parents=(0, 1), weights=(0.4, 0.6), key=(0,))]
+    print("\nIn delta space, SmolLM2-135M at rank 8, one thread, s per child:")
+    for method in (LinearConfig(), DareConfig(), DareTiesConfig(), TiesConfig()):
+        make = partial(merge_stack, parents, crosses=crosses, method=method)
+        print(f"  {method.type:<11}{best(make, repeats=2):>6.2f}", flush=True)
 
 
 def best(function: Callable[[], object], *, repeats: int) -> float:
