@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import stamina
 from pydantic import Field
+from yarl import URL
 
 from rookery.config import Config
 from rookery.errors import AdapterError, FleetError
@@ -83,7 +84,8 @@ class ClientConfig(Config):
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
     """A connection pool for any number of clients. Its size is bounded by who sends."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
         yield session
 
 
@@ -101,6 +103,8 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.config = config or ClientConfig()
         self._session = session
+        self._known_limits: dict[float, aiohttp.ClientTimeout] = {}
+        self._known_urls: dict[str, URL] = {}
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -217,10 +221,8 @@ class Client:
     async def _request(
         self, method: str, path: str, body: bytes | None, limit_s: float | None
     ) -> Any:
-        limits = aiohttp.ClientTimeout(
-            total=limit_s or self.config.control_s, sock_connect=self.config.connect_s
-        )
-        where = self.url + path
+        limits = self._limits(limit_s or self.config.control_s)
+        where = self._url(path)
         try:
             async with self._session.request(
                 method, where, data=body, headers=self._headers, timeout=limits
@@ -245,7 +247,21 @@ class Client:
                 is_broken=False,
             ) from None
 
-    def _error(self, response: aiohttp.ClientResponse, content: bytes, where: str) -> Exception:
+    def _limits(self, total_s: float) -> aiohttp.ClientTimeout:
+        found = self._known_limits.get(total_s)
+        if found is None:
+            found = aiohttp.ClientTimeout(total=total_s, sock_connect=self.config.connect_s)
+            self._known_limits[total_s] = found
+        return found
+
+    def _url(self, path: str) -> URL:
+        """Parsed once: that costs as much as sending."""
+        found = self._known_urls.get(path)
+        if found is None:
+            found = self._known_urls[path] = URL(self.url + path)
+        return found
+
+    def _error(self, response: aiohttp.ClientResponse, content: bytes, where: URL) -> Exception:
         said = _message(content)
         if response.status in _BUSY:
             return _Busy(said, _retry_after_s(response.headers.get("Retry-After", "")))
@@ -266,11 +282,11 @@ def _unreachable(url: str, error: Exception) -> str:
     return f"The vLLM server can't be reached at {url}: {reason}. Is it running?"
 
 
-def _decode(content: bytes, content_type: str, where: str) -> Any:
+def _decode(content: bytes, content_type: str, where: URL) -> Any:
     if content_type != "application/json":
         return content.decode("utf-8", "replace")
     try:
-        return json.loads(content)
+        return json.loads(content.decode())
     except ValueError as error:
         raise ServerLost(f"{where} answered broken JSON: {error}", is_broken=False) from error
 

@@ -146,12 +146,11 @@ class Replica:
             await self.hold(call.ref, adapter, is_brought=is_by_tokens)
         model = self.capabilities.model if adapter is None else wire_name(call.ref)
         try:
-            async with self._turns.take(kind):
-                if is_by_tokens:
-                    answer = await self._by_tokens(call, model)
-                else:
-                    body = encode_body(model, call.fields, call.prompts)
-                    answer = await self.client.complete(body)
+            if kind:
+                async with self._turns.take(kind):
+                    answer = await self._send(call, model, is_by_tokens=is_by_tokens)
+            else:
+                answer = await self._send(call, model, is_by_tokens=is_by_tokens)
         except ServerRefusal as refusal:
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
@@ -160,7 +159,9 @@ class Replica:
             raise
         return read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
 
-    async def _by_tokens(self, call: Call, model: str) -> Any:
+    async def _send(self, call: Call, model: str, *, is_by_tokens: bool) -> Any:
+        if not is_by_tokens:
+            return await self.client.complete(encode_body(model, call.fields, call.prompts))
         path = None if call.is_base else str(self._arena_path(call.ref))
         body = encode_tokens(model, call.fields, call.prompts, path=path)
         try:

@@ -45,6 +45,8 @@ _TOKEN = "token_id:"
 _FLOOR = -9999.0
 """What the server writes for minus infinity, which JSON has no number for."""
 
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
 Choice = Mapping[str, Any]
 
 
@@ -126,7 +128,7 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "return_tokens_as_token_ids": True,
         **_parameters(fields),
     }
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _to_json(body).encode()
 
 
 def encode_tokens(
@@ -134,7 +136,7 @@ def encode_tokens(
 ) -> bytes:
     """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
     body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _to_json(body).encode()
 
 
 def _parameters(fields: Fields) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
 
 def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
     """One choice as a Completion; every token must come with its id and log-probability."""
-    tokens, logprobs, tops = _drawn(choice)
+    tokens, logprobs = _drawn(choice)
     if not tokens or not logprobs or len(tokens) != len(logprobs):
         raise FleetError(
             f"A server answered a completion of {model.served_name} without log-probabilities; "
@@ -198,16 +200,17 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     return Completion(
         model=model,
         tokens=tuple(tokens),
-        logprobs=tuple([_logprob(value) for value in logprobs]),
+        # A call per number is a tenth of what a completion costs: only odd ones are looked at.
+        logprobs=tuple([v if v is not None and v > _FLOOR else _logprob(v) for v in logprobs]),
         text=choice.get("text") or "",
         finish_reason=reason,
-        top_logprobs=tuple(likeliest(top, num_top) for top in tops) if num_top else (),
+        top_logprobs=tuple(likeliest(top, num_top) for top in _tops(choice)) if num_top else (),
     )
 
 
 def read_position(choice: Choice) -> dict[int, float]:
     """Log-probabilities of tokens at the first new position."""
-    tops = _drawn(choice)[2]
+    tops = _tops(choice)
     if not tops:
         raise FleetError("A server answered a score without log-probabilities: use a vLLM server.")
     return tops[0]
@@ -238,27 +241,30 @@ def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
     return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
 
 
-def _drawn(
-    choice: Choice,
-) -> tuple[Sequence[int], Sequence[float | None], Sequence[dict[int, float]]]:
-    """Tokens, their log-probabilities, and those reported beside them, of either route."""
+def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
+    """Tokens and their log-probabilities, of either route."""
     if "token_logprobs" in choice:
-        tops = [_paired(*top) for top in choice.get("top", ())]
-        # Without any asked for, the drawn token is what is reported.
-        drawn = zip(choice["token_ids"], choice["token_logprobs"], strict=False)
-        alone = [{token: _logprob(value)} for token, value in drawn] if not tops else []
-        return choice["token_ids"], choice["token_logprobs"], tops or alone
+        return choice["token_ids"], choice["token_logprobs"]
     found = choice.get("logprobs") or {}
-    reported = found.get("top_logprobs") or []
-    return (
-        [_token_id(token) for token in found.get("tokens") or ()],
-        found.get("token_logprobs") or (),
-        [
-            {_token_id(token): _logprob(value) for token, value in top.items()}
-            for top in reported
-            if top is not None
-        ],
-    )
+    start = len(_TOKEN)
+    tokens = found.get("tokens") or ()
+    ids = [int(t[start:]) if t[:start] == _TOKEN else _token_id(t) for t in tokens]
+    return ids, found.get("token_logprobs") or ()
+
+
+def _tops(choice: Choice) -> list[dict[int, float]]:
+    """What is reported at every new position; the drawn token where nothing else was asked for."""
+    if "top" in choice:
+        return [_paired(*top) for top in choice["top"]]
+    if "token_logprobs" in choice:
+        tokens, logprobs = _drawn(choice)
+        return [_paired([token], [value]) for token, value in zip(tokens, logprobs, strict=True)]
+    reported = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    return [
+        {_token_id(token): _logprob(value) for token, value in top.items()}
+        for top in reported
+        if top is not None
+    ]
 
 
 def _paired(tokens: Sequence[int], logprobs: Sequence[float | None]) -> dict[int, float]:
