@@ -11,6 +11,10 @@
 #include <emmintrin.h>
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "The upper half of a number is taken to be its second."
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
@@ -91,28 +95,30 @@ static int kth_short(const uint16_t *values, int64_t num, int64_t k, uint8_t *ke
   return upper.low << 8 | lower.low;
 }
 
-static int64_t gather(const Bits *bits, const uint8_t *keys, int key, uint16_t *out) {
+static int64_t gather(const Bits *bits, const uint8_t *keys, int64_t num, int key, uint16_t *out) {
   int64_t found = 0;
-  for (int j = 0; j < GROUP; j += 16) {
-    Longs hits = (Longs)(*(const Bytes *)(keys + j) == (Bytes){0} + (uint8_t)key);
-    if (hits[0] | hits[1])
-      for (int i = j; i < j + 16; i++) {
-        out[found] = (uint16_t)bits[i];
-        found += keys[i] == key;
-      }
+  for (int64_t i = 0; i < num; i++) {
+    out[found] = (uint16_t)bits[i];
+    found += keys[i] == key;
   }
   return found;
 }
 
-/* The lower 16 bits of the numbers with this key. */
+INLINE int any(Bytes mask) { return (((Longs)mask)[0] | ((Longs)mask)[1]) != 0; }
+
+/* The lower 16 bits of the numbers with this key. Few groups hold one, and few vectors of those. */
 static int64_t lower_bits(const Bits *bits, const uint8_t *keys, int64_t num, int key,
                           uint16_t *out) {
   const Bytes wanted = (Bytes){0} + (uint8_t)key;
   int64_t found = 0;
   for (int64_t i = 0; i < num; i += GROUP) {
-    Bytes hits = {0};
-    for (int j = 0; j < GROUP; j += 16) hits |= (Bytes)(*(const Bytes *)(keys + i + j) == wanted);
-    if (((Longs)hits)[0] | ((Longs)hits)[1]) found += gather(bits + i, keys + i, key, out + found);
+    Bytes hits[4];
+    for (int j = 0; j < 4; j++) hits[j] = (Bytes)(*(const Bytes *)(keys + i + 16 * j) == wanted);
+    if (!any(hits[0] | hits[1] | hits[2] | hits[3])) continue;
+    for (int64_t j = 0; j < 4; j++) {
+      int64_t at = i + 16 * j, length = num - at < 16 ? num - at : 16;
+      if (any(hits[j])) found += gather(bits + at, keys + at, length, key, out + found);
+    }
   }
   return found;
 }
