@@ -26,6 +26,8 @@ class Fit:
     base_names: frozenset[str]
     max_rank: int | None
     shapes: Shapes
+    targets: tuple[str, ...] = ()
+    """The only kinds of layers that the servers adapt, such as q_proj; empty: all."""
 
 
 def check_fit(adapter: Adapter, fit: Fit) -> None:
@@ -48,6 +50,11 @@ def check_fit(adapter: Adapter, fit: Fit) -> None:
         a, b = tuple(factors.a.shape), tuple(factors.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             raise AdapterError(f"{who}: {layer} has A {a} and B {b}; they need one common rank.")
+        if fit.targets and layer.rpartition(".")[2] not in fit.targets:
+            raise AdapterError(
+                f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
+                "kind to launch.lora_targets, or leave that empty."
+            )
         if fit.shapes:
             _check_layer(who, layer, (a[1], b[0]), fit.shapes)
 

@@ -120,6 +120,7 @@ class Fleet:
             max_rank=self.capabilities.max_lora_rank,
             shapes=read_shapes(Path(self.capabilities.root))
             or next((r.layers for r in replicas if r.layers), {}),
+            targets=config.launch.lora_targets if config.launch is not None else (),
         )
 
     @property
@@ -131,7 +132,12 @@ class Fleet:
                 "machine and the servers do not tell. Start from adapters that exist, or start "
                 "the servers here (launch)."
             )
-        return dict(self._fit.shapes)
+        targets = self._fit.targets
+        return {
+            name: size
+            for name, size in self._fit.shapes.items()
+            if not targets or name.rpartition(".")[2] in targets
+        }
 
     @property
     def loaded(self) -> tuple[ModelRef, ...]:

@@ -53,7 +53,8 @@ def wait_for(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
 
 async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state: Path) -> None:
     seen: list[LaunchProgress] = []
-    config = CONFIG.model_copy(update={"replicas": 2, "max_lora_rank": 20, "args": ("--seed", "3")})
+    config = CONFIG.model_copy(update={"replicas": 2, "max_lora_rank": 20, "args": ("--seed", "3"),
+                                       "lora_targets": ("q_proj", "v_proj")})  # fmt: skip
     async with open_servers(config, progress=seen.append, adapters=state) as servers:
         told = [await ask(server.url) for server in servers]
         assert len({server.url for server in servers}) == 2
@@ -68,6 +69,7 @@ async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state:
         ("--model", "tiny"), ("--max-lora-rank", "32"), ("--seed", "3"),
         ("--logprobs-mode", "processed_logprobs"),
         ("--worker-extension-cls", "rookery_worker.WorkerExtension"),
+        ("--middleware", "rookery_api.TokenRoute"), ("--lora-target-modules", "q_proj"),
     ]:  # fmt: skip
         assert argv[argv.index(flag) + 1] == value
     assert {"--enable-lora", "--enable-prefix-caching"} <= set(argv)

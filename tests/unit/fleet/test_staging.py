@@ -13,7 +13,7 @@ from rookery.errors import AdapterError
 from rookery.fleet import staging as stage
 from rookery.fleet.arenas import ArenaFile, Spares
 from rookery.fleet.extension import MANIFEST, _open_arena, _view
-from rookery.fleet.fit import base_names, read_shapes
+from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
 from rookery.fleet.staging import Staging, open_staging, wire_name
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
@@ -146,3 +146,11 @@ def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
 
 def test_base_models_are_known_by_their_last_part() -> None:
     assert base_names("/models/Tiny/", "org/tiny", "") == {"tiny"}
+
+
+def test_layers_that_the_servers_do_not_adapt_are_refused() -> None:
+    fit = Fit(base_names=frozenset({"tiny"}), max_rank=8, shapes={}, targets=("q_proj", "k_proj"))
+    adapter = replace(make_small("a"), base="tiny")
+    check_fit(adapter, fit)
+    with pytest.raises(AdapterError, match=r"adapt only q_proj: add its kind"):
+        check_fit(adapter, replace(fit, targets=("q_proj",)))

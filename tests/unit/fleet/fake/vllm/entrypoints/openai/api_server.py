@@ -8,7 +8,8 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import rookery_worker  # the launcher must have put it there
+import rookery_api  # the launcher must have put both there
+import rookery_worker
 
 MODE = os.environ.get("FAKE_VLLM", "")
 
@@ -29,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 child = 0
-assert rookery_worker.WorkerExtension
+assert rookery_worker.WorkerExtension and rookery_api.TokenRoute
 sys.stdout.write("loading the model\n")
 sys.stdout.flush()
 if MODE == "memory":
