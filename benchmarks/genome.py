@@ -37,7 +37,6 @@ from rookery.types import Group, ModelRef, Task
 from rookery.weights.merge import LinearConfig
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
-NUM_CANDIDATES = 8
 GENERATIONS = 4
 
 
@@ -58,7 +57,7 @@ def make_config(limit: int, *, is_genome: bool, seed: int) -> GenomeConfig:
     stage = document["stages"][0]
     stage["generations"] = GENERATIONS
     children = stage["population"]["children"]
-    children["count"] = NUM_CANDIDATES
+    children["count"] = 8
     for taskset in document["tasksets"]:
         taskset["limit"] = limit
     document["finals"] |= {"random_search": False}
@@ -121,15 +120,15 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
         )
 
 
-async def overhead(engine: EmbeddedEngine | Fleet, template: Template, limit: int) -> None:
+async def overhead(engine: EmbeddedEngine | Fleet, template: Template, args: Any) -> None:
     """One generation through the loop's own parts, and the same requests in one call."""
-    config = make_config(limit, is_genome=False, seed=0)
+    config = make_config(args.limit, is_genome=False, seed=0)
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     assert isinstance(config.init, FileInit)
     merges = {"sum": LinearConfig(normalise=False)}
     nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=24)
-    plans = random_plans(nursery.founders, count=NUM_CANDIDATES, seed=1, merge="sum")
+    plans = random_plans(nursery.founders, count=args.candidates, seed=1, merge="sum")
     nursery.plan(plans)
     together, direct, apart = [], [], []
     for _ in range(3):
@@ -137,7 +136,7 @@ async def overhead(engine: EmbeddedEngine | Fleet, template: Template, limit: in
         direct.append(await _direct(engine, template, tasksets, tasks, nursery, plans))
         apart.append(await _one_by_one(engine, template, tasksets, tasks, nursery, plans))
     wall, engine_s, apart_s = min(together), min(direct), min(apart)
-    print(f"generation of {NUM_CANDIDATES} candidates x {len(tasks)} tasks: {wall:.2f} s")
+    print(f"generation of {args.candidates} candidates x {len(tasks)} tasks: {wall:.2f} s")
     print(f"the same requests in one call to the engine: {engine_s:.2f} s")
     print(f"overhead: {1 - engine_s / wall:.3f}")
     print(f"one candidate after another: {apart_s:.2f} s, {apart_s / engine_s:.2f}x together")
@@ -210,6 +209,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--candidates", type=int, default=8, help="of the generation timed")
     parser.add_argument("--vllm", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
     config = make_config(args.limit, is_genome=False, seed=0)
@@ -220,11 +220,11 @@ async def main() -> None:
         launch = LaunchConfig(
             model=str(folder), python=args.vllm, replicas=1, max_loras=8, max_lora_rank=32
         )
-        async with open_fleet(FleetConfig(launch=launch)) as fleet:
-            await overhead(fleet, template, args.limit)
+        async with open_fleet(FleetConfig(launch=launch, name="smollm2")) as fleet:
+            await overhead(fleet, template, args)
         return
     async with open_engine(config.engine) as engine:
-        await overhead(engine, template, args.limit)
+        await overhead(engine, template, args)
         await side_by_side(engine, template, args)
 
 

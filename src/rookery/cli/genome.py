@@ -216,14 +216,16 @@ def _generation_line(generation: "Generation") -> str:
 
 
 def _print_report(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from rookery.ui.table import report_rows
+    from rookery.ui.table import COLUMNS, report_rows
 
     num_tasks = sum(taskset["num_report"] for taskset in report["tasksets"])
-    table = Table(title=f"{num_tasks} tasks that the search never saw")
-    for column in ("", "accuracy", "95 % interval", "gain over best founder", "failed"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{num_tasks} tasks that the search never saw"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
     for row in report_rows(report):
         table.add_row(*row)
     console.print(table)
