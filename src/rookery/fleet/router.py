@@ -152,7 +152,9 @@ class Router:
         return self._soonest(able, call, now_s)
 
     def _soonest(self, lanes: Sequence[Lane], call: Call, now_s: float) -> Lane | None:
-        return min(lanes, key=lambda lane: self._cost(lane, call, now_s), default=None)
+        if len(lanes) < 2:
+            return lanes[0] if lanes else None
+        return min(lanes, key=lambda lane: self._cost(lane, call, now_s))
 
     def _cost(self, lane: Lane, call: Call, now_s: float) -> float:
         """Seconds until the call would be done there, and the seconds of work it would add."""
