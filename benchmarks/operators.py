@@ -7,9 +7,9 @@
 Adapters of rank 8 for the linear layers of a 2-billion-parameter model, 364 tensors each. Every
 child has two parents. What counts is the traffic that no operator can do without: two reads and
 one write of an adapter per child. That TIES reads each parent once more to find its limits, and
-DARE its random factors, is not counted. Copy bandwidth is measured in the same run, one read and
-one write, before the operators and after them; the greater counts. The peers merge the same
-parents tensor by tensor: `loop` selects with torch.topk and masks with bernoulli, as published
+DARE its random factors, is not counted. Copy bandwidth, one read and one write, is measured in the
+same rounds as the operators, and the best round of each counts. The peers merge the same parents
+tensor by tensor: `loop` selects with torch.topk and masks with bernoulli, as published
 evolution code does, `peft` calls peft.utils.merge_utils.
 
 Run it alone on the machine: both the copy and the operators suffer from neighbours, not equally.
@@ -84,18 +84,17 @@ def main() -> None:
     print(
         f"{options.population} adapters of {num_bytes / 1e6:.1f} MB, "
         f"{len(places(population.layout))} tensors each, {options.threads} threads, "
-        f"best of {options.repeats}"
+        f"best of {options.repeats} rounds"
     )
     out = empty_stack(population.layout, num_rows=options.population)
-    bandwidth = copy_bandwidth(population, out, repeats=options.repeats)
-    seconds = [time_ours(population, out, method, repeats=options.repeats) for method in METHODS]
-    bandwidth = max(bandwidth, copy_bandwidth(population, out, repeats=options.repeats))
+    seconds = best_of_each(jobs_of(population, out), repeats=options.repeats)
+    bandwidth = 2 * population.data.numel() * 4 / seconds.pop("copy")
     print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write")
     print(f"passes: {type(load_engine()).__name__.lower()}\n")
     print(f"{'operator':<11}{'ms/child':>9}{'of copy':>9}{'bar':>7}", end="")
     print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
-    for method, duration in zip(METHODS, seconds, strict=True):
-        report(method, population, duration, bandwidth)
+    for name, duration in seconds.items():
+        report(name, population, duration / options.population, bandwidth)
     torch.set_num_threads(1)
     profile_ties(population, repeats=options.repeats)
     time_deltas()
@@ -106,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=26, help="transformer blocks, 1.6 MB each")
     parser.add_argument("--population", type=int, default=10, help="adapters, and children made")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10, help="rounds")
     return parser.parse_args()
 
 
@@ -124,23 +123,18 @@ def make_population(
     return population
 
 
-def copy_bandwidth(population: Stack, out: Stack, *, repeats: int) -> float:
-    """Bytes per second, read and written, of a plain copy of the whole population."""
-    seconds = best(lambda: out.data.copy_(population.data), repeats=2 * repeats)
-    return 2 * population.data.numel() * 4 / seconds
-
-
-def time_ours(population: Stack, out: Stack, method: MergeConfig, *, repeats: int) -> float:
-    """Seconds per child when one generation is made at once."""
+def jobs_of(population: Stack, out: Stack) -> dict[str, Callable[[], object]]:
+    """A copy of the whole population, and a generation of children by each operator."""
     num = population.data.shape[0]
     crosses = [
         Cross(parents=(child, (child + 3) % num), weights=(0.4, 0.6), key=(0, child))
         for child in range(num)
     ]
-    seconds = best(
-        lambda: merge_stack(population, crosses=crosses, method=method, out=out), repeats=repeats
-    )
-    return seconds / num
+    merges: dict[str, Callable[[], object]] = {
+        method.type: partial(merge_stack, population, crosses=crosses, method=method, out=out)
+        for method in METHODS
+    }
+    return {"copy": partial(out.data.copy_, population.data)} | merges
 
 
 def time_peer(population: Stack, merge: Merge) -> float:
@@ -155,14 +149,14 @@ def time_peer(population: Stack, merge: Merge) -> float:
     return best(make, repeats=2) / PEER_CHILDREN
 
 
-def report(method: MergeConfig, population: Stack, seconds: float, bandwidth: float) -> None:
+def report(name: str, population: Stack, seconds: float, bandwidth: float) -> None:
     num_bytes = 3 * population.data[0].numel() * 4
     part = num_bytes / seconds / bandwidth
-    bar = BARS.get(method.type)
+    bar = BARS.get(name)
     verdict = "" if bar is None else f"{bar:.0%}" + (" ok" if part >= bar else " --")
-    print(f"{method.type:<11}{seconds * 1e3:>9.1f}{part:>9.1%}{verdict:>7}", end="")
+    print(f"{name:<11}{seconds * 1e3:>9.1f}{part:>9.1%}{verdict:>7}", end="")
     for peer in PEERS:
-        if merge := peer.merges.get(method.type):
+        if merge := peer.merges.get(name):
             theirs = time_peer(population, merge)
             print(f"{theirs * 1e3:>11.1f}{num_bytes / theirs / bandwidth:>9.1%}", end="")
     print(flush=True)
@@ -209,13 +203,20 @@ def time_deltas() -> None:
 
 def best(function: Callable[[], object], *, repeats: int) -> float:
     """The least seconds of several runs, after one that is not counted."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return best_of_each({"": function}, repeats=repeats)[""]
+
+
+def best_of_each(jobs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+    """The least seconds of each, in rounds, so that a neighbour disturbs all of them alike."""
+    least = dict.fromkeys(jobs, float("inf"))
+    for turn in range(repeats + 1):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            seconds = time.perf_counter() - start
+            if turn:
+                least[name] = min(least[name], seconds)
+    return least
 
 
 def loop_linear(pair: Sequence[torch.Tensor]) -> torch.Tensor:
