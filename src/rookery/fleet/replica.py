@@ -24,7 +24,7 @@ from rookery.fleet.probe import probe, read_metrics
 from rookery.fleet.staging import Staging, wire_name
 from rookery.fleet.token_route import ADAPTER_REFUSED
 from rookery.fleet.turns import Turns
-from rookery.fleet.wire import Choice, encode_body, encode_tokens, read_choices
+from rookery.fleet.wire import Choice, compact, encode_body, encode_tokens, read_choices
 from rookery.types import Adapter, ModelRef
 
 __all__ = ["Replica", "ReplicaSettings", "is_local"]
@@ -157,7 +157,10 @@ class Replica:
                 self.lane.resident.pop(call.ref, None)
                 raise ServerLost(str(refusal), is_broken=False) from refusal
             raise
-        return read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
+        choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
+        if kind or call.fields.prompt_top is not None:
+            return choices
+        return [[compact(choice) for choice in own] for own in choices]
 
     async def _send(self, call: Call, model: str, *, is_by_tokens: bool) -> Any:
         if not is_by_tokens:

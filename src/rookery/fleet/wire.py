@@ -31,6 +31,7 @@ __all__ = [
     "Fields",
     "Reading",
     "check_prompt",
+    "compact",
     "encode_body",
     "encode_tokens",
     "likeliest",
@@ -184,6 +185,23 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
         ordered[index] = choice
     complete = [choice for choice in ordered if choice is not None]
     return [complete[first : first + n] for first in range(0, len(complete), n)]
+
+
+def compact(choice: Choice) -> Choice:
+    """A choice of which only the drawn tokens were asked, in the form of our own route.
+
+    The dictionary per token that `/v1/completions` sends is dropped before thousands of them wait
+    for the last answer: Python's garbage collection would look through all, again and again.
+    """
+    if "token_logprobs" in choice:
+        return choice
+    tokens, logprobs = _drawn(choice)
+    return {
+        "finish_reason": choice.get("finish_reason"),
+        "text": choice.get("text"),
+        "token_ids": tuple(tokens),
+        "token_logprobs": tuple(logprobs),
+    }
 
 
 def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
