@@ -166,7 +166,7 @@ static float kth_magnitude(const Bits *bits, int64_t num, int64_t k, uint16_t *s
   int64_t stride = num / SAMPLES | 1, num_sampled = (num - 1) / stride + 1;
   for (int64_t i = 0; i < num_sampled; i++) shorts[i] = (uint16_t)upper_bits(bits[i * stride]);
   double part = (double)k / (double)num, centre = part * (double)num_sampled;
-  double margin = 2 + 2.5 * __builtin_sqrt((double)num_sampled * part * (1 - part));
+  double margin = 2 + 2 * __builtin_sqrt((double)num_sampled * part * (1 - part));
   int64_t below = (int64_t)(centre + margin), above = (int64_t)(centre - margin);
   int base = below > num_sampled ? 0 : kth_short(shorts, num_sampled, below, keys);
   int end = above < 1 ? base + 254 : kth_short(shorts, num_sampled, above, keys) + 1;
@@ -300,6 +300,8 @@ INLINE void run(const Blend *blend, const int count, const int drops, const int 
       if (elects) parents.weight[p] = (Floats){0} + blend->weights[p];
     }
     for (; i + STEP <= length; i += STEP) {
+      if (elects)
+        for (int p = 0; p < count; p++) __builtin_prefetch(parents.row[p] + i + 512);
       Floats made[STEP / 4]; /* Four at a time hide the latency of the instructions. */
 #pragma GCC unroll 4
       for (int j = 0; j < STEP / 4; j++)
