@@ -79,6 +79,7 @@ async def place_on_ray(config: LaunchConfig, *, num: int, address: str) -> Async
         import ray
     except ImportError as error:
         raise ConfigError(f"Placing servers on a cluster needs Ray: {INSTALL}.") from error
+    was_connected = ray.is_initialized()
     with boundary(FleetError, f"Connecting to the Ray cluster at {address}"):
         await asyncio.to_thread(ray.init, address, ignore_reinit_error=True)
     size = 0 if config.device == "cpu" else config.tensor_parallel * config.data_parallel
@@ -96,6 +97,9 @@ async def place_on_ray(config: LaunchConfig, *, num: int, address: str) -> Async
         await asyncio.gather(*stops, return_exceptions=True)
         for host in hosts:
             ray.kill(host)
+        if not was_connected:
+            # A cluster of our own dies with the thread that started it: it must not be met again.
+            await asyncio.to_thread(ray.shutdown)
 
 
 async def _wait(reference: Any) -> Any:
