@@ -13,6 +13,7 @@ from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
     console,
+    paths_from_here,
     quiet_libraries,
     resumable,
     run_async,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from rookery.types import Adapter
 
 __all__ = ["genome", "resume_genome"]
+
+PATHS = ("init.path", "tasksets.*.path")
+"""Flags that name files."""
 
 genome = cyclopts.App(name="genome", help="Evolve a population of LoRA adapters, no gradients.")
 
@@ -53,7 +57,7 @@ def run_command(
     Parameters
     ----------
     config
-        A YAML or TOML file; paths in it are relative to it.
+        A YAML or TOML file; paths in it are relative to it, those of flags to where you are.
     name
         The run's name; made of the time when empty.
     runs_dir
@@ -67,7 +71,8 @@ def run_command(
     if resume:
         with open_again(runs_dir, name=name, overrides=overrides) as run:
             return resume_genome(run)
-    loaded = load_config(GenomeConfig, config, overrides=overrides).from_folder(config.parent)
+    words = paths_from_here(overrides, paths=PATHS)
+    loaded = load_config(GenomeConfig, config, overrides=words).from_folder(config.parent)
     return _finish(loaded, new_run(loaded, kind="genome", name=name, runs_dir=runs_dir))
 
 

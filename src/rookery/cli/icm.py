@@ -14,12 +14,13 @@ from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
     console,
+    paths_from_here,
     quiet_libraries,
     resumable,
     run_async,
     token_progress,
 )
-from rookery.config import load_config, parse_config, parse_overrides
+from rookery.config import load_config, parse_config
 from rookery.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["icm", "resume_icm"]
 
 PATHS = ("data.path", "data.gold.path")
+"""Flags that name files."""
 
 icm = cyclopts.App(name="icm", help="Label data without labels, by internal coherence.")
 
@@ -74,17 +76,9 @@ def run_command(
     if resume:
         with open_again(runs_dir, name=name, overrides=overrides) as run:
             return resume_icm(run)
-    words = _from_here(overrides)
+    words = paths_from_here(overrides, paths=PATHS)
     loaded = load_config(IcmConfig, config, overrides=words).from_folder(config.parent)
     return _finish(loaded, new_run(loaded, kind="icm", name=name, runs_dir=runs_dir))
-
-
-def _from_here(overrides: "Sequence[str]") -> list[str]:
-    """The flags with paths of data taken from the current folder, as a shell completes them."""
-    return [
-        f"--{key}={Path(text).expanduser().absolute() if key in PATHS else text}"
-        for key, text in parse_overrides(overrides)
-    ]
 
 
 def resume_icm(run: "Run") -> int:

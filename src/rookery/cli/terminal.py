@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import fnmatch
 import logging
 import os
 import shlex
@@ -75,6 +76,21 @@ def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Seque
         if head not in fields and near and near[0] in own:
             flag = near[0].replace("_", "-")
             raise ConfigError(f"--{key} is not a flag. Did you mean --{flag}?")
+
+
+def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[str]:
+    """The flags, those that match `paths` taken from the current folder, as a shell completes them.
+
+    Paths inside a config are relative to it, and a flag becomes a part of the config.
+    """
+    return [
+        f"--{key}={Path(text).expanduser().absolute() if _is_any(key, paths) else text}"
+        for key, text in parse_overrides(overrides)
+    ]
+
+
+def _is_any(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def log_warnings() -> None:

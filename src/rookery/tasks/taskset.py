@@ -41,6 +41,7 @@ __all__ = [
     "SamplingConfig",
     "Taskset",
     "TasksetConfig",
+    "from_folder",
     "load_taskset",
     "load_taskset_file",
 ]
@@ -107,7 +108,7 @@ class JsonlConfig(RowsOptions):
 
     type: Literal["jsonl"] = "jsonl"
     path: Path
-    """From the current folder; in a taskset file, from the folder of that file."""
+    """From the current folder; in a config file, from the folder of that file."""
 
 
 class HfConfig(RowsOptions):
@@ -322,18 +323,18 @@ def _read_config(path: Path) -> TasksetConfig:
     if kind not in KINDS:
         given = "is missing" if kind is None else f"is {kind!r}"
         raise ConfigError(f"{path}: type {given}; write type: and one of {', '.join(KINDS)}.")
-    return _from_folder(parse_config(KINDS[kind], document, origin=str(path)), path.parent)
+    return from_folder(parse_config(KINDS[kind], document, origin=str(path)), path.parent)
 
 
-def _from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
+def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
     """The config with the paths in it taken from the folder of its file."""
     update: dict[str, object] = {}
     if isinstance(config, JsonlConfig):
-        update["path"] = folder / config.path.expanduser()
+        update["path"] = (folder / config.path.expanduser()).resolve()
     elif isinstance(config, HfConfig) and (folder / config.dataset).exists():
-        update["dataset"] = str(folder / config.dataset)
+        update["dataset"] = str((folder / config.dataset).resolve())
     if isinstance(config.scorer, PythonConfig):
         place, _, name = config.scorer.function.rpartition(":")
         if place.endswith(".py"):
-            update["scorer"] = PythonConfig(function=f"{folder / place}:{name}")
+            update["scorer"] = PythonConfig(function=f"{(folder / place).resolve()}:{name}")
     return config.model_copy(update=update)

@@ -76,6 +76,22 @@ def test_overrides_of_every_spelling(rookery: Command, config: Path) -> None:
     assert Path(kept["init"]["path"]).is_absolute()
 
 
+def test_paths_are_relative_to_the_config_and_those_of_flags_to_the_user(
+    rookery: Command, config: Path
+) -> None:
+    folder = config / "configs"
+    folder.mkdir()
+    moved = CONFIG.replace("path: founders", "path: ../founders")
+    (folder / "g.yaml").write_text(moved.replace("path: tasks.jsonl", "path: ../tasks.jsonl"))
+    assert rookery("genome", "run", "configs/g.yaml", "--name", "x").code == 0
+    flags = ["--init.path", "founders", "--tasksets.0.path", "tasks.jsonl"]
+    assert rookery("genome", "run", "configs/g.yaml", "--name", "y", *flags).code == 0
+    used = [json.loads((config / "runs" / name / "config.json").read_text()) for name in "xy"]
+    for kept in used:
+        assert Path(kept["init"]["path"]).samefile(config / "founders")
+        assert Path(kept["tasksets"][0]["path"]).samefile(config / "tasks.jsonl")
+
+
 def test_founders_made_of_nothing(rookery: Command, config: Path) -> None:
     ended = rookery(
         "genome", "run", "g.yaml", "--init", "{type: random, count: 2, rank: 2, size: 0.05}",

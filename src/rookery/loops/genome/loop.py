@@ -32,7 +32,7 @@ from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import pair_plans
 from rookery.search.racing import RaceConfig
-from rookery.tasks.taskset import Taskset, TasksetConfig
+from rookery.tasks.taskset import Taskset, TasksetConfig, from_folder
 from rookery.types import Adapter, ModelRef, Task
 from rookery.weights import write_adapter
 from rookery.weights.merge import (
@@ -103,11 +103,13 @@ class GenomeConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> "GenomeConfig":
-        """The config with the founders' path taken from the folder of its file."""
-        if not isinstance(self.init, FileInit) or self.init.path.is_absolute():
-            return self
-        path = (folder / self.init.path.expanduser()).resolve()
-        return self.model_copy(update={"init": self.init.model_copy(update={"path": path})})
+        """The config with the paths in it taken from the folder of its file."""
+        init = self.init
+        if isinstance(init, FileInit):
+            path = (folder / init.path.expanduser()).resolve()
+            init = init.model_copy(update={"path": path})
+        tasksets = tuple(from_folder(taskset, folder) for taskset in self.tasksets)
+        return self.model_copy(update={"init": init, "tasksets": tasksets})
 
 
 @dataclass(frozen=True, slots=True)
