@@ -1,11 +1,12 @@
 """Long vectors that entry-wise operators combine: adapters as rows, or one layer's dense deltas."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from rookery.weights.stack import Stack, places
+from rookery.weights.stack import Layout, Stack, places
 
 __all__ = ["Piece", "Rows", "delta_rows", "factor_rows"]
 
@@ -30,13 +31,18 @@ class Rows:
 
 def factor_rows(population: Stack) -> Rows:
     """Whole adapters, every factor a piece."""
-    pieces = []
-    for index, place in enumerate(places(population.layout)):
-        length = place.stop - place.start
-        width = length // population.layout.rank
-        sizes = tuple(ranks[index // 2] * width for ranks in population.ranks)
-        pieces.append(Piece(place.start, place.stop, sizes))
-    return Rows(name="", data=population.data, pieces=tuple(pieces))
+    pieces = _pieces(population.layout, population.ranks)
+    return Rows(name="", data=population.data, pieces=pieces)
+
+
+@lru_cache(maxsize=64)
+def _pieces(layout: Layout, ranks_P: tuple[tuple[int, ...], ...]) -> tuple[Piece, ...]:
+    found = []
+    for index, place in enumerate(places(layout)):
+        width = (place.stop - place.start) // layout.rank
+        sizes = tuple(ranks[index // 2] * width for ranks in ranks_P)
+        found.append(Piece(place.start, place.stop, sizes))
+    return tuple(found)
 
 
 def delta_rows(population: Stack, *, layer: str, parents: list[int]) -> Rows:

@@ -36,11 +36,13 @@ def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch
     """Children of the rows [P, M] into `out` [C, M]. Each parent's limits are found once."""
     engine, values, children = load_engine(), rows.data.numpy(), out.numpy()
     bounds = np.array([(piece.start, piece.stop) for piece in rows.pieces], np.int64)
+    bounds = bounds.reshape(-1, 2)
+    sizes = np.array([piece.sizes for piece in rows.pieces]).reshape(-1, len(values))
+    counts = np.ascontiguousarray((method.density * sizes.T).astype(np.int64))
     used = sorted({parent for cross in crosses for parent in cross.parents})
 
     def find(row: int) -> Floats:
-        counts = [int(method.density * piece.sizes[row]) for piece in rows.pieces]
-        return engine.limits(values[row], bounds=bounds, counts=np.array(counts, np.int64))
+        return engine.limits(values[row], bounds=bounds, counts=counts[row])
 
     limits = dict(zip(used, each(find, used), strict=True))
 
