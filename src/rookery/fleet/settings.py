@@ -54,6 +54,7 @@ class LaunchConfig(Config):
     api_servers: int = Field(default=1, ge=1)
     """API processes behind one port. More than one takes no adapters (vLLM refuses it)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on the CPU, as in the embedded engine; on a GPU the model's own type."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Context in tokens; by default the model's own."""
     max_num_seqs: int | None = Field(default=None, ge=1)
@@ -144,7 +145,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--model": config.model,
         "--host": config.host,
         "--port": port,
-        "--dtype": config.dtype,
+        "--dtype": "float32" if config.dtype == "auto" and config.is_on_cpu else config.dtype,
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": config.max_logprobs,
         # A line per request costs the API process more than the request is worth.

@@ -259,5 +259,7 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     ]
     assert [e["VLLM_CPU_OMP_THREADS_BIND"] for e in envs] == ["0,1", "2,3"]
     assert "--enable-lora" not in command_line(cpu, port=1)
+    assert "--dtype float32" in " ".join(command_line(cpu, port=1))
+    assert "--dtype auto" in " ".join(command_line(config, port=1))
     several = LaunchConfig(model="m", device="cpu", api_servers=4, max_loras=0)
     assert command_line(several, port=1)[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
