@@ -10,17 +10,20 @@
 | driver   | inbox             | answers        | the inbox, while nothing is in flight |
 | a thread | one batcher step  | answered jobs  | nothing                               |
 
-Only the thread that runs a step, or the driver between two steps, touches the batcher.
+Only the thread that runs a step, or the driver between two steps, touches the batcher. That one
+thread does all the arithmetic, from loading the weights on: torch keeps a team of workers for every
+thread that computes, and with more workers than cores each call waits for them to wake up.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from pydantic import Field
@@ -47,6 +50,7 @@ __all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine", "run_
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+Given = ParamSpec("Given")
 
 
 class EngineConfig(Config):
@@ -111,10 +115,12 @@ class EmbeddedEngine:
         config: EngineConfig,
         detokenize: Callable[[Sequence[int]], str],
         name: str,
+        thread: Executor,
     ) -> None:
         self.base = ModelRef(name="base", version=name)
         self.config = config
         self._model = model
+        self._thread = thread
         self._batcher = Batcher(
             model,
             detokenize=detokenize,
@@ -172,7 +178,7 @@ class EmbeddedEngine:
             self._model.bank.check(adapter, max_rank=self.config.max_rank)
             used = {s.slot for s in self._served.values()}
             slot = next(i for i in range(len(used) + 1) if i not in used)
-            self._model.bank.put(slot, adapter)
+            await _run_in(self._thread, self._model.bank.put, slot, adapter)
             self._batcher.prefill.forget(slot)
             self._served[ref] = _Served(slot=slot, adapter=adapter)
             self._place_cut()
@@ -244,9 +250,8 @@ class EmbeddedEngine:
                 self._served[ref].num_in_flight -= 1
             self._wake.set()  # the driver frees slots that were unloaded meanwhile
 
-    async def drive(self, thread: ThreadPoolExecutor) -> None:
+    async def drive(self) -> None:
         """Run steps while there is work; `open_engine` keeps this going."""
-        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
             async with self._between_steps:
@@ -255,7 +260,7 @@ class EmbeddedEngine:
                     self._wake.clear()
                     continue
                 try:
-                    answered = await loop.run_in_executor(thread, self._batcher.step)
+                    answered = await _run_in(self._thread, self._batcher.step)
                 except (RuntimeError, MemoryError) as error:
                     self._fail_all(error)
                     continue
@@ -306,21 +311,25 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise EngineError("device is cuda, but torch sees no GPU here: write cpu or auto.")
-    folder = await asyncio.to_thread(resolve_model, config.model)
-    model = await asyncio.to_thread(
-        load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
-    )
-    if can_pack(device=model.device, dtype=model.dtype):
-        await asyncio.to_thread(model.pack)
-    with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
-        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, folder.path)
+    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
+        folder = await _run_in(thread, resolve_model, config.model)
+        model = await _run_in(
+            thread, load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
+        )
+        if can_pack(device=model.device, dtype=model.dtype):
+            await _run_in(thread, model.pack)
+        with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
+            tokenizer = await _run_in(thread, AutoTokenizer.from_pretrained, folder.path)
 
-    def detokenize(tokens: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+        def detokenize(tokens: Sequence[int]) -> str:
+            text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+            return text
 
-    async with run_engine(model, config=config, detokenize=detokenize, name=folder.name) as engine:
-        yield engine
+        engine = EmbeddedEngine(
+            model, config=config, detokenize=detokenize, name=folder.name, thread=thread
+        )
+        async with _driven(engine):
+            yield engine
 
 
 @asynccontextmanager
@@ -332,16 +341,34 @@ async def run_engine(
     name: str,
 ) -> AsyncIterator[EmbeddedEngine]:
     """Keep an engine over a model that is loaded already running inside the block."""
-    engine = EmbeddedEngine(model, config=config, detokenize=detokenize, name=name)
-    # One thread for all steps: torch keeps a team of workers for every thread that calls it.
     with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        driver = asyncio.create_task(engine.drive(thread), name="rookery-engine")
-        try:
+        engine = EmbeddedEngine(
+            model, config=config, detokenize=detokenize, name=name, thread=thread
+        )
+        async with _driven(engine):
             yield engine
-        finally:
-            driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await driver
+
+
+@asynccontextmanager
+async def _driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
+    driver = asyncio.create_task(engine.drive(), name="rookery-engine")
+    try:
+        yield
+    finally:
+        driver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await driver
+
+
+async def _run_in(
+    thread: Executor,
+    function: Callable[Given, Answer],
+    *args: Given.args,
+    **kwargs: Given.kwargs,
+) -> Answer:
+    return await asyncio.get_running_loop().run_in_executor(
+        thread, partial(function, *args, **kwargs)
+    )
 
 
 def _answer(result: Answer | EngineError | None) -> Answer:
