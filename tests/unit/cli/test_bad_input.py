@@ -162,7 +162,7 @@ tasksets: [{type: jsonl, path: tasks.jsonl}]
          "Two tasksets are called 'tasks'"),
         ("tasksets: [{type: jsonl, path: tasks.jsonl, limit: 2}]", "split"),
         ("tasksets: [{type: jsonl, path: tasks.jsonl, scorer: {type: python, function: 'x.py:f'}}]",
-         "There is no scorer file x.py"),
+         "There is no scorer file"),
         ("- a list", "does not parse"),
     ],
 )  # fmt: skip

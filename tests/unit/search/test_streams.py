@@ -64,8 +64,8 @@ def test_shuffle_is_a_permutation_and_uniform() -> None:
 
 def test_the_package_has_no_clock_no_io_and_no_global_random() -> None:
     allowed = {
-        *("collections", "dataclasses", "functools", "hashlib", "itertools", "math", "statistics"),
-        *("sys", "typing", "warnings", "numpy", "pydantic", "cma", "rookery"),
+        *("bisect", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"),
+        *("statistics", "sys", "typing", "warnings", "numpy", "pydantic", "cma", "rookery"),
     }
     layers = ("rookery.config", "rookery.errors", "rookery.types", "rookery.search")
     for path in Path(rookery.search.__path__[0]).rglob("*.py"):
