@@ -1,9 +1,13 @@
 """A tiny model, its tokenizer and adapters of it, made once per test run."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and programs under test would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 from typing import TYPE_CHECKING
