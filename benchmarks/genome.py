@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from generation import TimedGeneration
+
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
@@ -25,13 +27,11 @@ from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.loops.genome.nursery import Nursery
-from rookery.loops.genome.trials import Trials
 from rookery.rollout import TasksetEvaluator
 from rookery.rollout_log import RolloutLog
 from rookery.runs import Run
 from rookery.search.founders import random_plans
-from rookery.search.racing import RaceConfig
-from rookery.tasks.taskset import Taskset, load_taskset
+from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Group, ModelRef, Task
 from rookery.weights.merge import LinearConfig
@@ -130,79 +130,18 @@ async def overhead(engine: EmbeddedEngine | Fleet, template: Template, args: Any
     nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=24)
     plans = random_plans(nursery.founders, count=args.candidates, seed=1, merge="sum")
     nursery.plan(plans)
+    names = [plan.id for plan in plans]
+    timed = TimedGeneration(engine, template, tasksets, tasks, nursery, names)
     together, direct, apart = [], [], []
     for _ in range(3):
-        together.append(await _generation(engine, template, tasksets, tasks, nursery, plans))
-        direct.append(await _direct(engine, template, tasksets, tasks, nursery, plans))
-        apart.append(await _one_by_one(engine, template, tasksets, tasks, nursery, plans))
+        together.append(await timed.through_the_loop())
+        direct.append(await timed.requests_alone())
+        apart.append(await timed.one_by_one())
     wall, engine_s, apart_s = min(together), min(direct), min(apart)
     print(f"generation of {args.candidates} candidates x {len(tasks)} tasks: {wall:.2f} s")
     print(f"the same requests in one call to the engine: {engine_s:.2f} s")
     print(f"overhead: {1 - engine_s / wall:.3f}")
     print(f"one candidate after another: {apart_s:.2f} s, {apart_s / engine_s:.2f}x together")
-
-
-async def _generation(
-    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
-    nursery: Nursery, plans: Sequence[Any],
-) -> float:  # fmt: skip
-    """Merge, load, ask, score, log, unload."""
-    await engine.reset_prefix_cache()
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
-    ):
-        evaluator = TasksetEvaluator(
-            engine, template=template, tasksets=tasksets, log=RolloutLog(run)
-        )
-        weights = {taskset.name: taskset.weight for taskset in tasksets}
-        trials = Trials(
-            evaluator, adapters=engine, tasks=tasks, weights=weights, race=RaceConfig(enabled=False)
-        )
-        nursery.keep(())
-        start = time.perf_counter()
-        adapters = [nursery.adapter(plan.id) for plan in plans]
-        await trials.measure(adapters, rivals=(), seed=0, keep=1)
-        return time.perf_counter() - start
-
-
-async def _direct(
-    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
-    nursery: Nursery, plans: Sequence[Any],
-) -> float:  # fmt: skip
-    await engine.reset_prefix_cache()
-    refs = [await engine.load(nursery.adapter(plan.id)) for plan in plans]
-    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    requests = [
-        request
-        for task in tasks
-        for ref in refs
-        for request in evaluator._choice_requests(ref, task)
-    ]
-    start = time.perf_counter()
-    await engine.score(requests)
-    elapsed = time.perf_counter() - start
-    for ref in refs:
-        await engine.unload(ref)
-    return elapsed
-
-
-async def _one_by_one(
-    engine: EmbeddedEngine | Fleet, template: Template, tasksets: list[Taskset], tasks: list[Task],
-    nursery: Nursery, plans: Sequence[Any],
-) -> float:  # fmt: skip
-    """Each candidate alone on an engine that knows nothing of the others."""
-    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    total = 0.0
-    for plan in plans:
-        ref = await engine.load(nursery.adapter(plan.id))
-        await engine.reset_prefix_cache()
-        requests = [r for task in tasks for r in evaluator._choice_requests(ref, task)]
-        start = time.perf_counter()
-        await engine.score(requests)
-        total += time.perf_counter() - start
-        await engine.unload(ref)
-    return total
 
 
 async def main() -> None:

@@ -23,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from icm import make_prompts, read_claims  # type: ignore[import-not-found]
+from icm import make_prompts, read_claims
 from numpy.typing import NDArray
 
 from rookery.embedded import resolve_model

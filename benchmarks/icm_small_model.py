@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from icm import embedded, server  # type: ignore[import-not-found]
+from icm import embedded, server
 
 from rookery.config import load_config
 from rookery.embedded import resolve_model

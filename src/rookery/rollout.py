@@ -43,7 +43,7 @@ from rookery.types import (
     TokenIds,
 )
 
-__all__ = ["Progress", "TasksetEvaluator", "mean_by_source"]
+__all__ = ["Progress", "TasksetEvaluator", "mean_by_source", "together"]
 
 Result = TypeVar("Result")
 Pair = tuple[ModelRef, Task]
@@ -152,7 +152,7 @@ class TasksetEvaluator:
         each_task = list({task.id: task for task in tasks}.values())
         block = max(1, BLOCK_REQUESTS // max(1, len(each_model)))
         places = asyncio.Semaphore(NUM_BLOCKS)  # filled and drained by the blocks
-        parts = await _together(
+        parts = await together(
             self._block(each_model, each_task[first : first + block], places)
             for first in range(0, len(each_task), block)
         )
@@ -215,10 +215,10 @@ class TasksetEvaluator:
             if len(pairs) == 1:
                 task = pairs[0][1]
                 return [(Rollout(task=task, completion=None, reward=None, error=str(error)),)]
-            alone = await _together(self._ask([pair]) for pair in pairs)
+            alone = await together(self._ask([pair]) for pair in pairs)
             return [rollouts for [rollouts] in alone]
         judged = iter(
-            await _together(
+            await together(
                 self._judge(task, completion)
                 for (_, task), completions in zip(pairs, answers, strict=True)
                 for completion in completions
@@ -238,7 +238,7 @@ class TasksetEvaluator:
         chosen = [self._askings[task.source].scorer.answer == "choose" for _, task in pairs]
         to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
         to_choose = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
-        answers = await _together([self._draw(to_sample), self._choose(to_choose)])
+        answers = await together([self._draw(to_sample), self._choose(to_choose)])
         sampled, picked = map(iter, answers)
         return [next(picked) if is_chosen else next(sampled) for is_chosen in chosen]
 
@@ -314,7 +314,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=6).hexdigest()
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """All results, in order. The first error ends the others, and is raised when they ended."""
     try:
         async with asyncio.TaskGroup() as running:

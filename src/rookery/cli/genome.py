@@ -186,7 +186,13 @@ async def _search(
             config,
             founders=founders,
             tasksets=tasksets,
-            hatchery=Hatchery(evaluator, engine, engine.base, max_rank(config.engine, engine)),
+            hatchery=Hatchery(
+                evaluator,
+                engine,
+                engine.base,
+                max_rank(config.engine, engine),
+                is_elsewhere=config.engine.type == "fleet",
+            ),
             run=run,
             on_generation=generation_done,
         )

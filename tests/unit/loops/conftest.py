@@ -57,7 +57,9 @@ Evolve = Callable[..., GenomeResult]
 def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, tasks_folder: Path):
     """Runs an evolution on the tiny model; keyword arguments change the config."""
 
-    async def run(run: Run, *, on_generation=None, **changes: object) -> GenomeResult:
+    async def run(
+        run: Run, *, on_generation=None, is_elsewhere=False, **changes: object
+    ) -> GenomeResult:
         document = {
             "engine": {"model": str(tiny_folder)},
             "init": {"type": "file", "path": str(founders_folder)},
@@ -95,7 +97,7 @@ def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, t
                 config,
                 founders=founders,
                 tasksets=tasksets,
-                hatchery=Hatchery(evaluator, engine, engine.base, 64),
+                hatchery=Hatchery(evaluator, engine, engine.base, 64, is_elsewhere),
                 run=run,
                 on_generation=on_generation,
             )

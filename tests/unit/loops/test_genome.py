@@ -50,9 +50,10 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
     genome, tmp_path: Path
 ) -> None:
     reports = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+    for name, seed, is_elsewhere in (("a", 1, False), ("b", 1, True), ("c", 2, False)):
         with _run(tmp_path, name) as run:
-            reports.append((await genome(run, seed=seed)).report)
+            found = await genome(run, seed=seed, is_elsewhere=is_elsewhere)
+            reports.append(found.report)
     first, second, other = [
         {k: v for k, v in r.items() if k not in {"run", "seconds", "seed"}} for r in reports
     ]

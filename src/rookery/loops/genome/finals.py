@@ -107,7 +107,7 @@ class Finals:
         plans = random_plans(self._nursery.founders, count=count, seed=seed, merge="sum")
         self._nursery.plan(plans)
         for first in range(0, count, 16):
-            part = [self._nursery.adapter(p.id) for p in plans[first : first + 16]]
+            part = [plan.id for plan in plans[first : first + 16]]
             drawn = [
                 n for n, m in self._trials.measured.items() if n not in before and m.is_complete
             ]

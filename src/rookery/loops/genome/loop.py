@@ -120,6 +120,8 @@ class Hatchery:
     adapters: Adapters
     base: ModelRef
     max_rank: int
+    is_elsewhere: bool = False
+    """The engine computes on other hardware: candidates are asked while others are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ async def evolve(
 ) -> GenomeResult:
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
     nursery = _open_nursery(config, founders)
-    trials = _open_trials(config, tasksets, hatchery)
+    trials = _open_trials(config, tasksets, hatchery, nursery)
     journal = Journal(
         run, nursery=nursery, evaluator=hatchery.evaluator, on_generation=on_generation
     )
@@ -180,13 +182,17 @@ def _open_nursery(config: GenomeConfig, founders: Mapping[str, Adapter]) -> Nurs
     )
 
 
-def _open_trials(config: GenomeConfig, tasksets: Sequence[Taskset], hatchery: Hatchery) -> Trials:
+def _open_trials(
+    config: GenomeConfig, tasksets: Sequence[Taskset], hatchery: Hatchery, nursery: Nursery
+) -> Trials:
     return Trials(
         hatchery.evaluator,
         adapters=hatchery.adapters,
+        make=nursery.adapter,
         tasks=_split(tasksets, "search"),
         weights=_weights(tasksets),
         race=config.race,
+        is_elsewhere=hatchery.is_elsewhere,
     )
 
 
@@ -199,8 +205,7 @@ async def _measure_founders(
         plans = pair_plans(names, count=config.init.num_pairs, seed=config.seed)
         nursery.plan(plans)
         names = [*names, *(plan.id for plan in plans)]
-    adapters = [nursery.adapter(name) for name in names]
-    measured = await trials.measure(adapters, rivals=(), seed=config.seed, keep=len(names))
+    measured = await trials.measure(names, rivals=(), seed=config.seed, keep=len(names))
     if isinstance(config.init, FileInit) and config.init.use == "pairs":
         logger.info("the founders themselves are measured as baselines, the pairs begin")
     journal.record("founders", measured)

@@ -1,17 +1,19 @@
-"""Adapters -> fitness. All candidates of a generation are asked together, in one batch.
+"""Candidates -> fitness. All of a generation are asked together, in one batch.
 
 With racing they are asked block by block, the same tasks for everybody, and those who can no
 longer survive are dropped. Members of the population that have seen every task race along for
-free: they set the bar.
+free: they set the bar. Where the engine computes elsewhere, the first to be made do not wait for
+the others: making goes on while they are asked.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.errors import AdapterError, TaskError
+from rookery.loops.genome.brood import Arrivals, brood
 from rookery.ports import Adapters
-from rookery.rollout import TasksetEvaluator, mean_by_source
+from rookery.rollout import TasksetEvaluator, mean_by_source, together
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, fitness_of
 from rookery.search.racing import Race, RaceConfig
@@ -40,12 +42,16 @@ class Trials:
         evaluator: TasksetEvaluator,
         *,
         adapters: Adapters,
+        make: Callable[[str], Adapter],
         tasks: Sequence[Task],
         weights: Mapping[str, float],
         race: RaceConfig,
+        is_elsewhere: bool = False,
     ) -> None:
         self._evaluator = evaluator
         self._adapters = adapters
+        self._make = make
+        self._is_elsewhere = is_elsewhere
         self._tasks = {task.id: task for task in tasks}
         self._weights = dict(weights)
         self._race = race
@@ -57,24 +63,15 @@ class Trials:
         self._errors: dict[str, str] = {}
 
     async def measure(
-        self, candidates: Sequence[Adapter], *, rivals: Sequence[str], seed: int, keep: int
+        self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> dict[str, Measured]:
-        """Measure candidates, named by their ids; `keep` is how many of all may survive."""
-        refs: dict[str, ModelRef] = {}
-        try:
-            for adapter in candidates:
-                try:
-                    refs[adapter.name] = await self._adapters.load(adapter)
-                except AdapterError as error:
-                    self._errors[adapter.name] = str(error)
-            race = await self._run(refs, rivals=rivals, seed=seed, keep=keep) if refs else None
-        finally:
-            for ref in refs.values():
-                await self._adapters.unload(ref)
-        return {adapter.name: self._conclude(adapter.name, race) for adapter in candidates}
+        """Make and measure the candidates of these names; `keep` of all may survive."""
+        async with brood(candidates, make=self._make, adapters=self._adapters) as arrivals:
+            race = await self._run(arrivals, rivals=rivals, seed=seed, keep=keep)
+        return {name: self._conclude(name, race) for name in candidates}
 
     async def _run(
-        self, refs: Mapping[str, ModelRef], *, rivals: Sequence[str], seed: int, keep: int
+        self, arrivals: Arrivals, *, rivals: Sequence[str], seed: int, keep: int
     ) -> Race:
         known = {r: self.measured[r].rewards for r in rivals if self.measured[r].is_complete}
         top = max(self._factors.values())
@@ -82,7 +79,7 @@ class Trials:
         if not config.enabled:
             config = config.model_copy(update={"block": len(self._tasks)})
         race = racing.start(
-            [*known, *refs], list(self._tasks), config=config, rng=stream(seed, "race")
+            [*known, *arrivals], list(self._tasks), config=config, rng=stream(seed, "race")
         )
         while race.asks:
             told: dict[str, list[float] | None] = {
@@ -90,38 +87,59 @@ class Trials:
                 for name, tasks in race.asks.items()
                 if name in known
             }
-            asked = {name: tasks for name, tasks in race.asks.items() if name in refs}
-            told |= await self._ask(asked, refs)
+            asked = {name: tasks for name, tasks in race.asks.items() if name in arrivals}
+            told |= await self._ask(asked, arrivals)
             race = racing.tell(race, told)
         return race
 
     async def _ask(
-        self, asked: Mapping[str, Sequence[str]], refs: Mapping[str, ModelRef]
+        self, asked: Mapping[str, Sequence[str]], arrivals: Arrivals
     ) -> dict[str, list[float] | None]:
         """Contributions of each candidate on its tasks; None when any of them failed."""
         told: dict[str, list[float] | None] = {}
         # Nearly always all candidates are asked for the same tasks: then this is one batch.
         for tasks in dict.fromkeys(tuple(tasks) for tasks in asked.values()):
             names = [name for name in asked if tuple(asked[name]) == tasks]
-            evaluations = await self._evaluator.evaluate(
-                [refs[name] for name in names], [self._tasks[task] for task in tasks]
-            )
-            for name, evaluation in zip(names, evaluations, strict=True):
-                if evaluation.errors:
-                    self._errors[name] = next(iter(evaluation.errors.values()))
-                    told[name] = None
-                else:
-                    self._rewards.setdefault(name, {}).update(evaluation.rewards)
-                    told[name] = [self._factors[t] * evaluation.rewards[t] for t in tasks]
+            for part in await together(
+                self._ask_wave(wave, tasks, arrivals) for wave in self._waves(names, arrivals)
+            ):
+                told |= part
+        return told
+
+    def _waves(self, names: Sequence[str], arrivals: Arrivals) -> list[list[str]]:
+        """Who is asked together: all, or those that are there and each of the others by itself."""
+        late = [name for name in names if self._is_elsewhere and not arrivals[name].done()]
+        there = [name for name in names if name not in late]
+        return [wave for wave in (there, *([name] for name in late)) if wave]
+
+    async def _ask_wave(
+        self, names: Sequence[str], tasks: Sequence[str], arrivals: Arrivals
+    ) -> dict[str, list[float] | None]:
+        told: dict[str, list[float] | None] = dict.fromkeys(names)
+        refs: dict[str, ModelRef] = {}
+        for name in names:
+            try:
+                refs[name] = await arrivals[name]
+            except AdapterError as error:
+                self._errors[name] = str(error)
+        evaluations = await self._evaluator.evaluate(
+            list(refs.values()), [self._tasks[task] for task in tasks]
+        )
+        for name, evaluation in zip(refs, evaluations, strict=True):
+            if evaluation.errors:
+                self._errors[name] = next(iter(evaluation.errors.values()))
+            else:
+                self._rewards.setdefault(name, {}).update(evaluation.rewards)
+                told[name] = [self._factors[t] * evaluation.rewards[t] for t in tasks]
         return told
 
     def means(self, name: str) -> dict[str, float]:
         """A candidate's mean reward by source, of the tasks it saw."""
         return mean_by_source(self.measured[name].rewards, self._tasks.values())
 
-    def _conclude(self, name: str, race: Race | None) -> Measured:
+    def _conclude(self, name: str, race: Race) -> Measured:
         rewards = self._rewards.get(name, {})
-        if race is None or name in self._errors:
+        if name in self._errors:
             measured = Measured(
                 fitness=FAILED, rewards=rewards, is_complete=False, error=self._errors[name]
             )

@@ -1,6 +1,5 @@
 """What every stage is handed: the candidates so far, how to make more, how to measure them."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +42,9 @@ class Scene:
     ) -> dict[str, Fitness]:
         """Make the candidates, measure them together and record the generation."""
         self.nursery.plan(recipes)
-        candidates = await asyncio.to_thread(
-            lambda: [self.nursery.adapter(recipe.id) for recipe in recipes]
-        )
+        names = [recipe.id for recipe in recipes]
         seed = stream_seed(self.seed, "race", self.index, len(self.journal.generations))
         known = [name for name in rivals if name in self.trials.measured]
-        measured = await self.trials.measure(candidates, rivals=known, seed=seed, keep=keep)
+        measured = await self.trials.measure(names, rivals=known, seed=seed, keep=keep)
         self.journal.record(stage, measured)
         return {name: m.fitness for name, m in measured.items()}

@@ -1,0 +1,101 @@
+"""One generation of the genome loop timed through the loop's own parts, and its requests alone.
+
+Not a script: `genome.py` and `genome_gpu.py` use it.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.embedded import EmbeddedEngine
+from rookery.fleet import Fleet
+from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.trials import Trials
+from rookery.rollout import TasksetEvaluator
+from rookery.rollout_log import RolloutLog
+from rookery.runs import Run
+from rookery.search.racing import RaceConfig
+from rookery.tasks.taskset import Taskset
+from rookery.tasks.template import Template
+from rookery.types import ModelRef, Task
+
+__all__ = ["TimedGeneration"]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedGeneration:
+    """The candidates `names` of a nursery, all asked for all tasks."""
+
+    engine: EmbeddedEngine | Fleet
+    template: Template
+    tasksets: Sequence[Taskset]
+    tasks: Sequence[Task]
+    nursery: Nursery
+    names: Sequence[str]
+
+    async def through_the_loop(self) -> float:
+        """Seconds to make, load, ask, score, log and unload."""
+        await self.engine.reset_prefix_cache()
+        self.nursery.keep(())
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
+        ):
+            evaluator = TasksetEvaluator(
+                self.engine, template=self.template, tasksets=self.tasksets, log=RolloutLog(run)
+            )
+            trials = Trials(
+                evaluator,
+                adapters=self.engine,
+                make=self.nursery.adapter,
+                tasks=self.tasks,
+                weights={taskset.name: taskset.weight for taskset in self.tasksets},
+                race=RaceConfig(enabled=False),
+                is_elsewhere=isinstance(self.engine, Fleet),
+            )
+            start = time.perf_counter()
+            measured = await trials.measure(self.names, rivals=(), seed=0, keep=1)
+            seconds = time.perf_counter() - start
+        assert all(found.is_complete for found in measured.values())
+        return seconds
+
+    async def requests_alone(self) -> float:
+        """Seconds of the same requests in one call, of adapters that are there already."""
+        refs = [await self.engine.load(self.nursery.adapter(name)) for name in self.names]
+        await self._ask(refs, self.tasks[:1])
+        await self.engine.reset_prefix_cache()
+        seconds = await self._ask(refs, self.tasks)
+        for ref in refs:
+            await self.engine.unload(ref)
+        return seconds
+
+    async def one_by_one(self) -> float:
+        """The same, each candidate alone on an engine that knows nothing of the others."""
+        total = 0.0
+        for name in self.names:
+            ref = await self.engine.load(self.nursery.adapter(name))
+            await self._ask([ref], self.tasks[:1])
+            await self.engine.reset_prefix_cache()
+            total += await self._ask([ref], self.tasks)
+            await self.engine.unload(ref)
+        return total
+
+    async def _ask(self, refs: Sequence[ModelRef], tasks: Sequence[Task]) -> float:
+        evaluator = TasksetEvaluator(
+            self.engine, template=self.template, tasksets=self.tasksets, log=None
+        )
+        chosen, drawn = [], []
+        for task in tasks:
+            for ref in refs:
+                if task.choices:
+                    chosen += evaluator._choice_requests(ref, task)
+                else:
+                    drawn.append(evaluator._sample_request(ref, task))
+        start = time.perf_counter()
+        if chosen:
+            await self.engine.score(chosen)
+        if drawn:
+            await self.engine.sample(drawn)
+        return time.perf_counter() - start
