@@ -72,6 +72,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) -> None:
     [own] = fleet.pool.replicas
     assert own.route == "extension"
+    assert (await own.client.call_workers("rookery_report"))[0]["token_index"]
     plain = FleetConfig(urls=(own.url,), max_loras=8, max_lora_rank=16)
     texts = set()
     for seed in range(3):

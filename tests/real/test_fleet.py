@@ -21,14 +21,18 @@ from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.checks import verify
+from rookery.fleet.client import ServerRefusal
 from rookery.fleet.fit import read_shapes
+from rookery.fleet.inside.arena import MANIFEST
 from rookery.fleet.operations import status
 from rookery.fleet.probe import read_metrics
 from rookery.fleet.staging import wire_name
 from rookery.fleet.update import update_weights
+from rookery.fleet.wire import Fields, encode_tokens
 from rookery.types import (
     Adapter,
     LoraFactors,
+    ModelRef,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
@@ -217,12 +221,29 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
 ) -> None:
     with pytest.raises(AdapterError, match="rank 17, the servers take at most 16"):
         await fleet.load(_adapter("tall", seed=1, rank=17, targets=("q_proj",)))
+    await _refuse_a_broken_arena(fleet, prompts[0])
     ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))
     await fleet.sample([SampleRequest(model=ref, prompt=prompts[0], params=GREEDY)])
     await fleet.unload(ref)
     for replica in fleet.pool.replicas:
         models = await replica.client.get("/v1/models")
         assert wire_name(ref) not in [model["id"] for model in models["data"]]
+
+
+async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
+    """Written for another version of the workers: its request is refused, the server lives on."""
+    replica = fleet.pool.replicas[0]
+    adapter = _adapter("odd", seed=8, rank=2, targets=("v_proj",))
+    ref = ModelRef(name=adapter.name, version=adapter.version)
+    folder = replica._staging.arena_folder(ref, adapter, dtype="float32")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
+    body = encode_tokens(wire_name(ref), Fields(), [prompt], path=str(folder))
+    for _ in range(2):
+        with pytest.raises(ServerRefusal, match="arena format 0"):
+            await replica.client.generate(body)
+    await fleet.sample([SampleRequest(model=fleet.base, prompt=prompt, params=GREEDY)] * 2)
+    assert replica.lane.is_open
 
 
 async def test_verifying_a_real_server(fleet: Fleet) -> None:

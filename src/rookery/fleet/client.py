@@ -26,8 +26,8 @@ from yarl import URL
 
 from rookery.config import Config
 from rookery.errors import AdapterError, FleetError
-from rookery.fleet.token_route import FORMAT as ROUTE_FORMAT
-from rookery.fleet.token_route import PATH as TOKEN_ROUTE
+from rookery.fleet.inside.token_route import FORMAT as ROUTE_FORMAT
+from rookery.fleet.inside.token_route import PATH as TOKEN_ROUTE
 
 __all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
 

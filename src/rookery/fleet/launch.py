@@ -24,7 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from rookery.errors import FleetError, boundary
-from rookery.fleet import extension, token_route
+from rookery.fleet import inside
 from rookery.fleet.client import Client, open_session
 from rookery.fleet.diagnosis import explain_failure, last_lines
 from rookery.fleet.ledger import (
@@ -38,8 +38,7 @@ from rookery.fleet.ledger import (
 )
 from rookery.fleet.ports import Reservation, reserve_port
 from rookery.fleet.settings import (
-    EXTENSION_MODULE,
-    ROUTE_MODULE,
+    INSIDE_MODULE,
     LaunchConfig,
     command_line,
     environment,
@@ -284,8 +283,8 @@ def _prepare(
     modules = ledger.folder / "modules"
     modules.mkdir()
     # Alone in a folder of its own: the servers' Python needs nothing else of Rookery.
-    shutil.copyfile(extension.__file__, modules / f"{EXTENSION_MODULE}.py")
-    shutil.copyfile(token_route.__file__, modules / f"{ROUTE_MODULE}.py")
+    source, ignored = Path(inside.__file__).parent, shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, modules / INSIDE_MODULE, ignore=ignored)
     room = _Room([], modules, adapters, ledger, [])
     for index in range(num_replicas(config)):
         room.ports.append(reserve_port(config.host, first=config.port))

@@ -18,11 +18,11 @@ from rookery.errors import AdapterError, FleetError
 from rookery.fleet.breaker import Breaker
 from rookery.fleet.capabilities import Capabilities, Route
 from rookery.fleet.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.inside.token_route import ADAPTER_REFUSED
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
 from rookery.fleet.probe import probe, read_metrics
 from rookery.fleet.staging import Staging, wire_name
-from rookery.fleet.token_route import ADAPTER_REFUSED
 from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, compact, encode_body, encode_tokens, read_choices
 from rookery.types import Adapter, ModelRef
@@ -167,13 +167,6 @@ class Replica:
             return await self.client.complete(encode_body(model, call.fields, call.prompts))
         path = None if call.is_base else str(self._arena_path(call.ref))
         body = encode_tokens(model, call.fields, call.prompts, path=path)
-        try:
-            return await self.client.generate(body)
-        except ServerRefusal as refusal:
-            if refusal.status != ADAPTER_REFUSED:
-                raise
-        # A server that restarted reads arenas only after it was told how.
-        await self.client.call_workers("rookery_attach")
         try:
             return await self.client.generate(body)
         except ServerRefusal as refusal:

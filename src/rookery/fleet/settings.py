@@ -16,9 +16,8 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 
 __all__ = [
-    "EXTENSION_MODULE",
+    "INSIDE_MODULE",
     "LORA_RANKS",
-    "ROUTE_MODULE",
     "LaunchConfig",
     "command_line",
     "environment",
@@ -28,10 +27,10 @@ __all__ = [
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
-EXTENSION_MODULE = "rookery_worker"
-EXTENSION_CLASS = f"{EXTENSION_MODULE}.WorkerExtension"
-ROUTE_MODULE = "rookery_api"
-ROUTE_CLASS = f"{ROUTE_MODULE}.TokenRoute"
+INSIDE_MODULE = "rookery_inside"
+"""What the servers' Python knows the copy of `inside` by."""
+EXTENSION_CLASS = f"{INSIDE_MODULE}.extension.WorkerExtension"
+ROUTE_CLASS = f"{INSIDE_MODULE}.token_route.TokenRoute"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
 """Several API processes behind one port exist only in the full command line."""

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from rookery.errors import AdapterError, FleetError, boundary
 from rookery.fleet.arenas import ArenaFile, CudaArena, Spares
-from rookery.fleet.extension import ARENA, FORMAT, MANIFEST
+from rookery.fleet.inside.arena import ARENA, FORMAT, MANIFEST
 from rookery.types import Adapter, LoraFactors, ModelRef
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from fleet.adapters import K, Q, make_small
 
-from rookery.fleet.extension import ARENA, MANIFEST, WorkerExtension
+from rookery.fleet.inside.arena import ARENA, MANIFEST
+from rookery.fleet.inside.extension import WorkerExtension
 from rookery.fleet.staging import open_staging
 from rookery.types import Adapter, ModelRef
 
@@ -84,6 +85,7 @@ class Inner:
         self.slots: list[int | None] = [None] * NUM_SLOTS
 
     def _create_merged_loras_inplace(self, model: Any) -> None:
+        next(iter(model.loras.values()))  # vLLM takes it for granted that there is one
         parts = [model.loras.pop(name, None) for name in (Q, K)]
         model.loras[self.packed] = SimpleNamespace(
             lora_a=[part and part.lora_a for part in parts],
@@ -107,8 +109,13 @@ class Inner:
         return True
 
     def deactivate_adapter(self, lora_id: int) -> None:
-        del self._active_adapters[lora_id]
-        self.slots[self.slots.index(lora_id)] = None
+        if lora_id in self._active_adapters:
+            del self._active_adapters[lora_id]
+            self.slots[self.slots.index(lora_id)] = None
+
+    def remove_adapter(self, lora_id: int) -> None:
+        self.deactivate_adapter(lora_id)
+        self._registered_adapters.pop(lora_id, None)
 
 
 class Manager:
@@ -260,7 +267,7 @@ def test_an_arena_outlives_its_folder_and_one_cut_short_leaves_no_slot(tmp_path:
         held.truncate(8)
         with pytest.raises(ValueError, match="an arena ends after 8 bytes"):
             manager.add_adapter(request(1, folder))
-        assert inner.slots == [None] * NUM_SLOTS and not inner._active_adapters
+        assert inner.slots == [None] * NUM_SLOTS and not inner._registered_adapters
         held.close()
 
 
@@ -285,3 +292,6 @@ def test_arenas_that_do_not_fit_are_refused(
         (folder / MANIFEST).write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match=sentence):
             manager.add_adapter(request(1, folder))
+        # A request that is on its way already must not end the worker.
+        manager.add_adapter(request(1, folder))
+        assert not any(slot.any() for slot in manager.slot(1))

@@ -68,8 +68,9 @@ async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state:
     for flag, value in [
         ("--model", "tiny"), ("--max-lora-rank", "32"), ("--seed", "3"),
         ("--logprobs-mode", "processed_logprobs"),
-        ("--worker-extension-cls", "rookery_worker.WorkerExtension"),
-        ("--middleware", "rookery_api.TokenRoute"), ("--lora-target-modules", "q_proj"),
+        ("--worker-extension-cls", "rookery_inside.extension.WorkerExtension"),
+        ("--middleware", "rookery_inside.token_route.TokenRoute"),
+        ("--lora-target-modules", "q_proj"),
     ]:  # fmt: skip
         assert argv[argv.index(flag) + 1] == value
     assert {"--enable-lora", "--enable-prefix-caching"} <= set(argv)

@@ -12,8 +12,8 @@ from fleet.adapters import K, Q, make_small, write_model
 from rookery.errors import AdapterError
 from rookery.fleet import staging as stage
 from rookery.fleet.arenas import ArenaFile, Spares
-from rookery.fleet.extension import MANIFEST, _open_arena, _view
 from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.inside.arena import MANIFEST, factor_view, open_arena
 from rookery.fleet.staging import Staging, open_staging, wire_name
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
@@ -43,13 +43,13 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
     read = read_adapter(folder)
     assert read.base == "server/model"
     manifest = json.loads((arena / MANIFEST).read_text())
-    memory = _open_arena(arena, manifest, ()).on(torch.device("cpu"))
+    memory = open_arena(arena, manifest, ()).on(torch.device("cpu"))
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     for name, rank, size_in, size_out, at_a, at_b in json.loads(manifest["layers"]):
         lora = read.factors[name]
         assert lora.scale == 1 and (at_a % 256, at_b % 256) == (0, 0)
-        a = _view(memory, at_a, (rank, size_in))
-        b = _view(memory, at_b, (size_out, rank))
+        a = factor_view(memory, at_a, (rank, size_in))
+        b = factor_view(memory, at_b, (size_out, rank))
         assert torch.equal(a, lora.a.to(kind)) and torch.equal(b, lora.b.to(kind))
         exact = adapter.factors[name].b.float() * 1.7
         assert torch.allclose(b.float(), exact, rtol=1e-2)
@@ -62,9 +62,9 @@ def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
             adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
             folder = staging.arena_folder(ref, adapter, dtype="float32")
             manifest = json.loads((folder / MANIFEST).read_text())
-            memory = _open_arena(folder, manifest, ()).on(torch.device("cpu"))
+            memory = open_arena(folder, manifest, ()).on(torch.device("cpu"))
             name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
-            assert torch.equal(_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
+            assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
     assert all(path.is_dir() for path in tmp_path.iterdir()), "nothing is left beside the folders"
 
 

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rookery.fleet.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
+from rookery.fleet.inside.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
 from rookery.fleet.wire import Fields, encode_tokens, read_choices, read_completion, read_reading
 from rookery.types import ModelRef
 
@@ -57,12 +59,28 @@ class Engine:
         self.loras: list[Any] = []
         self.num_stopped = 0
         self.hold: asyncio.Event | None = None
+        self.loading: asyncio.Event | None = None
+        self.is_asked = asyncio.Event()
+        self.num_loads = 0
+        self.called: list[str] = []
+
+    async def collective_rpc(self, method: str) -> None:
+        self.called.append(method)
+
+    async def add_lora(self, lora: Any) -> None:
+        assert self.called, "the workers must know arenas before they meet one"
+        self.num_loads += 1
+        if self.loading is not None:
+            await self.loading.wait()
+        if lora.lora_path == "broken":
+            raise RuntimeError("rank 99")
 
     async def generate(
         self, prompt: dict[str, Any], params: Any, _name: str, *, lora_request: Any
     ) -> AsyncIterator[Any]:
         self.params.append(params)
         self.loras.append(lora_request)
+        self.is_asked.set()
         tokens = prompt["prompt_token_ids"]
         if tokens[0] == 99:
             raise ValueError("99 is no token")
@@ -91,17 +109,11 @@ class Engine:
 
 class Models:
     def __init__(self) -> None:
-        self.lora_requests: dict[str, str] = {}
-        self.num_loads = 0
+        numbers = count(1)
+        self.lora_requests: dict[str, Any] = {}
+        self.lora_resolver_lock: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.lora_id_counter = SimpleNamespace(inc=lambda _by: next(numbers))
         self.renderer = SimpleNamespace(tokenizer=Tokenizer())
-
-    async def load_lora_adapter(self, request: Any) -> Any:
-        self.num_loads += 1
-        await asyncio.sleep(0)
-        if request.lora_path == "broken":
-            return SimpleNamespace(error=SimpleNamespace(message="rank 99"))
-        self.lora_requests[request.lora_name] = request.lora_path
-        return "Success"
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +122,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, dict[str, object]] = {
         "vllm": {"SamplingParams": Params},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
-        "vllm.entrypoints": {},
-        "vllm.entrypoints.serve": {},
-        "vllm.entrypoints.serve.lora": {},
-        "vllm.entrypoints.serve.lora.protocol": {"LoadLoRAAdapterRequest": Params},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": SimpleNamespace},
     }
     for name, content in found.items():
         module = ModuleType(name)
@@ -203,11 +213,30 @@ async def test_stop_strings_leave_the_text_to_vllm() -> None:
 
 async def test_an_adapter_is_loaded_with_its_first_request_and_once() -> None:
     server = Server()
+    server.engine.loading = asyncio.Event()
     body = encode_tokens("poet@1", Fields(), [(1,)], path="/arena")
-    assert [status for status, _ in [await server.ask(body), await server.ask(body)]] == [200, 200]
-    assert server.models.num_loads == 1 and server.engine.loras == ["/arena", "/arena"]
-    status, answer = await server.ask(encode_tokens("bad@1", Fields(), [(1,)], path="broken"))
+    asked = [asyncio.create_task(server.ask(body)) for _ in range(2)]
+    await server.engine.is_asked.wait()  # before the adapter is there
+    assert not server.models.lora_requests
+    server.engine.loading.set()
+    assert [(await one)[0] for one in asked] == [200, 200]
+    assert (await server.ask(body))[0] == 200
+    assert server.engine.num_loads == 1 and server.engine.called == ["rookery_attach"]
+    assert {lora.lora_path for lora in server.engine.loras} == {"/arena"}
+    assert len({lora.lora_int_id for lora in server.engine.loras}) == 1
+
+
+async def test_a_broken_adapter_is_refused_and_its_request_stopped() -> None:
+    server = Server()
+    server.engine.hold = server.engine.loading = asyncio.Event()
+    body = encode_tokens("bad@1", Fields(), [(1,)], path="broken")
+    asked = asyncio.create_task(server.ask(body))
+    await server.engine.is_asked.wait()
+    server.engine.hold = None
+    server.engine.loading.set()
+    status, answer = await asked
     assert status == ADAPTER_REFUSED and answer["error"]["message"].endswith("loaded: rank 99")
+    assert not server.models.lora_requests
 
 
 async def test_one_bad_prompt_stops_the_others() -> None:

@@ -8,8 +8,8 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import rookery_api  # the launcher must have put both there
-import rookery_worker
+import rookery_inside.extension  # the launcher must have put both there
+import rookery_inside.token_route
 
 MODE = os.environ.get("FAKE_VLLM", "")
 
@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 child = 0
-assert rookery_worker.WorkerExtension and rookery_api.TokenRoute
+assert rookery_inside.extension.WorkerExtension and rookery_inside.token_route.TokenRoute
 sys.stdout.write("loading the model\n")
 sys.stdout.flush()
 if MODE == "memory":

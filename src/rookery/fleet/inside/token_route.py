@@ -1,8 +1,7 @@
-"""Runs inside vLLM's API processes: one route for tokens in, tokens out, and an adapter with them.
+"""What runs in vLLM's API processes: a route for tokens in, tokens out, and an adapter with them.
 
-It is given to vLLM by `--middleware` on servers that only this machine reaches. It imports nothing
-of Rookery, and vLLM only when called: `launch.py` puts a copy of this one file where the server's
-Python finds it. A server without it is served by `/v1/completions`.
+It is given to vLLM by `--middleware` on servers that only this machine reaches. A server without it
+is served by `/v1/completions`.
 
     POST /rookery/generate
     {"model": "poet@3fa9", "path": "/dev/shm/.../poet@3fa9.bfloat16.arena",
@@ -13,8 +12,8 @@ Python finds it. A server without it is served by `/v1/completions`.
 
 What `/v1/completions` does besides costs its process more than a GPU needs for the tokens: a string
 per token and per likely token, an object for each, the text of every prefix. Here the text is made
-once, at the end. `path` is loaded the first time it is named, by vLLM's own `load_lora_adapter`,
-so that an adapter and its first request are one call.
+once, at the end. `path` is loaded the first time it is named, so that an adapter and its first
+request are one call, and go to the engine one right behind the other.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import asyncio
 import json
 import os
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 __all__ = ["TokenRoute"]
@@ -42,6 +41,7 @@ _CONTEXT = 5
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Generate = Callable[[Any], Coroutine[Any, Any, list[Any]]]
 
 
 class _Refused(Exception):
@@ -81,11 +81,11 @@ class TokenRoute:
 def _described() -> dict[str, Any]:
     """What this route needs of vLLM is there, or the import fails."""
     from vllm import SamplingParams
-    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
     SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-    LoadLoRAAdapterRequest(lora_name="a", lora_path="b")
+    LoRARequest(lora_name="a", lora_int_id=1, lora_path="b")
     return {"format": FORMAT}
 
 
@@ -93,7 +93,6 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    lora = await _adapter(state.openai_serving_models, request)
     # Stop strings are found in the text as it grows; without them the text can wait.
     is_watched = bool(request["params"].get("stop"))
     params = SamplingParams(
@@ -103,19 +102,23 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     engine, name = state.engine_client, uuid.uuid4().hex
-    outputs = await _gathered(
-        [
-            _last(
-                engine.generate(
-                    {"type": "token", "prompt_token_ids": prompt},
-                    params,
-                    f"rookery-{name}-{i}",
-                    lora_request=lora,
+
+    async def generate(lora: Any) -> list[Any]:
+        return await _gathered(
+            [
+                _last(
+                    engine.generate(
+                        {"type": "token", "prompt_token_ids": prompt},
+                        params,
+                        f"rookery-{name}-{i}",
+                        lora_request=lora,
+                    )
                 )
-            )
-            for i, prompt in enumerate(request["prompts"])
-        ]
-    )
+                for i, prompt in enumerate(request["prompts"])
+            ]
+        )
+
+    outputs = await _with_adapter(state, request, generate)
     tokenizer = None if is_watched else state.openai_serving_models.renderer.tokenizer
     return {
         "choices": [
@@ -126,21 +129,52 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _adapter(models: Any, request: dict[str, Any]) -> Any:
-    """The LoRARequest that the request names; loaded where it is not."""
-    name, path = request["model"], request.get("path")
-    if path is None:
-        return None
-    if name not in models.lora_requests:
-        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
-
-        wanted = LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
-        answer = await models.load_lora_adapter(wanted)
+async def _with_adapter(state: Any, request: dict[str, Any], generate: Generate) -> list[Any]:
+    """What `generate` makes with the LoRARequest that the request names, or with none."""
+    models, name, path = state.openai_serving_models, request["model"], request["path"]
+    loaded = models.lora_requests
+    if path is None or name in loaded:
+        return await generate(None if path is None else loaded[name])
+    async with models.lora_resolver_lock[name]:
         # Two requests may name it first together: the other one has loaded it then.
-        if name not in models.lora_requests:
-            reason = getattr(getattr(answer, "error", answer), "message", answer)
-            raise _Refused(ADAPTER_REFUSED, f"{name} cannot be loaded: {reason}")
-    return models.lora_requests[name]
+        if name in loaded:
+            making = asyncio.create_task(generate(loaded[name]))
+        else:
+            making = await _load_and_start(state, name, path, generate)
+    try:
+        return await making
+    finally:
+        making.cancel()
+
+
+async def _load_and_start(
+    state: Any, name: str, path: str, generate: Generate
+) -> asyncio.Task[list[Any]]:
+    """Have an adapter loaded; `generate` is on its way to the engine meanwhile.
+
+    The engine does one after the other. When the first fails, `extension.py` lets the second pass
+    with an adapter that does nothing, and what it makes is thrown away.
+    """
+    from vllm.lora.request import LoRARequest
+
+    models = state.openai_serving_models
+    if not getattr(state, "rookery_is_attached", False):
+        # Before the first adapter: a worker that knows no arenas would die of the request.
+        await state.engine_client.collective_rpc("rookery_attach")
+        state.rookery_is_attached = True
+    lora = LoRARequest(lora_name=name, lora_int_id=models.lora_id_counter.inc(1), lora_path=path)
+    adding = asyncio.ensure_future(state.engine_client.add_lora(lora))
+    await asyncio.sleep(0)  # up to its first wait, which is for the engine's answer
+    making = asyncio.create_task(generate(lora))
+    try:
+        await adding
+    except BaseException as error:
+        making.cancel()
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        raise _Refused(ADAPTER_REFUSED, f"{name} cannot be loaded: {error}") from None
+    models.lora_requests[name] = lora
+    return making
 
 
 async def _last(outputs: Any) -> Any:
