@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,17 +22,22 @@ from rookery.errors import AdapterError
 from rookery.types import Adapter
 from rookery.weights.delta import inner_products, low_rank, truncate
 from rookery.weights.draws import Key
+from rookery.weights.merge.blocks import ahead
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram
 from rookery.weights.merge.method import BLENDS, UNIFORM, WEIGHINGS, MergeConfig
-from rookery.weights.merge.rows import delta_rows, factor_rows
+from rookery.weights.merge.rows import Rows, delta_rows, factor_rows
 from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack, unstack
 
 __all__ = ["change_rank", "merge", "merge_stack"]
 
-_DENSE_NUMBERS = 1 << 27
-"""Children of one layer are blended together up to this many numbers of delta W: 512 MB, and at
-most twice that for the two parents of each."""
+_BATCH_NUMBERS = 1 << 22
+"""Factors that are brought back to a rank together: 16 MB of each parent, and twice as doubles."""
+_PATCH_NUMBERS = 1 << 24
+"""Children of one layer are blended together up to this many numbers of delta W: 64 MB."""
+_DENSE_NUMBERS = 1 << 28
+"""Numbers of delta W that are blended ahead of the one at hand: 1 GB, and twice that for the two
+parents of each."""
 
 
 def merge(
@@ -96,13 +102,27 @@ def _weigh_deltas(
     by_num_parents: dict[int, list[int]] = defaultdict(list)
     for child, cross in enumerate(crosses):
         by_num_parents[len(cross.parents)].append(child)
-    for layer in population.layout.layers:
-        for made in by_num_parents.values():
-            chosen = [crosses[child] for child in made]
-            a, b = _combined(population, chosen, method, layer.name)
+    for made in by_num_parents.values():
+        chosen = [crosses[child] for child in made]
+        for layers in _alike(population, num_children=len(made)):
+            parts = [_combined(population, chosen, method, layer) for layer in layers]
+            a, b = map(torch.stack, zip(*parts, strict=True))
             new_a, new_b = truncate(a, b, rank=children.layout.rank)
-            children.a(layer.name)[made] = new_a
-            children.b(layer.name)[made] = new_b
+            for layer, own_a, own_b in zip(layers, new_a, new_b, strict=True):
+                children.a(layer)[made] = own_a
+                children.b(layer)[made] = own_b
+
+
+def _alike(population: Stack, *, num_children: int) -> Iterator[list[str]]:
+    """Layers of one shape, by name: as many together as fit a batch. A call costs more than a small
+    layer's numbers."""
+    by_shape: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for layer in population.layout.layers:
+        by_shape[layer.num_in, layer.num_out].append(layer.name)
+    for (num_in, num_out), names in by_shape.items():
+        numbers = num_children * population.layout.rank * (num_in + num_out)
+        size = max(1, _BATCH_NUMBERS // numbers)
+        yield from (names[first : first + size] for first in range(0, len(names), size))
 
 
 def _combined(
@@ -123,33 +143,54 @@ def _combined(
     return a.flatten(1, 2), weighted.transpose(1, 2).flatten(2)
 
 
+class _Patch(NamedTuple):
+    """A few children of one layer, and the parents they are made of."""
+
+    layer: LayerShape
+    first: int
+    crosses: Sequence[Cross]
+    rows: Rows
+    """The dense deltas of the parents that are used."""
+
+
 def _blend_deltas(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
+    largest = max(layer.num_out * layer.num_in for layer in population.layout.layers)
+    # One thread in four: the others are for the products here. On a few cores it does not pay.
+    num_ahead = min(torch.get_num_threads() // 4, _DENSE_NUMBERS // largest)
+    patches = _patches(population, crosses)
+    for patch, dense in ahead(partial(_blend_patch, method), patches, num=num_ahead):
+        name = patch.layer.name
+        for child, (cross, matrix) in enumerate(
+            zip(patch.crosses, dense, strict=True), start=patch.first
+        ):
+            start = population.a(name)[list(cross.parents)].flatten(0, 1)
+            a, b = low_rank(matrix, rank=children.layout.rank, start=start)
+            children.a(name)[child] = a
+            children.b(name)[child] = b
+
+
+def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[_Patch]:
     for layer in population.layout.layers:
-        num_together = max(1, _DENSE_NUMBERS // (layer.num_out * layer.num_in))
+        num_together = max(1, _PATCH_NUMBERS // (layer.num_out * layer.num_in))
         for first in range(0, len(crosses), num_together):
             group = crosses[first : first + num_together]
-            dense = _blend_layer(population, group, method, layer)
-            for child, (cross, matrix) in enumerate(zip(group, dense, strict=True), start=first):
-                start = population.a(layer.name)[list(cross.parents)].flatten(0, 1)
-                a, b = low_rank(matrix, rank=children.layout.rank, start=start)
-                children.a(layer.name)[child] = a
-                children.b(layer.name)[child] = b
+            used = sorted({parent for cross in group for parent in cross.parents})
+            rows = delta_rows(population, layer=layer.name, parents=used)
+            yield _Patch(layer, first, group, rows)
 
 
-def _blend_layer(
-    population: Stack, crosses: Sequence[Cross], method: MergeConfig, layer: LayerShape
-) -> torch.Tensor:
+def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:
     """The dense matrices [C, out, in] that the operator makes of one layer."""
-    used = sorted({parent for cross in crosses for parent in cross.parents})
-    rows = delta_rows(population, layer=layer.name, parents=used)
+    layer = patch.layer
+    used = sorted({parent for cross in patch.crosses for parent in cross.parents})
     local = [
         replace(cross, parents=tuple(used.index(parent) for parent in cross.parents))
-        for cross in crosses
+        for cross in patch.crosses
     ]
-    dense = torch.empty(len(crosses), layer.num_out * layer.num_in)
-    BLENDS[method.type](method, rows=rows, crosses=local, out=dense)
+    dense = torch.empty(len(local), layer.num_out * layer.num_in)
+    BLENDS[method.type](method, rows=patch.rows, crosses=local, out=dense)
     return dense.view(-1, layer.num_out, layer.num_in)
 
 

@@ -30,7 +30,7 @@ typedef uint32_t __attribute__((may_alias)) Bits;
  * of the answer lie; there every number gets a byte, and a search that counts bytes finds the exact
  * upper bits. The lower 16 are searched among the few numbers that share them. No number is moved.
  */
-enum { GROUP = 64, FULL = 255, SAMPLES = 300 };
+enum { GROUP = 64, FULL = 255, SAMPLES = 150 };
 
 /* The last group is filled with zeros: what is counted is always above 0. */
 static void pad(uint8_t *keys, int64_t num) {
@@ -69,17 +69,18 @@ static void narrow(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k
   else bracket->high = key, bracket->at_high = found;
 }
 
-/* Interpolates, then probes a little beyond on the side where the answer lies; halves where that
- * did not help, so that no distribution takes long. At the end low is the k-th largest key. */
-static void search(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k) {
-  while (bracket->high - bracket->low > 1) {
-    int width = bracket->high - bracket->low, step = 1 + width / 32;
-    double part = (double)(bracket->at_low - k) / (double)(bracket->at_low - bracket->at_high);
-    int place = bracket->low + (int)(part * width);
+/* Goes from the last probe as far as `density`, numbers per key, says; halves now and then, so that
+ * no distribution takes long, and always when it is 0. At the end low is the k-th largest key. */
+static void search(Bracket *bracket, const uint8_t *keys, int64_t num, int64_t k, double density,
+                   int place) {
+  for (int turn = 1; bracket->high - bracket->low > 1; turn++) {
+    int low = bracket->low, high = bracket->high;
+    place = place <= low ? low + 1 : place >= high ? high - 1 : place;
     narrow(bracket, keys, num, k, place);
-    narrow(bracket, keys, num, k, bracket->low >= place ? place + step : place - step);
-    if (bracket->high - bracket->low > width / 2)
-      narrow(bracket, keys, num, k, (bracket->low + bracket->high) / 2);
+    double above = (double)(bracket->at_low - k), below = (double)(k - 1 - bracket->at_high);
+    if (density == 0 || turn % 4 == 0) place = (bracket->low + bracket->high) / 2;
+    else if (bracket->low == place) place += 1 + (int)(above / density);
+    else place -= 1 + (int)(below / density);
   }
 }
 
@@ -88,10 +89,10 @@ static int kth_short(const uint16_t *values, int64_t num, int64_t k, uint8_t *ke
   Bracket upper = {0, 256, num, 0};
   for (int64_t i = 0; i < num; i++) keys[i] = (uint8_t)(values[i] >> 8);
   pad(keys, num);
-  search(&upper, keys, num, k);
+  search(&upper, keys, num, k, 0, 128);
   Bracket lower = {0, 256, upper.at_low - upper.at_high, 0};
   for (int64_t i = 0; i < num; i++) keys[i] = values[i] >> 8 == upper.low ? (uint8_t)values[i] : 0;
-  search(&lower, keys, num, k - upper.at_high);
+  search(&lower, keys, num, k - upper.at_high, 0, 128);
   return upper.low << 8 | lower.low;
 }
 
@@ -173,9 +174,8 @@ static float kth_magnitude(const Bits *bits, int64_t num, int64_t k, uint16_t *s
   make_keys(bits, num, base, keys);
   pad(keys, num);
   Bracket bracket = {0, 256, num, 0};
-  narrow(&bracket, keys, num, k, 1);
-  narrow(&bracket, keys, num, k, end - base + 1 < 255 ? end - base + 1 : 255);
-  search(&bracket, keys, num, k);
+  double density = 2 * margin / (double)num_sampled * (double)num / (double)(end - base);
+  search(&bracket, keys, num, k, density, 1 + (end - base) / 2);
   int upper = base - 1 + bracket.low, key = bracket.low;
   if (key == 0 || key == 255) {
     for (int64_t i = 0; i < num; i++) shorts[i] = (uint16_t)upper_bits(bits[i]);
