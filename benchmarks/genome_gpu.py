@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from fleet_gpu import TARGETS, make_random, show, write_shape
 from generation import TimedGeneration
 
@@ -67,6 +68,7 @@ def make_nursery(num_children: int) -> tuple[Nursery, list[str]]:
 
 
 async def measure(fleet: Fleet, options: argparse.Namespace) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # as `rookery genome run` does
     template = load_template(options.tokenizer)
     taskset = make_taskset(options.tasks, num_new=options.new_tokens)
     nursery, names = make_nursery(options.candidates)

@@ -125,6 +125,7 @@ async def _evolve(
     from rookery.rollout import TasksetEvaluator
     from rookery.ui.page import render_page
 
+    _share_cores(config)
     async with open_sampler(config.engine) as engine:
         founders = await _ready_founders(config, inputs, engine)
         TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
@@ -133,6 +134,14 @@ async def _evolve(
             run.write_text("report.html", render_page(result.report))
             run.finish("finished")
     return result.report, run.path
+
+
+def _share_cores(config: "GenomeConfig") -> None:
+    """Candidates are made while servers that were started here answer, which needs cores too."""
+    import torch
+
+    if config.engine.type == "fleet" and config.engine.launch is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
 
 
 async def _ready_founders(

@@ -1,13 +1,12 @@
 """Long rows in blocks that fit the cache, and several rows at once on the cores there are."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
-__all__ = ["BLOCK", "ahead", "blocks", "each"]
+__all__ = ["BLOCK", "blocks", "each"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,21 +29,3 @@ def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
         return [function(item) for item in items]
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(function, items))
-
-
-def ahead(
-    function: Callable[[Item], Result], items: Iterable[Item], *, num: int
-) -> Iterator[tuple[Item, Result]]:
-    """Items with their results, in order. Other threads are at work on the next `num` of them."""
-    if num == 0:
-        yield from ((item, function(item)) for item in items)
-        return
-    begun: deque[tuple[Item, Future[Result]]] = deque()
-    with ThreadPoolExecutor(num) as pool:
-        for item in items:
-            begun.append((item, pool.submit(function, item)))
-            if len(begun) > num:
-                first, result = begun.popleft()
-                yield first, result.result()
-        for last, result in begun:
-            yield last, result.result()

@@ -22,7 +22,7 @@ from rookery.errors import AdapterError
 from rookery.types import Adapter
 from rookery.weights.delta import inner_products, low_rank, truncate
 from rookery.weights.draws import Key
-from rookery.weights.merge.blocks import ahead
+from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram
 from rookery.weights.merge.method import BLENDS, UNIFORM, WEIGHINGS, MergeConfig
@@ -36,8 +36,7 @@ _BATCH_NUMBERS = 1 << 22
 _PATCH_NUMBERS = 1 << 24
 """Children of one layer are blended together up to this many numbers of delta W: 64 MB."""
 _DENSE_NUMBERS = 1 << 28
-"""Numbers of delta W that are blended ahead of the one at hand: 1 GB, and twice that for the two
-parents of each."""
+"""Numbers of delta W that are blended at a time: 1 GB, and twice that for their parents."""
 
 
 def merge(
@@ -156,29 +155,36 @@ class _Patch(NamedTuple):
 def _blend_deltas(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
-    largest = max(layer.num_out * layer.num_in for layer in population.layout.layers)
-    # One thread in four: the others are for the products here. On a few cores it does not pay.
-    num_ahead = min(torch.get_num_threads() // 4, _DENSE_NUMBERS // largest)
-    patches = _patches(population, crosses)
-    for patch, dense in ahead(partial(_blend_patch, method), patches, num=num_ahead):
-        name = patch.layer.name
-        for child, (cross, matrix) in enumerate(
-            zip(patch.crosses, dense, strict=True), start=patch.first
-        ):
-            start = population.a(name)[list(cross.parents)].flatten(0, 1)
-            a, b = low_rank(matrix, rank=children.layout.rank, start=start)
-            children.a(name)[child] = a
-            children.b(name)[child] = b
+    for patches in _patches(population, crosses):
+        # Blends have a thread each, products have all of them: by turns, never both.
+        blended = each(partial(_blend_patch, method), patches)
+        for patch, dense in zip(patches, blended, strict=True):
+            name = patch.layer.name
+            for child, (cross, matrix) in enumerate(
+                zip(patch.crosses, dense, strict=True), start=patch.first
+            ):
+                start = population.a(name)[list(cross.parents)].flatten(0, 1)
+                a, b = low_rank(matrix, rank=children.layout.rank, start=start)
+                children.a(name)[child] = a
+                children.b(name)[child] = b
 
 
-def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[_Patch]:
+def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patch]]:
+    """All children and layers, as many at a time as there are threads and the memory allows."""
+    patches: list[_Patch] = []
     for layer in population.layout.layers:
-        num_together = max(1, _PATCH_NUMBERS // (layer.num_out * layer.num_in))
+        size = layer.num_out * layer.num_in
+        num_together = max(1, _PATCH_NUMBERS // size)
         for first in range(0, len(crosses), num_together):
             group = crosses[first : first + num_together]
             used = sorted({parent for cross in group for parent in cross.parents})
             rows = delta_rows(population, layer=layer.name, parents=used)
-            yield _Patch(layer, first, group, rows)
+            patches.append(_Patch(layer, first, group, rows))
+            if len(patches) >= min(torch.get_num_threads(), _DENSE_NUMBERS // (size * len(group))):
+                yield patches
+                patches = []
+    if patches:
+        yield patches
 
 
 def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:
