@@ -172,7 +172,9 @@ class TasksetEvaluator:
                 Group(task=task, model=model, rollouts=next(answers) if known is None else known)
                 for (model, task), known in zip(pairs, found, strict=True)
             ]
-            self._keep(missing, asked)
+            if self._log is not None:
+                # In a thread: the next block's requests need not wait for the disk.
+                await asyncio.to_thread(self._keep, self._log, missing, asked)
             num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
             self.num_rollouts += sum(len(rollouts) for rollouts in asked)
             self.num_tokens += num_tokens
@@ -188,15 +190,14 @@ class TasksetEvaluator:
         known = tuple(rollout for rollout in found if rollout is not None)
         return known if len(known) == len(keys) else None
 
-    def _keep(self, pairs: Sequence[Pair], asked: Sequence[Rollouts]) -> None:
-        if self._log is not None:
-            self._log.add(
-                [
-                    (self._key(model, task, index), model, rollout, self._cost(rollout))
-                    for (model, task), rollouts in zip(pairs, asked, strict=True)
-                    for index, rollout in enumerate(rollouts)
-                ]
-            )
+    def _keep(self, log: RolloutLog, pairs: Sequence[Pair], asked: Sequence[Rollouts]) -> None:
+        log.add(
+            [
+                (self._key(model, task, index), model, rollout, self._cost(rollout))
+                for (model, task), rollouts in zip(pairs, asked, strict=True)
+                for index, rollout in enumerate(rollouts)
+            ]
+        )
 
     def _num_answers(self, task: Task) -> int:
         asking = self._askings[task.source]

@@ -5,6 +5,7 @@ rollout = log.find(key, task, model)     # None: not asked yet
 log.add(rollouts)                        # durable before it returns
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class RolloutLog:
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
+        self._adding = threading.Lock()
         self._known: dict[str, Any] = {}
         if run is not None:
             self._known = {event.key: event.payload for event in run.events("rollout")}
@@ -39,23 +41,28 @@ class RolloutLog:
         )
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
-        """Store a block of rollouts, all or none. Failed ones are not: they are asked again."""
-        news: dict[str, dict[str, object]] = {}
-        for key, model, rollout, num_tokens in rollouts:
-            if rollout.error or key in self._known:
-                continue
-            news[key] = {
-                "model": model.served_name,
-                "task": rollout.task.id,
-                "reward": rollout.reward,
-                "error": rollout.error,
-                "completion": _write_completion(rollout.completion),
-                "num_tokens": num_tokens,
+        """Store a block of rollouts, all or none. Failed ones are not: they are asked again.
+
+        For any number of threads: of two answers to one question the first is kept.
+        """
+        with self._adding:
+            news = {
+                key: {
+                    "model": model.served_name,
+                    "task": rollout.task.id,
+                    "reward": rollout.reward,
+                    "error": rollout.error,
+                    "completion": _write_completion(rollout.completion),
+                    "num_tokens": num_tokens,
+                }
+                for key, model, rollout, num_tokens in rollouts
+                if not rollout.error and key not in self._known
             }
-        if news and self._run is not None:
-            events = [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
-            self._run.append_many(events)
-        self._known |= news
+            if news and self._run is not None:
+                self._run.append_many(
+                    [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
+                )
+            self._known |= news
 
 
 def _write_completion(completion: Completion | None) -> dict[str, object] | None:

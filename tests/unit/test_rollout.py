@@ -370,6 +370,17 @@ async def test_other_weights_are_asked_and_equal_ones_under_another_name_are_not
     assert judged.num_rollouts == 4
 
 
+async def test_equal_weights_under_two_names_may_be_asked_at_the_same_time(
+    template: Template, run: Run
+) -> None:
+    taskset = written(40)
+    judged = evaluator(FakeSampler(), template, taskset, log=RolloutLog(run))
+    names = [ModelRef(name=f"twin{i}", version="1") for i in range(8)]
+    found = await asyncio.gather(*(judged.rollout([name], taskset.tasks) for name in names))
+    assert run.counts()["rollout"] == 40, "of equal answers the first is kept"
+    assert all(len(groups) == 40 for groups in found)
+
+
 async def test_failed_answers_are_asked_again(template: Template, run: Run) -> None:
     taskset = written(3, n=2)
     sampler = FakeSampler()

@@ -68,6 +68,8 @@ def _problem(value: object) -> tuple[str, str] | None:
             if type(item) not in PLAIN and (found := _problem(item)):
                 return f'["{key}"]{found[0]}', found[1]
     elif isinstance(value, list | tuple):
+        if _is_plain(value):
+            return None
         for index, item in enumerate(value):
             if type(item) not in PLAIN and (found := _problem(item)):
                 return f"[{index}]{found[0]}", found[1]
@@ -78,6 +80,13 @@ def _problem(value: object) -> tuple[str, str] | None:
     elif value is not None and not isinstance(value, str | int):
         return "", f"is {_type_name(value)}; {_remedy(value)}"
     return None
+
+
+def _is_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether all is well at a glance, as with the long lists of numbers that most of it is."""
+    kinds = set(map(type, values))
+    # A sum of floats is finite only if all of them are.
+    return kinds <= PLAIN or (kinds == {float} and math.isfinite(sum(values)))
 
 
 def _type_name(value: object) -> str:
