@@ -49,7 +49,7 @@ class TimedGeneration:
             trials = Trials(
                 evaluator,
                 adapters=self.engine,
-                make=self.nursery.adapter,
+                nursery=self.nursery,
                 tasks=self.tasks,
                 weights={taskset.name: taskset.weight for taskset in self.tasksets},
                 race=RaceConfig(enabled=False),

@@ -25,6 +25,16 @@ def make(name: str) -> Adapter:
     return make_adapter(name, base="tiny", factors={"layer": factors})
 
 
+class Bench:
+    """A nursery that makes by a function."""
+
+    def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
+        self.adapter, self._slow = make, slow
+
+    def is_slow(self, name: str) -> bool:
+        return name in self._slow
+
+
 class Asked:
     """An evaluator that notes which models are asked together."""
 
@@ -54,7 +64,7 @@ def open_trials(
     return Trials(
         evaluator,  # type: ignore[arg-type]
         adapters=adapters or FakeAdapters(),
-        make=make,
+        nursery=Bench(make),  # type: ignore[arg-type]
         tasks=TASKS,
         weights={"t": 1.0},
         race=RaceConfig(enabled=False),
@@ -62,7 +72,7 @@ def open_trials(
     )
 
 
-async def test_candidates_arrive_in_order_and_are_let_go_at_the_end() -> None:
+async def test_candidates_arrive_the_slow_ones_last_and_are_let_go_at_the_end() -> None:
     adapters = FakeAdapters()
     made = []
 
@@ -70,10 +80,11 @@ async def test_candidates_arrive_in_order_and_are_let_go_at_the_end() -> None:
         made.append(name)
         return make(name)
 
-    async with brood(NAMES, make=note, adapters=adapters) as arrivals:
+    nursery = Bench(note, slow=("first",))
+    async with brood(NAMES, nursery=nursery, adapters=adapters) as arrivals:  # type: ignore[arg-type]
         refs = [await arrivals[name] for name in NAMES]
-        assert [ref.name for ref in refs] == made == list(NAMES)
-        assert list(adapters.loaded) == refs
+        assert [ref.name for ref in refs] == list(NAMES)
+        assert made == ["second", "third", "first"] == [ref.name for ref in adapters.loaded]
     assert not adapters.loaded
 
 
@@ -87,7 +98,8 @@ async def test_leaving_early_makes_no_more_and_lets_go_what_arrived() -> None:
         return make(name)
 
     with pytest.raises(RuntimeError, match="enough"):
-        async with brood(NAMES, make=slow, adapters=adapters) as arrivals:
+        nursery = Bench(slow)
+        async with brood(NAMES, nursery=nursery, adapters=adapters) as arrivals:  # type: ignore[arg-type]
             await arrivals["first"]
             raise RuntimeError("enough")
     may_go_on.set()

@@ -1,15 +1,16 @@
 """The candidates of one generation on their way: made in a thread, loaded, let go at the end.
 
-async with brood(names, make=nursery.adapter, adapters=engine) as arrivals:
+async with brood(names, nursery=nursery, adapters=engine) as arrivals:
     ref = await arrivals["g001-c03"]         # AdapterError when it cannot be made or loaded
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from rookery.loops.genome.nursery import Nursery
 from rookery.ports import Adapters
-from rookery.types import Adapter, ModelRef
+from rookery.types import ModelRef
 
 __all__ = ["Arrivals", "brood"]
 
@@ -19,17 +20,19 @@ Arrivals = Mapping[str, asyncio.Task[ModelRef]]
 
 @asynccontextmanager
 async def brood(
-    names: Sequence[str], *, make: Callable[[str], Adapter], adapters: Adapters
+    names: Sequence[str], *, nursery: Nursery, adapters: Adapters
 ) -> AsyncIterator[Arrivals]:
-    """Bring the candidates to the engine, in their order, while the block goes on."""
+    """Bring the candidates to the engine while the block goes on, those first that are soon made:
+    the engine has work then while the others are."""
     making = asyncio.Lock()  # one at a time: making one takes every core there is
 
     async def bring(name: str) -> ModelRef:
         async with making:
-            adapter = await asyncio.to_thread(make, name)
+            adapter = await asyncio.to_thread(nursery.adapter, name)
         return await adapters.load(adapter)
 
-    arrivals = {name: asyncio.create_task(bring(name)) for name in names}
+    in_turn = sorted(names, key=nursery.is_slow)
+    arrivals = {name: asyncio.create_task(bring(name)) for name in in_turn}
     try:
         yield arrivals
     finally:

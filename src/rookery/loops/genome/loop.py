@@ -188,7 +188,7 @@ def _open_trials(
     return Trials(
         hatchery.evaluator,
         adapters=hatchery.adapters,
-        make=nursery.adapter,
+        nursery=nursery,
         tasks=_split(tasksets, "search"),
         weights=_weights(tasksets),
         race=config.race,

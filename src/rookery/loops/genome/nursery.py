@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from rookery.errors import AdapterError
 from rookery.search.candidate import ChildPlan
 from rookery.types import Adapter
-from rookery.weights.merge import LinearConfig, MergeConfig, merge
+from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
 from rookery.weights.mutate import MutateConfig, mutate
 from rookery.weights.perturb import accumulate
 
@@ -93,6 +93,13 @@ class Nursery:
             self._made[candidate] = self._make(self._recipes[candidate])
             self._versions[candidate] = self._made[candidate].version
         return self._made[candidate]
+
+    def is_slow(self, candidate: str) -> bool:
+        """Whether making it builds whole layers, which takes many times as long."""
+        recipe = self._recipes.get(candidate)
+        if candidate in self._made or not isinstance(recipe, ChildPlan) or recipe.merge is None:
+            return False
+        return recipe.merge in self._merges and is_dense(self._merges[recipe.merge])
 
     def keep(self, candidates: Iterable[str]) -> None:
         """Let every adapter go but these."""

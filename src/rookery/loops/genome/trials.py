@@ -7,18 +7,19 @@ the others: making goes on while they are asked.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.errors import AdapterError, TaskError
 from rookery.loops.genome.brood import Arrivals, brood
+from rookery.loops.genome.nursery import Nursery
 from rookery.ports import Adapters
 from rookery.rollout import TasksetEvaluator, mean_by_source, together
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, fitness_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.search.streams import stream
-from rookery.types import Adapter, ModelRef, Task
+from rookery.types import ModelRef, Task
 
 __all__ = ["Measured", "Trials"]
 
@@ -42,7 +43,7 @@ class Trials:
         evaluator: TasksetEvaluator,
         *,
         adapters: Adapters,
-        make: Callable[[str], Adapter],
+        nursery: Nursery,
         tasks: Sequence[Task],
         weights: Mapping[str, float],
         race: RaceConfig,
@@ -50,7 +51,7 @@ class Trials:
     ) -> None:
         self._evaluator = evaluator
         self._adapters = adapters
-        self._make = make
+        self._nursery = nursery
         self._is_elsewhere = is_elsewhere
         self._tasks = {task.id: task for task in tasks}
         self._weights = dict(weights)
@@ -66,12 +67,18 @@ class Trials:
         self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> dict[str, Measured]:
         """Make and measure the candidates of these names; `keep` of all may survive."""
-        async with brood(candidates, make=self._make, adapters=self._adapters) as arrivals:
-            race = await self._run(arrivals, rivals=rivals, seed=seed, keep=keep)
+        async with brood(candidates, nursery=self._nursery, adapters=self._adapters) as arrivals:
+            race = await self._run(candidates, arrivals, rivals=rivals, seed=seed, keep=keep)
         return {name: self._conclude(name, race) for name in candidates}
 
     async def _run(
-        self, arrivals: Arrivals, *, rivals: Sequence[str], seed: int, keep: int
+        self,
+        candidates: Sequence[str],
+        arrivals: Arrivals,
+        *,
+        rivals: Sequence[str],
+        seed: int,
+        keep: int,
     ) -> Race:
         known = {r: self.measured[r].rewards for r in rivals if self.measured[r].is_complete}
         top = max(self._factors.values())
@@ -79,7 +86,7 @@ class Trials:
         if not config.enabled:
             config = config.model_copy(update={"block": len(self._tasks)})
         race = racing.start(
-            [*known, *arrivals], list(self._tasks), config=config, rng=stream(seed, "race")
+            [*known, *candidates], list(self._tasks), config=config, rng=stream(seed, "race")
         )
         while race.asks:
             told: dict[str, list[float] | None] = {

@@ -13,7 +13,7 @@ from rookery.weights.merge.linear import LinearConfig, linear
 from rookery.weights.merge.slerp import SlerpConfig, slerp
 from rookery.weights.merge.ties import TiesConfig, ties
 
-__all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig"]
+__all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig", "is_dense"]
 
 MergeConfig = Annotated[
     LinearConfig
@@ -39,3 +39,8 @@ UNIFORM = frozenset({"linear", "extrapolate"})
 
 BLENDS: Mapping[str, Callable[..., None]] = {"ties": ties, "dare": dare, "dare_ties": dare_ties}
 """Operators that treat every entry by itself: what they make of delta W has no low rank."""
+
+
+def is_dense(method: MergeConfig) -> bool:
+    """Whether it builds the dense delta W of every layer."""
+    return method.space == "delta" and method.type in BLENDS
