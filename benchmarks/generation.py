@@ -3,6 +3,7 @@
 Not a script: `genome.py` and `genome_gpu.py` use it.
 """
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,16 +20,53 @@ from rookery.runs import Run
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
-from rookery.types import ModelRef, Task
+from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Task
 
-__all__ = ["TimedGeneration"]
+__all__ = ["TimedGeneration", "WaitingEngine"]
+
+
+class WaitingEngine:
+    """A GPU of 256 sequences at a time and `step_s` a token, played by sleeping."""
+
+    def __init__(self, *, step_s: float = 0.0145, num_slots: int = 256) -> None:
+        self._step_s = step_s
+        self._slots = asyncio.Semaphore(num_slots)
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        return ModelRef(name=adapter.name, version=adapter.version)
+
+    async def unload(self, ref: ModelRef) -> None:
+        pass
+
+    async def reset_prefix_cache(self) -> None:
+        pass
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        raise NotImplementedError
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        return list(await asyncio.gather(*(self._answer(request) for request in requests)))
+
+    async def _answer(self, request: SampleRequest) -> tuple[Completion, ...]:
+        num = request.params.max_tokens
+        async with self._slots:
+            await asyncio.sleep(num * self._step_s)
+        return (
+            Completion(
+                model=request.model,
+                tokens=tuple(range(num)),
+                logprobs=tuple(-0.1234567 * i for i in range(num)),
+                text="word " * num,
+                finish_reason="length",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TimedGeneration:
     """The candidates `names` of a nursery, all asked for all tasks."""
 
-    engine: EmbeddedEngine | Fleet
+    engine: EmbeddedEngine | Fleet | WaitingEngine
     template: Template
     tasksets: Sequence[Taskset]
     tasks: Sequence[Task]
@@ -53,7 +91,7 @@ class TimedGeneration:
                 tasks=self.tasks,
                 weights={taskset.name: taskset.weight for taskset in self.tasksets},
                 race=RaceConfig(enabled=False),
-                is_elsewhere=isinstance(self.engine, Fleet),
+                is_elsewhere=not isinstance(self.engine, EmbeddedEngine),
             )
             start = time.perf_counter()
             measured = await trials.measure(self.names, rivals=(), seed=0, keep=1)

@@ -1,12 +1,14 @@
 """The overhead of a generation on a GPU: 8 children of a 7B model, 200 tasks, 200 tokens each.
 
     python benchmarks/genome_gpu.py --tokenizer FOLDER [--python PYTHON] [--tasks 200]
+    python benchmarks/genome_gpu.py --tokenizer FOLDER --waiting      # no GPU
 
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up; the founders are random, rank 16 of q, k, v, o.
 The children are those of the default search: sums, extrapolations, TIES, mutations. Overhead is the
 share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
-requests in one call, of adapters loaded before, do not take. One H200: three minutes.
+requests in one call, of adapters loaded before, do not take. One H200: three minutes. With
+`--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import torch
 from fleet_gpu import TARGETS, make_random, show, write_shape
-from generation import TimedGeneration
+from generation import TimedGeneration, WaitingEngine
 
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.loops.genome.loop import MERGES, MUTATIONS
@@ -67,8 +69,7 @@ def make_nursery(num_children: int) -> tuple[Nursery, list[str]]:
     return nursery, [plan.id for plan in plans]
 
 
-async def measure(fleet: Fleet, options: argparse.Namespace) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # as `rookery genome run` does
+async def measure(fleet: Fleet | WaitingEngine, options: argparse.Namespace) -> None:
     template = load_template(options.tokenizer)
     taskset = make_taskset(options.tasks, num_new=options.new_tokens)
     nursery, names = make_nursery(options.candidates)
@@ -102,7 +103,12 @@ async def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--waiting", action="store_true", help="play the GPU by sleeping")
     options = parser.parse_args()
+    if options.waiting:
+        await measure(WaitingEngine(), options)
+        return
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # as `rookery genome run` does
     with tempfile.TemporaryDirectory() as scratch:
         write_shape(Path(scratch), options.tokenizer)
         launch = LaunchConfig(

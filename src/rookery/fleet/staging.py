@@ -15,6 +15,8 @@ import json
 import os
 import shutil
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,17 +57,19 @@ class Staging:
         self.root = root
         self.in_place = in_place
         self._arenas: dict[Path, CudaArena] = {}
+        self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self._files: Spares[int, ArenaFile] = Spares(lambda size: ArenaFile(root, size))
         self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: CudaArena(*k))
 
     def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
         """A PEFT folder, written once. `base` is what the resolver compares with the server's."""
         folder = self.root / wire_name(ref)
-        if not folder.is_dir():
-            # Needed only where adapters are served, which is where torch is.
-            from rookery.weights import write_adapter
+        with self._writing[folder]:
+            if not folder.is_dir():
+                # Needed only where adapters are served, which is where torch is.
+                from rookery.weights import write_adapter
 
-            write_adapter(replace(_folded(adapter), base=base), folder)
+                write_adapter(replace(_folded(adapter), base=base), folder)
         return folder
 
     def arena_path(self, ref: ModelRef, *, dtype: str) -> Path:
@@ -75,13 +79,13 @@ class Staging:
     def arena_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
         """All factors in one piece, in the dtype of the servers' slots; written once."""
         folder = self.arena_path(ref, dtype=dtype)
-        if folder.is_dir():
-            return folder
-        with boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
-            temporary = Path(tempfile.mkdtemp(dir=self.root))
-            self._write_arena(temporary, folder, adapter, dtype)
-            temporary.chmod(0o755)
-            temporary.rename(folder)
+        # Several servers may need it at the same time, each in a thread.
+        with self._writing[folder], boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
+            if not folder.is_dir():
+                temporary = Path(tempfile.mkdtemp(dir=self.root))
+                self._write_arena(temporary, folder, adapter, dtype)
+                temporary.chmod(0o755)
+                temporary.rename(folder)
         return folder
 
     def remove(self, ref: ModelRef) -> None:
@@ -90,6 +94,7 @@ class Staging:
         for folder in (self.root / name, *(self.root / f"{name}.{d}.arena" for d in _DTYPES)):
             shutil.rmtree(folder, ignore_errors=True)
             self._arenas.pop(folder, None)
+            self._writing.pop(folder, None)
 
     def close(self) -> None:
         """Let go of what the next adapter would be written to; the folders stay."""

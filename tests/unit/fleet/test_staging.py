@@ -2,8 +2,11 @@
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +56,32 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
         assert torch.equal(a, lora.a.to(kind)) and torch.equal(b, lora.b.to(kind))
         exact = adapter.factors[name].b.float() * 1.7
         assert torch.allclose(b.float(), exact, rtol=1e-2)
+
+
+def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, together = make_small("a"), threading.Barrier(4)
+    writes: list[Path] = []
+    write = Staging._write_arena
+
+    def count(self: Staging, temporary: Path, *rest: Any) -> None:
+        writes.append(temporary)
+        write(self, temporary, *rest)
+
+    monkeypatch.setattr(Staging, "_write_arena", count)
+
+    def ask(staging: Staging) -> tuple[Path, Path]:
+        together.wait(30)
+        arena = staging.arena_folder(REF, adapter, dtype="float32")
+        together.wait(30)
+        return arena, staging.peft_folder(REF, adapter, base="x")
+
+    with open_staging(tmp_path) as staging, ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert len(set(pool.map(ask, [staging] * 4))) == 1
+            staging.remove(REF)
+    assert len(writes) == 20
 
 
 def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
