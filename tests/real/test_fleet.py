@@ -143,6 +143,28 @@ async def test_adapters_say_what_the_embedded_engine_says(
     assert len({c.tokens for [c] in answers}) > 3 * len(prompts), "the adapters make a difference"
 
 
+async def test_the_base_model_is_itself_beside_adapters(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    """Whatever is in the servers' last slot: four adapters have filled all of them."""
+    made = [_adapter(f"full{i}", seed=40 + i, rank=8, targets=ALL) for i in range(4)]
+    refs = [await fleet.load(adapter) for adapter in made]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+    def ask(ref: ModelRef) -> list[SampleRequest]:
+        return [SampleRequest(model=ref, prompt=prompt, params=params) for prompt in prompts]
+
+    alone = await fleet.sample(ask(fleet.base) * 2)
+    for _ in range(2):
+        everything = [r for own in zip(*map(ask, [fleet.base, *refs]), strict=True) for r in own]
+        mixed = await fleet.sample(everything)
+        for i, [completion] in enumerate(mixed[:: 1 + len(refs)]):
+            assert completion.tokens == alone[i][0].tokens
+            assert completion.logprobs == pytest.approx(alone[i][0].logprobs, abs=1e-4)
+    for ref in refs:
+        await fleet.unload(ref)
+
+
 async def test_scores_equal_the_embedded_engine_s(
     fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:

@@ -140,16 +140,13 @@ class Replica:
 
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
         """Send a call; its adapter goes along or is loaded first, where it is not there."""
-        kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
+        kind = self._kind(call)
         is_by_tokens = self.has_token_route and (adapter is None or self.route == "extension")
         if adapter is not None:
             await self.hold(call.ref, adapter, is_brought=is_by_tokens)
         model = self.capabilities.model if adapter is None else wire_name(call.ref)
         try:
-            if kind:
-                async with self._turns.take(kind):
-                    answer = await self._send(call, model, is_by_tokens=is_by_tokens)
-            else:
+            async with self._turns.take(kind):
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
         except ServerRefusal as refusal:
             if refusal.status == 404 and adapter is not None:
@@ -158,9 +155,16 @@ class Replica:
                 raise ServerLost(str(refusal), is_broken=False) from refusal
             raise
         choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
-        if kind or call.fields.prompt_top is not None:
+        if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
         return [[compact(choice) for choice in own] for own in choices]
+
+    def _kind(self, call: Call) -> str:
+        """Calls of different kinds must not be in flight together; see `turns.py`."""
+        kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
+        if self._is_cpu_with_adapters():
+            kind += " of the base" if call.is_base else " of adapters"
+        return kind
 
     async def _send(self, call: Call, model: str, *, is_by_tokens: bool) -> Any:
         if not is_by_tokens:

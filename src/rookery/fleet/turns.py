@@ -4,7 +4,8 @@
 
 vLLM's older model runner, which is also the one on the CPU, reports log-probabilities of one kind
 per step: a request for the likeliest tokens that is computed beside a request for given ones gets
-its sampled token and zeros.
+its sampled token and zeros. And on the CPU a request for the base model that is computed beside one
+for an adapter gets the adapter of the last slot, when that was ever filled.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Calls of one kind run together; the other kind waits for all of them, first come first."""
+    """Calls of one kind run together; the others wait for all of them. The kind of the call that
+    has waited longest is next, with all that wait for it."""
 
     def __init__(self) -> None:
         self._kind = ""
@@ -56,8 +58,9 @@ class Turns:
         if self._num or not self._waiting:
             return
         self._kind = self._waiting[0][0]
-        while self._waiting and self._waiting[0][0] == self._kind:
-            _, place = self._waiting.popleft()
+        admitted = [place for kind, place in self._waiting if kind == self._kind]
+        self._waiting = deque(other for other in self._waiting if other[0] != self._kind)
+        for place in admitted:
             if not place.cancelled():
                 place.set_result(None)
                 self._num += 1

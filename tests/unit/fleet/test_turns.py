@@ -69,6 +69,21 @@ async def test_a_waiting_kind_is_not_overtaken() -> None:
     assert order == ["first", "second", "late"]
 
 
+async def test_all_that_wait_for_a_kind_have_their_turn_together() -> None:
+    turns = Turns()
+    order: list[str] = []
+
+    async def call(kind: str) -> None:
+        async with turns.take(kind):
+            order.append(kind)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for kind in "abababab":
+            group.create_task(call(kind))
+    assert order == list("abbbbaaa")
+
+
 @pytest.mark.parametrize("kind", ["", "a"])
 async def test_an_error_ends_the_turn(kind: str) -> None:
     turns = Turns()
