@@ -20,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,32 @@ def show(progress: LaunchProgress) -> None:
         print(f"[{progress.seconds:5.0f} s] {progress.line[-100:]}", file=sys.stderr)
 
 
+@asynccontextmanager
+async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Fleet]:
+    """One server of the 7B shape; `own` are further settings of its launch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_shape(Path(scratch), options.tokenizer)
+        settings: dict[str, Any] = {
+            "max_lora_rank": 16,
+            "lora_targets": TARGETS,
+            "args": ("--load-format", "dummy"),
+            **own,
+        }
+        launch = LaunchConfig(
+            model=scratch,
+            python=options.python,
+            replicas=1,
+            device=options.device,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_seqs=256,
+            env={"HF_HUB_OFFLINE": "1"},
+            **settings,
+        )
+        async with open_fleet(FleetConfig(launch=launch), progress=show) as fleet:
+            yield fleet
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
@@ -264,29 +291,17 @@ async def main() -> None:
         "population": population,
         "throughput": throughput,
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        write_shape(Path(scratch), options.tokenizer)
-        launch = LaunchConfig(
-            model=scratch,
-            python=options.python,
-            replicas=1,
-            device=options.device,
-            dtype="bfloat16",
-            max_model_len=4096,
-            max_num_seqs=256,
-            api_servers=options.api_servers,
-            max_loras=NUM_ADAPTERS if options.api_servers == 1 else 0,
-            max_cpu_loras=128,
-            max_lora_rank=16,
-            lora_targets=TARGETS,
-            enforce_eager=options.eager,
-            args=("--load-format", "dummy", *options.args.split()),
-            env={"HF_HUB_OFFLINE": "1"},
-        )
-        found: dict[str, Any] = {}
-        async with open_fleet(FleetConfig(launch=launch), progress=show) as fleet:
-            for part in options.parts.split(","):
-                found |= await parts[part](fleet)
+    found: dict[str, Any] = {}
+    async with open_7b(
+        options,
+        api_servers=options.api_servers,
+        max_loras=NUM_ADAPTERS if options.api_servers == 1 else 0,
+        max_cpu_loras=128,
+        enforce_eager=options.eager,
+        args=("--load-format", "dummy", *options.args.split()),
+    ) as fleet:
+        for part in options.parts.split(","):
+            found |= await parts[part](fleet)
     print(json.dumps({name: round(value, 4) for name, value in found.items()}))
 
 

@@ -121,9 +121,7 @@ class TimedGeneration:
         return total
 
     async def _ask(self, refs: Sequence[ModelRef], tasks: Sequence[Task]) -> float:
-        evaluator = TasksetEvaluator(
-            self.engine, template=self.template, tasksets=self.tasksets, log=None
-        )
+        evaluator = TasksetEvaluator(self.engine, template=self.template, tasksets=self.tasksets)
         chosen, drawn = [], []
         for task in tasks:
             for ref in refs:

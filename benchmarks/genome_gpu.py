@@ -14,15 +14,14 @@ requests in one call, of adapters loaded before, do not take. One H200: three mi
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-from fleet_gpu import TARGETS, make_random, show, write_shape
+from fleet_gpu import make_random, open_7b
 from generation import TimedGeneration, WaitingEngine
 
-from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet import Fleet
 from rookery.loops.genome.loop import MERGES, MUTATIONS
 from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.stages import GaStage
@@ -109,25 +108,8 @@ async def main() -> None:
         await measure(WaitingEngine(), options)
         return
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # as `rookery genome run` does
-    with tempfile.TemporaryDirectory() as scratch:
-        write_shape(Path(scratch), options.tokenizer)
-        launch = LaunchConfig(
-            model=scratch,
-            python=options.python,
-            replicas=1,
-            device=options.device,
-            dtype="bfloat16",
-            max_model_len=4096,
-            max_num_seqs=256,
-            max_loras=8,
-            max_cpu_loras=64,
-            max_lora_rank=RANK,
-            lora_targets=TARGETS,
-            args=("--load-format", "dummy"),
-            env={"HF_HUB_OFFLINE": "1"},
-        )
-        async with open_fleet(FleetConfig(launch=launch), progress=show) as fleet:
-            await measure(fleet, options)
+    async with open_7b(options, max_loras=8, max_cpu_loras=64, max_lora_rank=RANK) as fleet:
+        await measure(fleet, options)
 
 
 if __name__ == "__main__":

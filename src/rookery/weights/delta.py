@@ -3,7 +3,7 @@
 All functions take leading batch dimensions: a [..., rank, in], b [..., out, rank]. A sum of
 adapters is one adapter with stacked factors, `b_1 @ a_1 + b_2 @ a_2 == [b_1 b_2] @ [a_1; a_2]`. The
 products of its rows with one another, in double precision, bring it back to a rank at a cost of
-O((in + out) * rank^2): exact to float32, and four times as fast as two QRs and an SVD.
+O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
 """
 
 import torch

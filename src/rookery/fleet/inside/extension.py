@@ -98,7 +98,7 @@ class _Loader:
     def _add(self, request: Any) -> Any:
         try:
             return self._stock_add(request)
-        except Exception:
+        except Exception:  # whatever is wrong with it: it is raised, and remembered
             self._broken.add(request.lora_int_id)
             self._inner.remove_adapter(request.lora_int_id)
             raise

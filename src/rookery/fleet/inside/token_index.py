@@ -1,7 +1,7 @@
 """Which slot each token's adapter is in, worked out on the CPU and sent to the device in one piece.
 
 vLLM works it out anew whenever the batch changes, in some forty small kernels and several waits for
-the device: 1.7 ms, and the end of all overlap of one step with the next. `TokenIndex` has vLLM's
+the device, which end all overlap of one step with the next. `TokenIndex` has vLLM's
 own code do the same on a twin of its tables in ordinary memory, then copies the twin over.
 """
 

@@ -168,7 +168,7 @@ async def _load_and_start(
     making = asyncio.create_task(generate(lora))
     try:
         await adding
-    except BaseException as error:
+    except BaseException as error:  # vLLM raises a plain Exception; a cancelled wait ends both
         making.cancel()
         if isinstance(error, asyncio.CancelledError):
             raise

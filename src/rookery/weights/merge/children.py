@@ -148,8 +148,10 @@ class _Patch(NamedTuple):
     layer: LayerShape
     first: int
     crosses: Sequence[Cross]
+    parents: list[int]
+    """Those that the crosses name."""
     rows: Rows
-    """The dense deltas of the parents that are used."""
+    """Their dense deltas."""
 
 
 def _blend_deltas(
@@ -179,7 +181,7 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
             group = crosses[first : first + num_together]
             used = sorted({parent for cross in group for parent in cross.parents})
             rows = delta_rows(population, layer=layer.name, parents=used)
-            patches.append(_Patch(layer, first, group, rows))
+            patches.append(_Patch(layer, first, group, used, rows))
             if len(patches) >= min(torch.get_num_threads(), _DENSE_NUMBERS // (size * len(group))):
                 yield patches
                 patches = []
@@ -190,9 +192,8 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
 def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:
     """The dense matrices [C, out, in] that the operator makes of one layer."""
     layer = patch.layer
-    used = sorted({parent for cross in patch.crosses for parent in cross.parents})
     local = [
-        replace(cross, parents=tuple(used.index(parent) for parent in cross.parents))
+        replace(cross, parents=tuple(patch.parents.index(parent) for parent in cross.parents))
         for cross in patch.crosses
     ]
     dense = torch.empty(len(local), layer.num_out * layer.num_in)
