@@ -250,6 +250,16 @@ def show(progress: LaunchProgress) -> None:
         print(f"[{progress.seconds:5.0f} s] {progress.line[-100:]}", file=sys.stderr)
 
 
+def server_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that `open_7b` reads."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--cuda-graphs", default="full", choices=("auto", "full"))
+    return parser
+
+
 @asynccontextmanager
 async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Fleet]:
     """One server of the 7B shape; `own` are further settings of its launch."""
@@ -269,6 +279,7 @@ async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Flee
             dtype="bfloat16",
             max_model_len=4096,
             max_num_seqs=256,
+            cuda_graphs=options.cuda_graphs,
             env={"HF_HUB_OFFLINE": "1"},
             **settings,
         )
@@ -277,13 +288,10 @@ async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Flee
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser = server_parser(__doc__)
     parser.add_argument("--parts", default="adapters,population,throughput")
     parser.add_argument("--args", default="", help="further flags of vLLM, in one string")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--api-servers", type=int, default=1)
     options = parser.parse_args()
     parts: dict[str, Callable[[Fleet], Awaitable[dict[str, float]]]] = {

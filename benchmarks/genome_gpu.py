@@ -13,12 +13,10 @@ requests in one call, of adapters loaded before, do not take. One H200: three mi
 
 import argparse
 import asyncio
-import sys
 import time
-from pathlib import Path
 
 import torch
-from fleet_gpu import make_random, open_7b
+from fleet_gpu import make_random, open_7b, server_parser
 from generation import TimedGeneration, WaitingEngine
 
 from rookery.fleet import Fleet
@@ -94,14 +92,11 @@ async def measure(fleet: Fleet | WaitingEngine, options: argparse.Namespace) -> 
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser = server_parser(__doc__)
     parser.add_argument("--candidates", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--waiting", action="store_true", help="play the GPU by sleeping")
     options = parser.parse_args()
     if options.waiting:

@@ -18,9 +18,9 @@ class _Plan:
     """How a slot is written from arenas of one layout. Factors by their place in `SlotWriter`."""
 
     sizes: list[int]
-    """The arena cut in pieces: a factor, a gap, a factor, ..."""
-    places: list[tuple[int, tuple[int, int] | None]]
-    """Of every factor in turn; its shape where it does not fill its slot."""
+    """The arena cut in pieces: factors, and the gaps between them."""
+    places: list[tuple[int, int, tuple[int, int] | None]]
+    """Of every factor its piece, its place, and its shape where it does not fill its slot."""
     unfilled: list[int]
     """Places that no factor fills."""
 
@@ -60,14 +60,14 @@ class SlotWriter:
             plan = self._plans[arena.layers] = self._plan(arena.layers, arena.itemsize)
         targets, sources = [], []
         memory = arena.on(self._device)
-        pieces = torch.split(memory[: sum(plan.sizes)], plan.sizes)[::2]
-        for (place, shape), piece in zip(plan.places, pieces, strict=True):
+        pieces = torch.split(memory[: sum(plan.sizes)], plan.sizes)
+        for piece, place, shape in plan.places:
             if shape is None:
                 targets.append(self._flat[place][index])
-                sources.append(piece)
+                sources.append(pieces[piece])
             else:
                 targets.append(self._slots[place][index][: shape[0], : shape[1]])
-                sources.append(piece.view(shape))
+                sources.append(pieces[piece].view(shape))
         for module in self._others:
             module.reset_lora(index)
         if plan.unfilled:
@@ -82,15 +82,16 @@ class SlotWriter:
             found.append((offset_b // itemsize, place_b, (size_out, rank)))
         found.sort()
         sizes: list[int] = []
-        places: list[tuple[int, tuple[int, int] | None]] = []
+        places: list[tuple[int, int, tuple[int, int] | None]] = []
+        end = 0
         for begin, place, shape in found:
-            num = shape[0] * shape[1]
-            if sizes:
-                sizes.append(begin - sum(sizes))
-            sizes.append(num)
+            if begin > end:
+                sizes.append(begin - end)
             is_whole = tuple(self._slots[place][0].shape) == shape
-            places.append((place, None if is_whole else shape))
-        filled = {place for place, shape in places if shape is None}
+            places.append((len(sizes), place, None if is_whole else shape))
+            sizes.append(shape[0] * shape[1])
+            end = begin + sizes[-1]
+        filled = {place for _, place, shape in places if shape is None}
         unfilled = [place for place in range(len(self._slots)) if place not in filled]
         return _Plan(sizes=sizes, places=places, unfilled=unfilled)
 
