@@ -20,11 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from peft.utils import merge_utils
 
+from rookery.weights import read_adapter
+from rookery.weights.delta import low_rank
 from rookery.weights.merge import (
     Cross,
     DareConfig,
@@ -34,6 +37,7 @@ from rookery.weights.merge import (
     MergeConfig,
     SlerpConfig,
     TiesConfig,
+    merge,
     merge_stack,
 )
 from rookery.weights.merge.blend import Blend, Engine, Trim
@@ -61,6 +65,7 @@ SMALL_LINEARS = {
     "mlp.down_proj": (1536, 576),
 }
 """Of a block of SmolLM2-135M, which has 30."""
+FOUNDERS = Path(__file__).parent.parent / "examples" / "founders"
 DENSITY = 0.7
 BARS = {"linear": 0.70, "ties": 0.25, "dare": 0.25}
 """Parts of copy bandwidth that are asked for."""
@@ -98,6 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     profile_ties(population, repeats=options.repeats)
     time_deltas()
+    compare_with_svd()
 
 
 def parse() -> argparse.Namespace:
@@ -137,14 +143,14 @@ def jobs_of(population: Stack, out: Stack) -> dict[str, Callable[[], object]]:
     return {"copy": partial(out.data.copy_, population.data)} | merges
 
 
-def time_peer(population: Stack, merge: Merge) -> float:
+def time_peer(population: Stack, merge_pair: Merge) -> float:
     """Seconds per child of a loop over the tensors of two parents."""
     tensors = [population.data[:, place.start : place.stop] for place in places(population.layout)]
 
     def make() -> None:
         for child in range(PEER_CHILDREN):
             for pair in tensors:
-                merge([pair[child], pair[child + 3]])
+                merge_pair([pair[child], pair[child + 3]])
 
     return best(make, repeats=2) / PEER_CHILDREN
 
@@ -156,8 +162,8 @@ def report(name: str, population: Stack, seconds: float, bandwidth: float) -> No
     verdict = "" if bar is None else f"{bar:.0%}" + (" ok" if part >= bar else " --")
     print(f"{name:<11}{seconds * 1e3:>9.1f}{part:>9.1%}{verdict:>7}", end="")
     for peer in PEERS:
-        if merge := peer.merges.get(name):
-            theirs = time_peer(population, merge)
+        if merge_pair := peer.merges.get(name):
+            theirs = time_peer(population, merge_pair)
             print(f"{theirs * 1e3:>11.1f}{num_bytes / theirs / bandwidth:>9.1%}", end="")
     print(flush=True)
 
@@ -199,6 +205,29 @@ def time_deltas() -> None:
     for method in (LinearConfig(), DareConfig(), DareTiesConfig(), TiesConfig()):
         make = partial(merge_stack, parents, crosses=crosses, method=method)
         print(f"  {method.type:<11}{best(make, repeats=2):>6.2f}", flush=True)
+
+
+def compare_with_svd() -> None:
+    """Children of two trained adapters beside the nearest matrices of their rank."""
+    parents = [read_adapter(folder) for folder in sorted(FOUNDERS.iterdir())[:2]]
+    rank = parents[0].rank
+    print(f"\nTwo of {FOUNDERS.name}, delta W cut to rank {rank}, beside a full SVD:")
+    for method in (TiesConfig(), DareConfig()):
+        whole = merge(parents, weights=(0.5, 0.5), method=method, rank=576, key=(0,))
+        excess, own_s, svd_s = [], 0.0, 0.0
+        for name, factors in whole.factors.items():
+            dense = factors.b @ factors.a
+            start = torch.cat([parent.factors[name].a for parent in parents])
+            began = time.perf_counter()
+            a, b = low_rank(dense, rank=rank, start=start)
+            between = time.perf_counter()
+            values = torch.linalg.svd(dense, full_matrices=False)[1]
+            own_s, svd_s = own_s + between - began, svd_s + time.perf_counter() - between
+            excess.append(float((dense - b @ a).norm() / values[rank:].norm()) - 1)
+        print(
+            f"  {method.type:<6}error above the least: {max(excess):.2%} at most, "
+            f"{sum(excess) / len(excess):.2%} on average; {svd_s / own_s:.0f}x faster"
+        )
 
 
 def best(function: Callable[[], object], *, repeats: int) -> float:

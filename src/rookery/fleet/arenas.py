@@ -29,7 +29,7 @@ __all__ = ["ArenaFile", "CudaArena", "Spares"]
 
 Key = TypeVar("Key", bound=Hashable)
 Made = TypeVar("Made")
-_GRACE_S = 0.05
+_GRACE_S = 0.01
 """How long a spare one waits before it is made: the request that an adapter was written for goes
 first, and both want the interpreter."""
 

@@ -11,8 +11,9 @@ import torch
 __all__ = ["inner_products", "low_rank", "singular", "truncate"]
 
 _POWER_STEPS = 2
-"""Power iterations of `low_rank`. The start spans the parents, so that for what TIES and DARE make
-of them no step leaves an error within 4e-4 of the least, one within 3e-6, two within rounding."""
+"""Power iterations of `low_rank`. The start spans the parents. For what TIES makes of two trained
+adapters the error is above the least by 20 % without a step, by 0.9 % after one and 0.1 % after two
+at most; for DARE, whose spectrum is flat, by 2 %, 0.8 % and 0.5 %."""
 _OVERSAMPLING = 8
 """Directions beyond the rank that `low_rank` follows, so that the last ones converge too."""
 _NOTHING = 1e-7
