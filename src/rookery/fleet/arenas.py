@@ -29,9 +29,6 @@ __all__ = ["ArenaFile", "CudaArena", "Spares"]
 
 Key = TypeVar("Key", bound=Hashable)
 Made = TypeVar("Made")
-_GRACE_S = 0.01
-"""How long a spare one waits before it is made: the request that an adapter was written for goes
-first, and both want the interpreter."""
 
 
 class Spares(Generic[Key, Made]):
@@ -41,15 +38,12 @@ class Spares(Generic[Key, Made]):
         self._make = make
         self._lock = threading.Lock()
         self._spare: tuple[Key, Future[Made]] | None = None
-        self._is_wanted = threading.Event()
-        """The spare one is waited for."""
         self._maker: ThreadPoolExecutor | None = None
 
     def take(self, key: Key) -> Made:
         """The spare one where it has the size, else a new one."""
         with self._lock:
             spare, self._spare = self._spare, None
-            self._is_wanted.set()
         if spare is not None and spare[0] == key and spare[1].exception() is None:
             return spare[1].result()
         return self._make(key)
@@ -59,17 +53,14 @@ class Spares(Generic[Key, Made]):
         with self._lock:
             if self._spare is None:
                 self._maker = self._maker or ThreadPoolExecutor(1, thread_name_prefix="rookery")
-                self._is_wanted.clear()
                 self._spare = key, self._maker.submit(self._remake, key, [after])
 
     def _remake(self, key: Key, after: list[Made | None]) -> Made:
-        self._is_wanted.wait(_GRACE_S)
         after.clear()
         return self._make(key)
 
     def close(self) -> None:
         with self._lock:
-            self._is_wanted.set()
             if self._maker is not None:
                 self._maker.shutdown(cancel_futures=True)
             self._spare = self._maker = None
