@@ -172,9 +172,12 @@ def _blend_deltas(
 
 
 def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patch]]:
-    """All children and layers, as many at a time as there are threads and the memory allows."""
+    """All children and layers, as many at a time as there are threads and the memory allows.
+
+    Layers of one size come together: the threads of a smaller one would wait for the others.
+    """
     patches: list[_Patch] = []
-    for layer in population.layout.layers:
+    for layer in sorted(population.layout.layers, key=lambda own: own.num_out * own.num_in):
         size = layer.num_out * layer.num_in
         num_together = max(1, _PATCH_NUMBERS // size)
         for first in range(0, len(crosses), num_together):
