@@ -3,17 +3,23 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from rookery.errors import AdapterError
 from rookery.loops.genome.brood import brood
+from rookery.loops.genome.nursery import Drift, Nursery
 from rookery.loops.genome.trials import Trials
+from rookery.search.candidate import ChildPlan
 from rookery.search.racing import RaceConfig
 from rookery.testing import FakeAdapters
 from rookery.types import Adapter, Evaluation, LoraFactors, ModelRef, Task
 from rookery.weights import make_adapter
+from rookery.weights.merge import LinearConfig, TiesConfig
+from rookery.weights.mutate import GaussianConfig
 
 NAMES = ("first", "second", "third")
 TASKS = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(4)]
@@ -31,8 +37,8 @@ class Bench:
     def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
         self.adapter, self._slow = make, slow
 
-    def is_slow(self, name: str) -> bool:
-        return name in self._slow
+    def effort(self, name: str) -> int:
+        return 3 if name in self._slow else 2
 
 
 class Asked:
@@ -86,6 +92,32 @@ async def test_candidates_arrive_the_slow_ones_last_and_are_let_go_at_the_end() 
         assert [ref.name for ref in refs] == list(NAMES)
         assert made == ["second", "third", "first"] == [ref.name for ref in adapters.loaded]
     assert not adapters.loaded
+
+
+def test_what_takes_longer_to_make_has_the_greater_effort() -> None:
+    founders = {name: make(name) for name in NAMES}
+    nursery = Nursery(
+        founders,
+        merges={"linear": LinearConfig(), "ties": TiesConfig()},
+        mutations={"gaussian": GaussianConfig()},
+        rank=1,
+    )
+    plan = partial(
+        ChildPlan, generation=1, parents=NAMES[:2], weights=(0.5, 0.5), sigma=0.1, seed_key=1
+    )
+    nursery.plan(
+        [
+            plan(id="ties", merge="ties", mutation=None),
+            plan(id="linear", merge="linear", mutation="gaussian"),
+            plan(id="move", merge="move", mutation=None),
+            replace(plan(id="mutant", merge=None, mutation="gaussian"), parents=NAMES[:1]),
+            Drift(id="drift", generation=1, parent="first", seeds=(1,), amounts=(0.1,)),
+        ]
+    )
+    names = ("first", "drift", "mutant", "move", "linear", "ties")
+    assert [nursery.effort(name) for name in names] == [0, 1, 1, 2, 2, 3]
+    nursery.adapter("ties")
+    assert nursery.effort("ties") == 0
 
 
 async def test_leaving_early_makes_no_more_and_lets_go_what_arrived() -> None:

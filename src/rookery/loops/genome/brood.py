@@ -31,7 +31,7 @@ async def brood(
             adapter = await asyncio.to_thread(nursery.adapter, name)
         return await adapters.load(adapter)
 
-    in_turn = sorted(names, key=nursery.is_slow)
+    in_turn = sorted(names, key=nursery.effort)
     arrivals = {name: asyncio.create_task(bring(name)) for name in in_turn}
     try:
         yield arrivals

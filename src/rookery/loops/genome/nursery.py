@@ -94,12 +94,16 @@ class Nursery:
             self._versions[candidate] = self._made[candidate].version
         return self._made[candidate]
 
-    def is_slow(self, candidate: str) -> bool:
-        """Whether making it builds whole layers, which takes many times as long."""
+    def effort(self, candidate: str) -> int:
+        """What making it takes, from 0, nothing, to 3, whole layers, which take by far the longest;
+        1 is one parent changed, 2 are several combined."""
         recipe = self._recipes.get(candidate)
-        if candidate in self._made or not isinstance(recipe, ChildPlan) or recipe.merge is None:
-            return False
-        return recipe.merge in self._merges and is_dense(self._merges[recipe.merge])
+        if candidate in self._made or recipe is None:
+            return 0
+        if not isinstance(recipe, ChildPlan) or recipe.merge is None:
+            return 1
+        method = self._merges.get(recipe.merge, _MOVE)
+        return 3 if is_dense(method) else 2
 
     def keep(self, candidates: Iterable[str]) -> None:
         """Let every adapter go but these."""
