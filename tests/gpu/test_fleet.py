@@ -6,16 +6,25 @@ ROOKERY_VLLM_PYTHON=python3 ROOKERY_GPU_MODEL=/path/to/model pytest tests/gpu/te
 import asyncio
 import os
 import signal
+import statistics
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
 import torch
 
+from rookery.embedded import EngineConfig, open_engine
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.fit import read_shapes
-from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
+from rookery.types import (
+    Adapter,
+    LoraFactors,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    ScoreRequest,
+)
 from rookery.weights import make_adapter
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
@@ -58,7 +67,7 @@ def launch_config() -> LaunchConfig:
         max_loras=8,
         max_cpu_loras=64,
         gpu_memory_utilization=0.4,
-        enforce_eager=True,
+        cuda_graphs="full",
         env={"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
     )
 
@@ -102,6 +111,41 @@ async def test_the_extension_http_and_cuda_ipc_give_equal_outputs(fleet: Fleet) 
             assert answer[0].logprobs == pytest.approx(found[0][0].logprobs, abs=0.1)
         texts.add(found[0][0].tokens)
     assert len(texts) == 3, "the adapters make a difference"
+
+
+async def test_answers_are_those_of_the_embedded_engine(fleet: Fleet) -> None:
+    """Prompts of many lengths in one batch, of the base model and of adapters."""
+    adapters = [make(f"same{seed}", 200 + seed) for seed in range(2)]
+    refs = [fleet.base, *[await fleet.load(adapter) for adapter in adapters]]
+    prompts = [tuple(range(100 + i, 101 + 7 * i + i)) for i in range(1, 7)]
+    wanted = [
+        SampleRequest(model=ref, prompt=prompt, params=GREEDY) for prompt in prompts for ref in refs
+    ]
+    answers = [answer for [answer] in await fleet.sample(wanted)]
+    async with open_engine(EngineConfig(model=MODEL, dtype="float32")) as engine:
+        own = [engine.base, *[await engine.load(adapter) for adapter in adapters]]
+
+        async def difference(models: Sequence[ModelRef]) -> float:
+            """Of the answers' log-probabilities from those under these models, in nats."""
+            scores = await engine.score(
+                [
+                    ScoreRequest(
+                        model=models[refs.index(request.model)],
+                        tokens=(*request.prompt, *answer.tokens),
+                        start=len(request.prompt),
+                    )
+                    for request, answer in zip(wanted, answers, strict=True)
+                ]
+            )
+            return statistics.fmean(
+                abs(one - other)
+                for score, answer in zip(scores, answers, strict=True)
+                for one, other in zip(score.logprobs, answer.logprobs, strict=True)
+            )
+
+        # bfloat16 on one side, float32 on the other.
+        assert await difference(own) < 0.1
+        assert await difference([own[1], own[2], own[0]]) > 0.2, "another model differs"
 
 
 async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:
