@@ -95,7 +95,10 @@ async def timed(work: Callable[[], Awaitable[object]]) -> float:
 
 def show_times(name: str, seconds: Sequence[float]) -> float:
     median = statistics.median(seconds)
-    print(f"{name:46}{median * 1e3:9.1f} ms median{max(seconds) * 1e3:9.1f} ms most")
+    print(
+        f"{name:46}{median * 1e3:9.1f} ms median "
+        f"({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})"
+    )
     return median
 
 
@@ -108,14 +111,16 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
     """Writing, load call, and tensors to first token, by each route; without the warm-up."""
     found = {"one token": show_times("one token, adapter loaded", await loaded_times(fleet))}
     routes = ROUTES if torch.cuda.is_available() else ROUTES[:2]
+    # By turns: a host that slows down for a while slows all of them.
+    rounds = [{name: await route_times(fleet, name, i) for name in routes} for i in range(num)]
     for name in routes:
-        times = [await route_times(fleet, name, i) for i in range(num)][2:]
-        for part, seconds in zip(
-            ("write", "load", "first token"), zip(*times, strict=True), strict=True
-        ):
+        times = zip(*(one[name] for one in rounds[2:]), strict=True)
+        for part, seconds in zip(("write", "load", "first token"), times, strict=True):
             found[f"{name} {part}"] = show_times(f"{name}: {TIMED[part]}", seconds)
-    print("ready to first token: " + ", ".join(
-        f"{name} {found[f'{name} first token'] * 1e3:.1f} ms" for name in routes
+    stock = found["http first token"]
+    print("tensors to first token: " + ", ".join(
+        f"{name} {found[f'{name} first token'] * 1e3:.1f} ms "
+        f"({stock / found[f'{name} first token']:.1f}x)" for name in routes
     ))  # fmt: skip
     return found
 
@@ -129,6 +134,8 @@ async def route_times(fleet: Fleet, name: str, i: int) -> tuple[float, float, fl
     device = "cuda" if name == "in place" else "cpu"
     adapter = make_random(f"{name[0]}{i}", i, device=device)
     other = make_random(f"x{name[0]}{i}", 99 + i, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
     began = time.perf_counter()
     ref = await fleet.load(adapter)
     await first_token(fleet, ref, prompts(1)[0])

@@ -73,10 +73,14 @@ class TimedGeneration:
     nursery: Nursery
     names: Sequence[str]
 
-    async def through_the_loop(self) -> float:
-        """Seconds to make, load, ask, score, log and unload."""
+    async def through_the_loop(self, *, is_made: bool = False) -> float:
+        """Seconds to make, load, ask, score, log and unload; without the making if `is_made`."""
         await self.engine.reset_prefix_cache()
-        self.nursery.keep(())
+        if is_made:
+            for name in self.names:
+                self.nursery.adapter(name)
+        else:
+            self.nursery.keep(())
         with (
             tempfile.TemporaryDirectory() as scratch,
             Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
