@@ -1,13 +1,14 @@
-"""The overhead of a generation on a GPU: 8 children of a 7B model, 200 tasks, 200 tokens each.
+"""The overhead of a generation on a GPU: 8 children of a 7B model, 256 tasks, 200 tokens each.
 
-    python benchmarks/genome_gpu.py --tokenizer FOLDER [--python PYTHON] [--tasks 200]
+    python benchmarks/genome_gpu.py --tokenizer FOLDER [--python PYTHON] [--tasks 256]
     python benchmarks/genome_gpu.py --tokenizer FOLDER --waiting      # no GPU
 
 Needs vLLM (`--python` names its interpreter) and a folder with a tokenizer. The model has the shape
 of Qwen2.5-7B and weights that the server makes up; the founders are random, rank 16 of q, k, v, o.
 The children are those of the default search: sums, extrapolations, TIES, mutations. Overhead is the
 share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
-requests in one call, of adapters loaded before, do not take. One H200: four minutes. With
+requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
+computes 256 sequences together, is full to the end of that call. One H200: four minutes. With
 `--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
 """
 
@@ -99,7 +100,7 @@ async def measure(fleet: Fleet | WaitingEngine, options: argparse.Namespace) -> 
 async def main() -> None:
     parser = server_parser(__doc__)
     parser.add_argument("--candidates", type=int, default=8)
-    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--tasks", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--waiting", action="store_true", help="play the GPU by sleeping")
