@@ -9,6 +9,7 @@ fixed latency, all alike and with one five times slower. Population: 32 adapters
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -33,8 +34,9 @@ LAYER = "model.layers.0.self_attn.q_proj"
 IN_FLIGHT = 128
 NUM = 4000
 OPENAI = """
-import asyncio, json, sys, time
+import asyncio, gc, json, sys, time
 import openai
+gc.set_threshold(50_000)
 url, num, in_flight = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 async def main():
     client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
@@ -197,6 +199,7 @@ async def main() -> None:
         "--openai-python", default=own or os.environ.get("ROOKERY_VLLM_PYTHON", sys.executable)
     )
     options = parser.parse_args()
+    gc.set_threshold(50_000)  # as the command line does; the peer too
     found = await client_cost(options.openai_python)
     found["efficiency"] = await spread(1)
     found["efficiency, one slow"] = await spread(5)
