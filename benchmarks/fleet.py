@@ -9,7 +9,6 @@ fixed latency, all alike and with one five times slower. Population: 32 adapters
 
 import argparse
 import asyncio
-import gc
 import importlib.util
 import json
 import os
@@ -26,6 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rookery.fleet import Client, Fleet, FleetConfig, open_fleet, open_session
+from rookery.fleet.garbage import OBJECTS
 from rookery.fleet.wire import Fields, encode_body
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
 
@@ -36,8 +36,8 @@ NUM = 4000
 OPENAI = """
 import asyncio, gc, json, sys, time
 import openai
-gc.set_threshold(50_000)
 url, num, in_flight = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+gc.set_threshold(int(sys.argv[4]))
 async def main():
     client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
     left = iter(range(num))
@@ -115,7 +115,9 @@ async def whole_fleet(url: str) -> tuple[float, float]:
 def openai_package(url: str, python: str) -> tuple[float, float] | None:
     num = NUM // 8
     run = subprocess.run(
-        [python, "-c", OPENAI, url, str(num), str(IN_FLIGHT)], capture_output=True, text=True
+        [python, "-c", OPENAI, url, str(num), str(IN_FLIGHT), str(OBJECTS)],
+        capture_output=True,
+        text=True,
     )
     if run.returncode:
         print("openai package: not run:", run.stderr.strip().splitlines()[-1:])
@@ -199,7 +201,6 @@ async def main() -> None:
         "--openai-python", default=own or os.environ.get("ROOKERY_VLLM_PYTHON", sys.executable)
     )
     options = parser.parse_args()
-    gc.set_threshold(50_000)  # as the command line does; the peer too
     found = await client_cost(options.openai_python)
     found["efficiency"] = await spread(1)
     found["efficiency, one slow"] = await spread(5)

@@ -1,6 +1,5 @@
 """The command tree, and how a command ends: 0, 2 with a sentence, or 130 for Ctrl-C."""
 
-import gc
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +16,6 @@ from rookery.cli.terminal import fail
 from rookery.errors import RookeryError
 
 __all__ = ["app", "main"]
-
-_GC_OBJECTS = 50_000
-"""Objects between two garbage collections. Python's 700 are made by a few answers: looking through
-the thousands that wait for the last one took a fifth of the client's time."""
 
 app = cyclopts.App(
     name="rookery",
@@ -39,7 +34,6 @@ app.command(doctor)
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
-    gc.set_threshold(_GC_OBJECTS)
     try:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:

@@ -29,6 +29,7 @@ from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
 from rookery.fleet.cluster import place_on_ray
 from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.garbage import collected_rarely
 from rookery.fleet.launch import LocalServer, Progress, open_servers
 from rookery.fleet.pool import Pool
 from rookery.fleet.replica import Replica, ReplicaSettings
@@ -262,6 +263,7 @@ async def open_fleet(
 ) -> AsyncIterator[Fleet]:
     """Start or find the servers, keep the pool going inside the block, stop what was started."""
     async with AsyncExitStack() as stack:
+        stack.enter_context(collected_rarely())
         staging = stack.enter_context(open_staging(config.adapter_folder, in_place=config.in_place))
         replicas = await _open_replicas(config, stack=stack, staging=staging, progress=progress)
         await _connect(replicas)
