@@ -39,6 +39,4 @@ async def brood(
         for arrival in arrivals.values():
             arrival.cancel()
         ended = await asyncio.gather(*arrivals.values(), return_exceptions=True)
-        for ref in ended:
-            if isinstance(ref, ModelRef):
-                await adapters.unload(ref)
+        await asyncio.gather(*(adapters.unload(ref) for ref in ended if isinstance(ref, ModelRef)))
