@@ -32,8 +32,6 @@ __all__ = ["Replica", "ReplicaSettings", "is_local"]
 logger = logging.getLogger(__name__)
 DEFAULT_WINDOW = 256
 """Sequences in flight on a server that does not tell how many it computes together."""
-
-
 OVERLAP = 2.0
 """Sequences in flight per one that the server computes: a call's last sequence holds its place
 while its others are done, and the server must have the next ones by then."""

@@ -145,7 +145,7 @@ class _Loader:
         modules, inner.modules = inner.modules, {_WHOLE: self._writer}
         try:
             return self._stock_activate(lora_id)
-        except BaseException:
+        except BaseException:  # whatever it was: a slot half written is given back
             inner.deactivate_adapter(lora_id)
             raise
         finally:
