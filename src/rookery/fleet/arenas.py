@@ -1,6 +1,6 @@
 """Memory for adapters on their way to a server, made before it is needed: `staging.py` fills it.
 
-    files = Spares(lambda size: ArenaFile(folder, size))
+    files = Spares(lambda size: [ArenaFile(folder, size)])
     file = files.take(20_185_088)         # made the last time one was taken, or now
     file.numbers(torch.bfloat16)[:] = ...
     file.name(folder / "poet" / "rookery_arena.bin")
@@ -8,7 +8,7 @@
 
 Most of the time of writing to shared memory goes into making its pages, and most of that of writing
 to a GPU into allocating there. A population's adapters have one size, so another thread makes the
-next piece when one was taken.
+next pieces when the last one was taken.
 """
 
 import base64
@@ -18,44 +18,59 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from rookery.errors import FleetError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArenaFile", "CudaArena", "Spares"]
+__all__ = ["ArenaFile", "CudaArena", "Spares", "cuda_arenas"]
+
+_SLAB_BYTES = 128 * 2**20
+"""The most GPU memory that is allocated ahead of need."""
 
 Key = TypeVar("Key", bound=Hashable)
 Made = TypeVar("Made")
 
 
 class Spares(Generic[Key, Made]):
-    """One spare piece of memory of the size that was taken last. For any number of threads."""
+    """Spare pieces of memory of the size that was taken last. For any number of threads.
 
-    def __init__(self, make: Callable[[Key], Made]) -> None:
+    `make` gives one piece or several; only when all are taken are others made.
+    """
+
+    def __init__(self, make: Callable[[Key], list[Made]]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._spare: tuple[Key, Future[Made]] | None = None
+        self._ready: tuple[Key, list[Made]] | None = None
+        self._coming: tuple[Key, Future[list[Made]]] | None = None
         self._maker: ThreadPoolExecutor | None = None
 
     def take(self, key: Key) -> Made:
-        """The spare one where it has the size, else a new one."""
+        """A spare one where it has the size, else a new one."""
         with self._lock:
-            spare, self._spare = self._spare, None
-        if spare is not None and spare[0] == key and spare[1].exception() is None:
-            return spare[1].result()
-        return self._make(key)
+            if self._ready is not None and self._ready[0] == key and self._ready[1]:
+                return self._ready[1].pop()
+            coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == key and coming[1].exception() is None:
+            one, *others = coming[1].result()
+        else:
+            one, *others = self._make(key)
+        with self._lock:
+            self._ready = key, others
+        return one
 
     def refill(self, key: Key, *, after: Made | None = None) -> None:
-        """Start to make the next one. `after` is let go of there: unmapping memory takes time."""
+        """Start to make the next ones where none is left. `after` is let go of by the thread that
+        does: unmapping memory takes time."""
         with self._lock:
-            if self._spare is None:
+            is_left = self._ready is not None and self._ready[0] == key and self._ready[1]
+            if self._coming is None and not is_left:
                 self._maker = self._maker or ThreadPoolExecutor(1, thread_name_prefix="rookery")
-                self._spare = key, self._maker.submit(self._remake, key, [after])
+                self._coming = key, self._maker.submit(self._remake, key, [after])
 
-    def _remake(self, key: Key, after: list[Made | None]) -> Made:
+    def _remake(self, key: Key, after: list[Made | None]) -> list[Made]:
         after.clear()
         return self._make(key)
 
@@ -63,7 +78,7 @@ class Spares(Generic[Key, Made]):
         with self._lock:
             if self._maker is not None:
                 self._maker.shutdown(cancel_futures=True)
-            self._spare = self._maker = None
+            self._ready = self._coming = self._maker = None
 
 
 class ArenaFile:
@@ -108,24 +123,32 @@ class ArenaFile:
             os.link(self._own_path, path, src_dir_fd=self._descriptor, follow_symlinks=True)
 
 
-class CudaArena:
+class CudaArena(NamedTuple):
     """Memory on a GPU, and what another process on this machine needs to open it."""
 
-    def __init__(self, device: "torch.device", num_bytes: int) -> None:
-        import torch
-        from torch.multiprocessing.reductions import reduce_tensor
+    memory: "torch.Tensor"
+    handle: dict[str, Any]
 
-        if device.type != "cuda":
-            raise FleetError(f"{device} is no GPU: write in_place: false.")
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        fields = reduce_tensor(self.memory)[1]  # type: ignore[no-untyped-call]
-        self.handle: dict[str, Any] = {
-            "uuid": str(torch.cuda.get_device_properties(device).uuid),
-            "handle": base64.b64encode(fields[7]).decode(),
-            "size_bytes": fields[8],
-            "offset_bytes": fields[9],
-            "counter": base64.b64encode(fields[11]).decode(),
-            "counter_offset": fields[12],
-            "event": base64.b64encode(fields[13]).decode(),
-            "event_sync": fields[14],
-        }
+
+def cuda_arenas(device: "torch.device", num_bytes: int) -> list[CudaArena]:
+    """Arenas of one allocation: another process opens it once for all of them.
+
+    What is written there must have arrived before the handle is given away.
+    """
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    if device.type != "cuda":
+        raise FleetError(f"{device} is no GPU: write in_place: false.")
+    num = max(1, _SLAB_BYTES // num_bytes)
+    slab = torch.empty(num, num_bytes, dtype=torch.uint8, device=device)
+    fields = reduce_tensor(slab)[1]  # type: ignore[no-untyped-call]
+    handle = {
+        "uuid": str(torch.cuda.get_device_properties(device).uuid),
+        "handle": base64.b64encode(fields[7]).decode(),
+        "size_bytes": fields[8],
+        "offset_bytes": fields[9],
+        "counter": base64.b64encode(fields[11]).decode(),
+        "counter_offset": fields[12],
+    }
+    return [CudaArena(slab[i], handle | {"begin": i * num_bytes}) for i in range(num)]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from rookery.errors import AdapterError, FleetError, boundary
-from rookery.fleet.arenas import ArenaFile, CudaArena, Spares
+from rookery.fleet.arenas import ArenaFile, CudaArena, Spares, cuda_arenas
 from rookery.fleet.inside.arena import ARENA, FORMAT, MANIFEST
 from rookery.types import Adapter, LoraFactors, ModelRef
 
@@ -58,8 +58,8 @@ class Staging:
         self.in_place = in_place
         self._arenas: dict[Path, CudaArena] = {}
         self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-        self._files: Spares[int, ArenaFile] = Spares(lambda size: ArenaFile(root, size))
-        self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: CudaArena(*k))
+        self._files: Spares[int, ArenaFile] = Spares(lambda size: [ArenaFile(root, size)])
+        self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: cuda_arenas(*k))
 
     def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
         """A PEFT folder, written once. `base` is what the resolver compares with the server's."""

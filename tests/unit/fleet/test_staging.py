@@ -118,7 +118,12 @@ def test_files_without_unnamed_ones_get_a_name_and_lose_it(
 
 def test_a_spare_is_taken_once_and_only_by_its_size() -> None:
     made: list[int] = []
-    spares = Spares[int, list[int]](lambda size: made.append(size) or [size])  # type: ignore[func-returns-value]
+
+    def make(size: int) -> list[list[int]]:
+        made.append(size)
+        return [[size]]
+
+    spares = Spares(make)
     assert spares.take(3) == [3]
     spares.refill(3)
     first = spares.take(3)
@@ -127,6 +132,23 @@ def test_a_spare_is_taken_once_and_only_by_its_size() -> None:
     spares.refill(3)
     assert spares.take(4) == [4]
     spares.close()
+
+
+def test_spares_made_together_are_all_taken_before_others_are_made() -> None:
+    made: list[int] = []
+
+    def make(size: int) -> list[tuple[int, int]]:
+        made.append(size)
+        return [(len(made), i) for i in range(3)]
+
+    spares = Spares(make)
+    taken = []
+    for _ in range(6):
+        taken.append(spares.take(7))
+        spares.refill(7)
+    assert sorted(taken) == [(batch, i) for batch in (1, 2) for i in range(3)]
+    spares.close()
+    assert spares.take(8) not in taken, "of another size, none is left"
 
 
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -107,19 +108,27 @@ def open_arena(folder: Path, manifest: dict[str, Any], layers: tuple[Any, ...]) 
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    sent = manifest["cuda"]
-    uuids = [
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
-    ]
+    sent, uuids = manifest["cuda"], _gpus()
     if sent["uuid"] not in uuids:
         raise ValueError(f"the adapter is on GPU {sent['uuid']}, this worker sees {uuids}")
+    # The sender has waited for what it wrote: there is no event to wait for.
+    event, is_awaited = b"", False
     memory = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        torch.Tensor, (manifest["bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8,
+        torch.Tensor, (manifest["bytes"],), (1,), sent["begin"], torch.UntypedStorage, torch.uint8,
         uuids.index(sent["uuid"]), base64.b64decode(sent["handle"]), sent["size_bytes"],
         sent["offset_bytes"], False, base64.b64decode(sent["counter"]), sent["counter_offset"],
-        base64.b64decode(sent["event"]), sent["event_sync"],
+        event, is_awaited,
     )  # fmt: skip
     return Arena(manifest, layers, memory)
+
+
+@cache
+def _gpus() -> list[str]:
+    """The UUIDs of the GPUs that this worker sees."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
 
 
 def factor_view(numbers: torch.Tensor, offset: int, shape: tuple[int, int]) -> torch.Tensor:
