@@ -108,7 +108,7 @@ async def main() -> None:
     if options.waiting:
         await measure(WaitingEngine(), options)
         return
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # as `rookery genome run` does
+    torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # as `rookery genome run` does
     async with open_7b(options, max_loras=8, max_cpu_loras=64, max_lora_rank=RANK) as fleet:
         await measure(fleet, options)
 

@@ -16,6 +16,7 @@ import torch
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
+from rookery.fleet.checks import verify
 from rookery.fleet.fit import read_shapes
 from rookery.types import (
     Adapter,
@@ -67,7 +68,6 @@ def launch_config() -> LaunchConfig:
         max_loras=8,
         max_cpu_loras=64,
         gpu_memory_utilization=0.4,
-        cuda_graphs="full",
         env={"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
     )
 
@@ -146,6 +146,11 @@ async def test_answers_are_those_of_the_embedded_engine(fleet: Fleet) -> None:
         # bfloat16 on one side, float32 on the other.
         assert await difference(own) < 0.1
         assert await difference([own[1], own[2], own[0]]) > 0.2, "another model differs"
+
+
+async def test_prompts_are_computed_as_answers_are(fleet: Fleet) -> None:
+    checks = {check.name: check for check in await verify(fleet.pool.replicas[0].url)}
+    assert checks["prompt log-probs"].is_fine, checks["prompt log-probs"]
 
 
 async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:

@@ -74,9 +74,6 @@ class LaunchConfig(Config):
     prefix_caching: bool = True
     enforce_eager: bool = False
     """No compilation and no CUDA graphs: starts sooner, runs slower."""
-    cuda_graphs: Literal["auto", "full"] = "auto"
-    """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
-    all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice."""
     max_logprobs: int = Field(default=20, ge=0)
     extension: bool = True
     """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
@@ -167,8 +164,6 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
         flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
-        if config.cuda_graphs == "full" and not config.enforce_eager:
-            flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
     words += [caching]

@@ -79,6 +79,8 @@ class Stub:
     resolver: str = ""
     """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
+    prompts_off: float = 0.0
+    """How far the log-probabilities inside prompts are from the right ones."""
 
     @property
     def url(self) -> str:
@@ -250,7 +252,7 @@ class Stub:
                 row = logprobs_after(body["model"], prompt[:at])
                 order = sorted(range(VOCABULARY), key=lambda t: -row[t])
                 shown = [prompt[at], *order[: body["prompt_logprobs"]]]
-                rows.append({str(t): {"logprob": row[t]} for t in shown})
+                rows.append({str(t): {"logprob": row[t] - self.prompts_off} for t in shown})
         return {
             "text": " ".join(f"w{t}" for t in tokens),
             "finish_reason": "length",

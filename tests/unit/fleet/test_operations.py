@@ -50,6 +50,15 @@ async def test_verifying_a_poor_server_says_what_to_do() -> None:
     assert checks["completion"].is_fine
 
 
+async def test_verifying_a_server_that_computes_prompts_wrongly() -> None:
+    async with serve(Stub(prompts_off=1.5)) as (stub,):
+        checks = {check.name: check for check in await verify(stub.url)}
+    assert checks["completion"].is_fine and checks["label log-probs"].is_fine
+    check = checks["prompt log-probs"]
+    assert check.is_fine is False and "1.50 nats" in check.detail
+    assert "cudagraph_mode FULL" in check.detail
+
+
 async def test_verifying_nothing() -> None:
     [check] = await verify("http://127.0.0.1:9")
     assert check.is_fine is False and "can't be reached at http://127.0.0.1:9" in check.detail
