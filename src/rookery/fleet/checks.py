@@ -7,15 +7,13 @@ for check in await verify("http://127.0.0.1:8000"):
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
-from statistics import fmean
 
 from rookery.errors import RookeryError
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
 from rookery.fleet.fit import read_shapes
-from rookery.fleet.probe import probe, read_metrics
+from rookery.fleet.probe import FAR_NATS, probe, read_again, read_metrics
 from rookery.fleet.replica import is_local
 from rookery.fleet.staging import open_staging, wire_name
 from rookery.fleet.wire import Fields, encode_body, read_choices, read_completion, read_reading
@@ -24,13 +22,7 @@ from rookery.types import Adapter, Completion, LoraFactors, ModelRef
 __all__ = ["Check", "verify"]
 
 _PROMPT = (1, 2, 3)
-_NUM_READ = 48
-"""Tokens that are drawn one by one and then read as a prompt."""
-_FAR_NATS = 0.5
-"""Rounding in bfloat16 stays below a tenth of a nat; a prompt computed wrongly is off by more than
-one."""
 _BASE = ModelRef(name="base", version="verify")
-_FEW = Fields(max_tokens=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +70,8 @@ async def verify(
     return tuple(checks)
 
 
-async def _sample(client: Client, model: str, fields: Fields = _FEW) -> Completion:
-    body = encode_body(model, fields, [_PROMPT])
+async def _sample(client: Client, model: str) -> Completion:
+    body = encode_body(model, Fields(max_tokens=4), [_PROMPT])
     [[choice]] = read_choices(await client.complete(body), num_prompts=1, n=1)
     return read_completion(choice, model=_BASE, num_top=0)
 
@@ -115,26 +107,14 @@ async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | 
         return None, "not used: not offered, or deadly there; texts are scored token by token"
     if not found.has_prompt_logprobs:
         return False, "not offered: texts cannot be scored; use a vLLM server"
-    room = (found.max_model_len or 2 * _NUM_READ) - len(_PROMPT) - 1
-    num = max(1, min(_NUM_READ, room))
-    fields = Fields(max_tokens=num, temperature=1.0, seed=0, ignore_eos=True)
-    drawn = await _sample(client, found.model, fields)
-    body = encode_body(found.model, Fields(prompt_top=0), [(*_PROMPT, *drawn.tokens)])
-    [[choice]] = read_choices(await client.complete(body), num_prompts=1, n=1)
-    rows = read_reading(choice).prompt[len(_PROMPT) :]
-    if len(rows) != len(drawn.tokens):
-        return False, f"of {len(rows)} tokens of {len(drawn.tokens)}"
-    apart = fmean(
-        abs((row or {}).get(token, inf) - logprob)
-        for row, token, logprob in zip(rows, drawn.tokens, drawn.logprobs, strict=True)
-    )
-    if not apart < _FAR_NATS:
+    apart = await read_again(client, found)
+    if apart > FAR_NATS:
         return False, (
             f"{apart:.2f} nats from those of the same tokens when they were drawn: the server "
             "computes prompts wrongly. vLLM 0.26 does so with cudagraph_mode FULL; else try "
             "--enforce-eager"
         )
-    return True, f"of {len(rows)} tokens, as when they were drawn ({apart:.2g} nats apart)"
+    return True, f"as when the same tokens were drawn ({apart:.2g} nats apart)"
 
 
 async def _adapters(

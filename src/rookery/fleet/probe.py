@@ -10,20 +10,31 @@ reports tokens and log-probabilities. A version string decides nothing.
 import asyncio
 import json
 from collections.abc import Mapping
+from math import inf
+from statistics import fmean
 from typing import Any
 
 from rookery.errors import FleetError
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.metrics import ServerMetrics, parse_metrics
+from rookery.fleet.wire import (
+    Choice,
+    Fields,
+    encode_body,
+    read_choices,
+    read_completion,
+    read_reading,
+)
+from rookery.types import ModelRef
 
-__all__ = ["probe", "read_metrics"]
+__all__ = ["FAR_NATS", "probe", "read_again", "read_metrics"]
 
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default of --max-logprobs, for servers that do not tell theirs."""
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's block size on GPUs, for servers that do not tell theirs."""
-_PROMPT = [1, 2, 3]
+_PROMPT = (1, 2, 3)
 _LABEL = 7
 """Tokens that every vocabulary has."""
 _HOT = 2.0
@@ -32,6 +43,11 @@ _FLATTENED = 0.2
 """Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
 more than this, half-precision rounding by less."""
 _INFO = "/server_info"
+_NUM_READ = 48
+"""Tokens that are drawn one by one and then read as a prompt."""
+FAR_NATS = 0.5
+"""Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
+are computed wrongly are off by more than one."""
 
 
 async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
@@ -75,6 +91,28 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
         max_lora_rank=_whole(lora.get("max_lora_rank")),
         lora_dtype=_text(lora.get("lora_dtype")),
     )
+
+
+async def read_again(client: Client, found: Capabilities) -> float:
+    """How far the log-probabilities of tokens drawn one by one are from those of the same tokens in
+    a prompt: the mean, in nats."""
+    room = (found.max_model_len or 2 * _NUM_READ) - len(_PROMPT) - 1
+    draw = Fields(max_tokens=max(1, min(_NUM_READ, room)), temperature=1.0, seed=0, ignore_eos=True)
+    [[answer]] = await _choices(client, encode_body(found.model, draw, [_PROMPT]))
+    drawn = read_completion(answer, model=ModelRef(name="base", version=""), num_top=0)
+    tokens = (*_PROMPT, *drawn.tokens)
+    [[answer]] = await _choices(client, encode_body(found.model, Fields(prompt_top=0), [tokens]))
+    read = read_reading(answer).prompt[len(_PROMPT) :]
+    if len(read) != len(drawn.tokens):
+        return inf
+    return fmean(
+        abs((row or {}).get(token, inf) - logprob)
+        for row, token, logprob in zip(read, drawn.tokens, drawn.logprobs, strict=True)
+    )
+
+
+async def _choices(client: Client, body: bytes) -> list[list[Choice]]:
+    return read_choices(await client.complete(body), num_prompts=1, n=1)
 
 
 async def read_metrics(client: Client) -> ServerMetrics | None:

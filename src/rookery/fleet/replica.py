@@ -21,7 +21,7 @@ from rookery.fleet.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.inside.token_route import ADAPTER_REFUSED
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
-from rookery.fleet.probe import probe, read_metrics
+from rookery.fleet.probe import FAR_NATS, probe, read_again, read_metrics
 from rookery.fleet.staging import Staging, wire_name
 from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, compact, encode_body, encode_tokens, read_choices
@@ -111,6 +111,8 @@ class Replica:
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
         )
+        if self.local is not None and self.local.config.has_whole_graphs:
+            await self._check_prompts()
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
         self.has_token_route = bool(report) and await self.client.has_token_route()
@@ -218,6 +220,15 @@ class Replica:
             logger.warning("%s: no worker extension, adapters go by HTTP: %s", self.url, error)
             return {}
         return reports[0] if isinstance(reports[0], dict) else {}
+
+    async def _check_prompts(self) -> None:
+        """Graphs of whole steps went wrong in some versions: the server shows that its do not."""
+        apart = await read_again(self.client, self.capabilities)
+        if apart > FAR_NATS:
+            raise FleetError(
+                f"{self.url} computes prompts wrongly, by {apart:.2f} nats a token: this vLLM's "
+                "CUDA graphs do not hold whole steps. Write cuda_graphs: auto."
+            )
 
     def _limits(self) -> "_Limits":
         """What the config says of adapters, for servers that do not tell."""

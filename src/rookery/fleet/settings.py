@@ -30,6 +30,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 INSIDE_MODULE = "rookery_inside"
 """What the servers' Python knows the copy of `inside` by."""
 EXTENSION_CLASS = f"{INSIDE_MODULE}.extension.WorkerExtension"
+WHOLE_GRAPHS_CLASS = f"{INSIDE_MODULE}.whole_graphs.WorkerExtension"
 ROUTE_CLASS = f"{INSIDE_MODULE}.token_route.TokenRoute"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
@@ -74,6 +75,10 @@ class LaunchConfig(Config):
     prefix_caching: bool = True
     enforce_eager: bool = False
     """No compilation and no CUDA graphs: starts sooner, runs slower."""
+    cuda_graphs: Literal["auto", "full"] = "auto"
+    """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
+    all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
+    server shows first that it computes prompts right."""
     max_logprobs: int = Field(default=20, ge=0)
     extension: bool = True
     """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
@@ -132,6 +137,10 @@ class LaunchConfig(Config):
         return self.device == "cpu" or (self.device == "auto" and not visible_gpus())
 
     @property
+    def has_whole_graphs(self) -> bool:
+        return self.cuda_graphs == "full" and not self.enforce_eager and not self.is_on_cpu
+
+    @property
     def lora_rank(self) -> int:
         """The rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
@@ -155,7 +164,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--tensor-parallel-size": config.tensor_parallel if config.tensor_parallel > 1 else None,
         "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
         "--api-server-count": config.api_servers if config.api_servers > 1 else None,
-        "--worker-extension-cls": EXTENSION_CLASS if config.has_extension else None,
+        "--worker-extension-cls": _extension_class(config),
         "--middleware": ROUTE_CLASS if config.has_extension else None,
     }
     if config.max_loras:
@@ -164,6 +173,8 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
         flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+    if config.has_whole_graphs:
+        flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
     words += [caching]
@@ -172,6 +183,12 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         words += ["--lora-target-modules", *config.lora_targets]
     words += ["--enforce-eager"] if config.enforce_eager else []
     return [*head, *words, *config.args]
+
+
+def _extension_class(config: LaunchConfig) -> str | None:
+    if not config.has_extension:
+        return None
+    return WHOLE_GRAPHS_CLASS if config.has_whole_graphs else EXTENSION_CLASS
 
 
 def environment(

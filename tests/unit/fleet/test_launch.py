@@ -253,6 +253,10 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     assert env["CUDA_VISIBLE_DEVICES"] == "5,7" and env["A"] == "b"
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
     assert "--gpu-memory-utilization" in command_line(config, port=1)
+    assert "--compilation-config" not in command_line(config, port=1)
+    full = command_line(LaunchConfig(model="m", cuda_graphs="full"), port=1)
+    assert '{"cudagraph_mode": "FULL"}' in full
+    assert "rookery_inside.whole_graphs.WorkerExtension" in full
     cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     envs = [
