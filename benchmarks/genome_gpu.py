@@ -50,12 +50,12 @@ def make_taskset(num: int, *, num_new: int) -> Taskset:
     return Taskset(name="sum", tasks=tasks, scorer=ExactConfig(), sampling=params)
 
 
-def make_nursery(num_children: int) -> tuple[Nursery, list[str]]:
+def make_nursery(num_children: int, *, device: str = "cpu") -> tuple[Nursery, list[str]]:
     """Random founders, and the children that the default search makes of them."""
     founders = {
         f"f{i}": make_random(f"f{i}", i, device="cpu", rank=RANK) for i in range(NUM_FOUNDERS)
     }
-    nursery = Nursery(founders, merges=MERGES, mutations=MUTATIONS, rank=RANK)
+    nursery = Nursery(founders, merges=MERGES, mutations=MUTATIONS, rank=RANK, device=device)
     default = GaStage().population
     config = default.model_copy(
         update={"children": default.children.model_copy(update={"count": num_children})}
@@ -70,7 +70,7 @@ def make_nursery(num_children: int) -> tuple[Nursery, list[str]]:
 async def measure(fleet: Fleet | WaitingEngine, options: argparse.Namespace) -> None:
     template = load_template(options.tokenizer)
     taskset = make_taskset(options.tasks, num_new=options.new_tokens)
-    nursery, names = make_nursery(options.candidates)
+    nursery, names = make_nursery(options.candidates, device=options.made_on)
     start = time.perf_counter()
     for name in names:
         nursery.adapter(name)
@@ -103,6 +103,7 @@ async def main() -> None:
     parser.add_argument("--tasks", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--made-on", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--waiting", action="store_true", help="play the GPU by sleeping")
     options = parser.parse_args()
     if options.waiting:

@@ -40,7 +40,7 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
-from rookery.weights.merge.blend import Blend, Engine, Trim
+from rookery.weights.merge.blend import Blend, Engine, Floats, Trim
 from rookery.weights.merge.compiled import load_engine
 from rookery.weights.merge.portable import Portable
 from rookery.weights.merge.rows import factor_rows
@@ -173,7 +173,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
     pieces, values = factor_rows(population).pieces, population.data.numpy()
     bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
     counts = np.array([int(DENSITY * piece.sizes[0]) for piece in pieces], np.int64)
-    target, engines = np.empty_like(values[0]), dict[str, Engine](numpy=Portable())
+    target, engines = np.empty_like(values[0]), dict[str, Engine[Floats]](numpy=Portable())
     if not isinstance(load_engine(), Portable):
         engines["compiled"] = load_engine()
     print("\nTIES by stage, one thread, ns per number:")

@@ -105,6 +105,10 @@ class Stack:
         """[P, out, rank], a view."""
         return self._view(layer, "b")
 
+    def to(self, device: torch.device | str) -> "Stack":
+        """The same rows on a device."""
+        return replace(self, data=self.data.to(device))
+
     def _view(self, layer: str, factor: str) -> torch.Tensor:
         place = _index(self.layout)[layer, factor]
         return self.data[:, place.start : place.stop].view(-1, *place.shape)
@@ -115,13 +119,13 @@ def _index(layout: Layout) -> dict[tuple[str, str], Place]:
     return {(place.layer, place.factor): place for place in places(layout)}
 
 
-def empty_stack(layout: Layout, *, num_rows: int) -> Stack:
+def empty_stack(layout: Layout, *, num_rows: int, device: torch.device | str = "cpu") -> Stack:
     """Rows of zeros at full rank, to be filled."""
     width = max((place.stop for place in places(layout)), default=0)
     width = -(-width // _ALIGNMENT) * _ALIGNMENT
     return Stack(
         layout=layout,
-        data=torch.zeros(num_rows, width),
+        data=torch.zeros(num_rows, width, device=device),
         ranks=((layout.rank,) * len(layout.layers),) * num_rows,
     )
 

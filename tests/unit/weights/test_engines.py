@@ -1,22 +1,53 @@
-"""The passes in C and in numpy: closed forms, and the same bits from both."""
+"""The passes in C, in numpy and in torch: closed forms, and the same bits from all."""
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weights.made import made
 
+from rookery.weights.merge import (
+    Cross,
+    DareConfig,
+    DareTiesConfig,
+    ExtrapolateConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    MergeConfig,
+    TiesConfig,
+    merge,
+    merge_stack,
+)
 from rookery.weights.merge.blend import Blend, Drop, Engine, Floats, Integers, Trim
 from rookery.weights.merge.compiled import compile_engine, load_engine
 from rookery.weights.merge.portable import Portable
+from rookery.weights.merge.rows import Rows
+from rookery.weights.merge.tensors import Tensors
+from rookery.weights.stack import stack
+
+
+class SharedTensors:
+    """The engine of tensors on numpy's memory."""
+
+    def limits(self, row: Floats, *, bounds: Integers, counts: Integers) -> Floats:
+        return Tensors().limits(torch.from_numpy(row), bounds=bounds, counts=counts)
+
+    def blend(self, blend: Blend[Floats]) -> None:
+        rows = [torch.from_numpy(row) for row in blend.rows]
+        Tensors().blend(replace(blend, rows=rows, out=torch.from_numpy(blend.out)))  # type: ignore[type-var]
+
 
 COMPILER = shutil.which("cc")
 COMPILED = compile_engine(COMPILER) if COMPILER else None
 ENGINES = [
     pytest.param(Portable(), id="numpy"),
+    pytest.param(SharedTensors(), id="torch"),
     pytest.param(
         COMPILED,
         id="c",
@@ -29,7 +60,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C comp
 
 def drawn(rng: np.random.Generator, kind: str, size: int) -> Floats:
     values = rng.standard_normal(size).astype(np.float32)
-    made: Floats = {
+    chosen: Floats = {
         "normal": values,
         "heavy": np.exp(4 * values) * np.sign(values),
         "huge": np.exp(10 * values) * np.sign(values),
@@ -40,7 +71,7 @@ def drawn(rng: np.random.Generator, kind: str, size: int) -> Floats:
         "few": np.round(values),
         "tiny": values * np.float32(1e-40),
     }[kind].astype(np.float32)
-    return made
+    return chosen
 
 
 KINDS = ["normal", "heavy", "huge", "equal", "close", "sparse", "sorted", "few", "tiny"]
@@ -64,7 +95,7 @@ def bounds_of(sizes: list[int], *, gap: int) -> tuple[Integers, int]:
     seed=st.integers(0, 1000),
 )
 def test_limits_are_those_of_sorting(
-    engine: Engine, sizes: list[int], fraction: float, kind: str, seed: int
+    engine: Engine[Floats], sizes: list[int], fraction: float, kind: str, seed: int
 ) -> None:
     bounds, length = bounds_of(sizes, gap=seed % 5)
     row = drawn(np.random.default_rng(seed), kind, length)
@@ -77,7 +108,7 @@ def test_limits_are_those_of_sorting(
 
 @each_engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_limits_of_long_rows(engine: Engine, kind: str) -> None:
+def test_limits_of_long_rows(engine: Engine[Floats], kind: str) -> None:
     """Longer than one block of byte counters, and not a multiple of any group."""
     row = drawn(np.random.default_rng(1), kind, 300_001)
     for k in (1, 2, 90_000, 210_000, 299_999, 300_001):
@@ -86,7 +117,7 @@ def test_limits_of_long_rows(engine: Engine, kind: str) -> None:
 
 
 @each_engine
-def test_columns_of_very_different_size_do_not_fool_the_sample(engine: Engine) -> None:
+def test_columns_of_very_different_size_do_not_fool_the_sample(engine: Engine[Floats]) -> None:
     values = np.random.default_rng(0).standard_normal((1024, 64)) * np.logspace(-4, 4, 64)
     row = values.astype(np.float32).flatten()
     for k in (10, 20_000, 45_000, 65_000):
@@ -96,7 +127,7 @@ def test_columns_of_very_different_size_do_not_fool_the_sample(engine: Engine) -
 
 def made_blend(
     seed: int, *, sizes: list[int], num_parents: int, kind: str, elects: bool, drops: bool
-) -> Blend:
+) -> Blend[Floats]:
     rng = np.random.default_rng(seed)
     bounds, length = bounds_of(sizes, gap=3)
     shape = (num_parents, len(sizes))
@@ -118,7 +149,7 @@ def made_blend(
     )
 
 
-def votes_of(blend: Blend, stretch: int) -> np.ndarray:
+def votes_of(blend: Blend[Floats], stretch: int) -> np.ndarray:
     """[parents, size] in float64, as the definition reads."""
     begin, end = blend.bounds[stretch]
     found = []
@@ -137,7 +168,7 @@ def votes_of(blend: Blend, stretch: int) -> np.ndarray:
 @pytest.mark.parametrize("num_parents", [1, 2, 3, 5, 8, 9])
 @pytest.mark.parametrize(("elects", "drops"), [(True, False), (True, True), (False, True)])
 def test_a_pass_is_its_closed_form(
-    engine: Engine, num_parents: int, elects: bool, drops: bool
+    engine: Engine[Floats], num_parents: int, elects: bool, drops: bool
 ) -> None:
     blend = made_blend(
         5, sizes=[33_000, 17], num_parents=num_parents, kind="normal", elects=elects, drops=drops
@@ -167,12 +198,12 @@ def test_a_pass_is_its_closed_form(
     drops=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_both_engines_give_the_same_bits(
+def test_all_engines_give_the_same_bits(
     sizes: list[int], num_parents: int, kind: str, elects: bool, drops: bool, seed: int
 ) -> None:
     assert COMPILED
-    made = []
-    for engine in (Portable(), COMPILED):
+    results = []
+    for engine in (Portable(), SharedTensors(), COMPILED):
         blend = made_blend(
             seed,
             sizes=sizes,
@@ -182,12 +213,12 @@ def test_both_engines_give_the_same_bits(
             drops=drops,
         )
         engine.blend(blend)
-        made.append(blend.out.view(np.int32))
-    assert np.array_equal(*made)
+        results.append(blend.out.view(np.int32))
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
 @each_engine
-def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine) -> None:
+def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine[Floats]) -> None:
     row = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     blend = Blend(
         rows=[row, -row],
@@ -219,3 +250,45 @@ def test_a_compiler_that_fails_is_told_and_numpy_used(
         assert isinstance(load_engine(), Portable)
     assert "did not compile entries.c" in caplog.text
     load_engine.cache_clear()
+
+
+@pytest.mark.parametrize("method", [TiesConfig(), DareConfig(), DareTiesConfig()])
+@pytest.mark.parametrize("space", ["delta", "factor"])
+def test_children_made_of_tensors_have_the_same_bits(
+    method: MergeConfig, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = [made(1), made(2)]
+    wanted = method.model_copy(update={"space": space})
+    children = []
+    for operator in ("", "ties", "dare"):
+        if operator:
+            monkeypatch.setattr(f"rookery.weights.merge.{operator}.open_rows", open_tensors)
+        children.append(merge(parents, weights=(0.4, 0.6), method=wanted, key=(3,)))
+    assert len({child.version for child in children}) == 1
+
+
+def open_tensors(rows: Rows, out: torch.Tensor) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    return Tensors(), rows.data, out
+
+
+@pytest.mark.parametrize("space", ["delta", "factor"])
+@pytest.mark.parametrize(
+    "method",
+    [LinearConfig(), ExtrapolateConfig(), LayerwiseConfig(), TiesConfig(), DareConfig()],
+    ids=lambda method: method.type,
+)
+def test_children_are_made_where_their_parents_are(
+    method: MergeConfig, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without numbers, which no tensor of another device may meet."""
+
+    def limits(self: Tensors, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> Floats:
+        assert row.device.type == "meta"
+        return np.ones(len(bounds), np.float32)
+
+    monkeypatch.setattr(Tensors, "limits", limits)
+    parents = stack([made(1), made(2)]).to("meta")
+    crosses = [Cross(parents=(0, 1), weights=(0.4, 0.6), key=(0,))]
+    wanted = method.model_copy(update={"space": space})
+    children = merge_stack(parents, crosses=crosses, method=wanted, rank=2)
+    assert children.data.device.type == "meta" and children.layout.rank == 2

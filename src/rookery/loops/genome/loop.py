@@ -86,6 +86,10 @@ class GenomeConfig(Config):
     """Changes and additions to the crossovers by name."""
     mutations: dict[str, MutateConfig] = Field(default_factory=dict)
     """Changes and additions to the mutations by name."""
+    made_on: Literal["cpu", "cuda"] = "cpu"
+    """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
+    layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
+    2 GB there beside them. The last bits of a child depend on it."""
     finals: FinalsConfig = FinalsConfig()
     seed: int = 0
 
@@ -179,6 +183,7 @@ def _open_nursery(config: GenomeConfig, founders: Mapping[str, Adapter]) -> Nurs
         merges={**MERGES, **config.merges},
         mutations={**MUTATIONS, **config.mutations},
         rank=config.rank or max(adapter.rank for adapter in founders.values()),
+        device=config.made_on,
     )
 
 

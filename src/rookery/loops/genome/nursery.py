@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 
-from rookery.errors import AdapterError
+from rookery.errors import AdapterError, boundary
 from rookery.search.candidate import ChildPlan
 from rookery.types import Adapter
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
@@ -23,6 +24,9 @@ __all__ = ["Drift", "Nursery", "Recipe", "rebuild"]
 
 _MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
 _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
+_NO_MEMORY: Mapping[type[Exception], str] = {
+    torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write made_on: cpu"
+}
 _MOVE = LinearConfig(normalise=False)
 """A move of a swarm is a linear combination whose weights mean what they say."""
 
@@ -63,7 +67,15 @@ class Nursery:
         merges: Mapping[str, MergeConfig],
         mutations: Mapping[str, MutateConfig],
         rank: int,
+        device: str = "cpu",
     ) -> None:
+        """Parents are combined on `device`, which decides the last bits."""
+        if device != "cpu" and not torch.cuda.is_available():
+            raise AdapterError(
+                f"Candidates were to be made on {device}, and torch sees no GPU here: write "
+                "made_on: cpu. A run that began on a GPU goes on only on one."
+            )
+        self._device = device
         self._founders = dict(founders)
         self._merges = dict(merges)
         self._mutations = dict(mutations)
@@ -114,6 +126,7 @@ class Nursery:
         """Everything `rebuild` needs beside the founders' weights."""
         return {
             "rank": self._rank,
+            "device": self._device,
             "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
             "mutations": {
                 n: _MUTATE.dump_python(m, mode="json") for n, m in self._mutations.items()
@@ -135,13 +148,16 @@ class Nursery:
         adapter = parents[0]
         if recipe.merge is not None:
             method = _MOVE if recipe.merge == "move" else self._merge(recipe.merge)
-            adapter = merge(
-                parents,
-                weights=recipe.weights,
-                method=method,
-                rank=self._rank,
-                key=(recipe.seed_key,),
-            )
+            what, lacking = f"Making {recipe.id}", tuple(_NO_MEMORY)
+            with boundary(AdapterError, what, foreign=lacking, remedy=_NO_MEMORY):
+                adapter = merge(
+                    parents,
+                    weights=recipe.weights,
+                    method=method,
+                    rank=self._rank,
+                    key=(recipe.seed_key,),
+                    device=self._device,
+                )
         if recipe.mutation is not None:
             change = self._mutations[recipe.mutation]
             key = (recipe.seed_key, "mutation")
@@ -171,6 +187,7 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
         mutations={n: _MUTATE.validate_python(m) for n, m in lineage["mutations"].items()},
         rank=lineage["rank"],
+        device=lineage.get("device", "cpu"),
     )
     versions = dict(lineage["founders"])
     for entry in lineage["candidates"]:

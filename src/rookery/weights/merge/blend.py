@@ -7,15 +7,18 @@ multiplied by random factors; then the parents are added, or the sign is elected
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-__all__ = ["Blend", "Drop", "Engine", "Floats", "Integers", "Trim"]
+__all__ = ["Blend", "Drop", "Engine", "Floats", "Integers", "Row", "Trim"]
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
+Row = TypeVar("Row", Floats, torch.Tensor)
+"""A row in this machine's memory, or on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +39,24 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blend:
-    rows: list[Floats]
+class Blend(Generic[Row]):
+    rows: list[Row]
     """The parents, contiguous."""
     bounds: Integers
     """[stretches, 2]: begin and end. What lies between stretches is left alone."""
     entries: Trim | Drop
     weights: Floats | None
     """Of sum 1, to elect by; None adds the parents as they are."""
-    out: Floats
+    out: Row
 
 
-class Engine(Protocol):
+class Engine(Protocol[Row]):
     """Runs passes; all give the same bits."""
 
-    def limits(self, row: Floats, *, bounds: Integers, counts: Integers) -> Floats:
+    def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Floats:
         """Per stretch the least of the `counts` largest magnitudes; infinity where it is 0."""
         ...
 
-    def blend(self, blend: Blend) -> None:
+    def blend(self, blend: Blend[Row]) -> None:
         """Fill `out`."""
         ...

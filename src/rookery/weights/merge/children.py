@@ -46,14 +46,17 @@ def merge(
     method: MergeConfig,
     rank: int | None = None,
     key: Key = (),
+    device: torch.device | str = "cpu",
 ) -> Adapter:
     """One child named "child". The parents may differ in rank, layers, scale and dtype.
 
-    `rank` defaults to the largest of the parents. The same key gives the same bits.
+    `rank` defaults to the largest of the parents. It is made on `device`, and the same key gives
+    the same bits there.
     """
     cross = Cross(parents=tuple(range(len(parents))), weights=tuple(weights), key=key)
-    children = merge_stack(stack(parents), crosses=[cross], method=method, rank=rank)
-    return unstack(children, names=["child"])[0]
+    population = stack(parents).to(device)
+    children = merge_stack(population, crosses=[cross], method=method, rank=rank)
+    return unstack(children.to("cpu"), names=["child"])[0]
 
 
 def merge_stack(
@@ -74,7 +77,7 @@ def merge_stack(
             )
     made_rank = wanted if method.space == "delta" else population.layout.rank
     layout = replace(population.layout, rank=made_rank)
-    children = out or empty_stack(layout, num_rows=len(crosses))
+    children = out or empty_stack(layout, num_rows=len(crosses), device=population.data.device)
     if children.layout != layout or len(children.ranks) != len(crosses):
         raise AdapterError("`out` has another layout or number of rows than the children to make.")
     is_weighing = method.type in WEIGHINGS
@@ -87,7 +90,11 @@ def merge_stack(
 
 def change_rank(population: Stack, *, rank: int) -> Stack:
     """The same rows at another rank: exact when it grows, the best approximation when not."""
-    changed = empty_stack(replace(population.layout, rank=rank), num_rows=population.data.shape[0])
+    changed = empty_stack(
+        replace(population.layout, rank=rank),
+        num_rows=population.data.shape[0],
+        device=population.data.device,
+    )
     for layer in population.layout.layers:
         a, b = truncate(population.a(layer.name), population.b(layer.name), rank=rank)
         changed.a(layer.name).copy_(a)
@@ -138,7 +145,7 @@ def _combined(
     coefficients = [
         weigh(method, cross=cross, gram=gram) for cross, gram in zip(crosses, grams, strict=True)
     ]
-    weighted = b * torch.tensor(coefficients)[:, :, None, None]
+    weighted = b * torch.tensor(coefficients, device=b.device)[:, :, None, None]
     return a.flatten(1, 2), weighted.transpose(1, 2).flatten(2)
 
 
@@ -177,6 +184,7 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
     Layers of one size come together: the threads of a smaller one would wait for the others.
     """
     patches: list[_Patch] = []
+    num_threads = torch.get_num_threads() if population.data.device.type == "cpu" else 1
     for layer in sorted(population.layout.layers, key=lambda own: own.num_out * own.num_in):
         size = layer.num_out * layer.num_in
         num_together = max(1, _PATCH_NUMBERS // size)
@@ -185,7 +193,7 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
             used = sorted({parent for cross in group for parent in cross.parents})
             rows = delta_rows(population, layer=layer.name, parents=used)
             patches.append(_Patch(layer, first, group, used, rows))
-            if len(patches) >= min(torch.get_num_threads(), _DENSE_NUMBERS // (size * len(group))):
+            if len(patches) >= min(num_threads, _DENSE_NUMBERS // (size * len(group))):
                 yield patches
                 patches = []
     if patches:
@@ -199,7 +207,8 @@ def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:
         replace(cross, parents=tuple(patch.parents.index(parent) for parent in cross.parents))
         for cross in patch.crosses
     ]
-    dense = torch.empty(len(local), layer.num_out * layer.num_in)
+    device = patch.rows.data.device
+    dense = torch.empty(len(local), layer.num_out * layer.num_in, device=device)
     BLENDS[method.type](method, rows=patch.rows, crosses=local, out=dense)
     return dense.view(-1, layer.num_out, layer.num_in)
 
@@ -250,7 +259,8 @@ def _weighted_sum(
     """One pass for two parents whose coefficients sum to 1, the common case; else one each."""
     if len(vectors) == 2 and abs(sum(coefficients) - 1) < 1e-12:
         # A weight in a tensor takes the quicker kernel.
-        torch.lerp(vectors[0], vectors[1], torch.tensor(coefficients[1]), out=out)
+        weight = torch.tensor(coefficients[1], device=out.device)
+        torch.lerp(vectors[0], vectors[1], weight, out=out)
         return
     torch.mul(vectors[0], coefficients[0], out=out)
     for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):

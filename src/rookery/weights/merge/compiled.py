@@ -82,7 +82,7 @@ class Compiled:
         )
         return found
 
-    def blend(self, blend: Blend) -> None:
+    def blend(self, blend: Blend[Floats]) -> None:
         if len(blend.rows) > _MOST_PARENTS:
             Portable().blend(blend)
             return
@@ -130,7 +130,7 @@ def _compile(compiler: str, library: Path, *flags: str) -> None:
 
 
 @cache
-def load_engine() -> Engine:
+def load_engine() -> Engine[Floats]:
     """The compiled passes where a compiler is found and succeeds, else the portable ones."""
     compiler = shutil.which("cc")
     if compiler is None:

@@ -15,8 +15,8 @@ from rookery.config import Config
 from rookery.weights.draws import Key, stream
 from rookery.weights.merge.blend import Blend, Drop, Floats, Integers
 from rookery.weights.merge.blocks import BLOCK, blocks, each
-from rookery.weights.merge.compiled import load_engine
 from rookery.weights.merge.cross import Cross, Space, normalised
+from rookery.weights.merge.engines import open_rows
 from rookery.weights.merge.rows import Rows
 
 __all__ = ["DareConfig", "dare", "drop_rows"]
@@ -62,7 +62,7 @@ def drop_rows(
     out: torch.Tensor,
 ) -> None:
     """Drop, multiply each parent by its gain, then add or, with weights to elect by, elect."""
-    engine, values, children = load_engine(), rows.data.numpy(), out.numpy()
+    engine, values, children = open_rows(rows, out)
     bounds = np.array(list(blocks(0, values.shape[1])), np.int64).reshape(-1, 2)
 
     def make(child: int) -> None:

@@ -25,7 +25,7 @@ class Portable:
             np.float32,
         )
 
-    def blend(self, blend: Blend) -> None:
+    def blend(self, blend: Blend[Floats]) -> None:
         ballot = _Ballot(blend)
         for stretch, (start, stop) in enumerate(blend.bounds.tolist()):
             for begin, end in blocks(start, stop):
@@ -41,7 +41,7 @@ class Portable:
 class _Ballot:
     """The memory of one pass: set the votes of a block, then count them into the result."""
 
-    def __init__(self, blend: Blend) -> None:
+    def __init__(self, blend: Blend[Floats]) -> None:
         self._blend = blend
         self._weights = [] if blend.weights is None else list(blend.weights)
         self._votes = np.empty((len(blend.rows), BLOCK), np.float32)

@@ -17,8 +17,8 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.weights.merge.blend import Blend, Floats, Trim
 from rookery.weights.merge.blocks import each
-from rookery.weights.merge.compiled import load_engine
 from rookery.weights.merge.cross import Cross, Space, shares
+from rookery.weights.merge.engines import open_rows
 from rookery.weights.merge.rows import Rows
 
 __all__ = ["TiesConfig", "ties"]
@@ -34,7 +34,7 @@ class TiesConfig(Config):
 
 def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch.Tensor) -> None:
     """Children of the rows [P, M] into `out` [C, M]. Each parent's limits are found once."""
-    engine, values, children = load_engine(), rows.data.numpy(), out.numpy()
+    engine, values, children = open_rows(rows, out)
     bounds = np.array([(piece.start, piece.stop) for piece in rows.pieces], np.int64)
     bounds = bounds.reshape(-1, 2)
     sizes = np.array([piece.sizes for piece in rows.pieces]).reshape(-1, len(values))
