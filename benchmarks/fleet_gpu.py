@@ -263,6 +263,7 @@ def server_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "full"))
     return parser
 
 
@@ -285,6 +286,7 @@ async def open_7b(options: argparse.Namespace, **own: Any) -> AsyncIterator[Flee
             dtype="bfloat16",
             max_model_len=4096,
             max_num_seqs=256,
+            cuda_graphs=options.cuda_graphs,
             env={"HF_HUB_OFFLINE": "1"},
             **settings,
         )
