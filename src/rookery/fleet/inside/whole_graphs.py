@@ -1,9 +1,9 @@
 """The worker extension for servers whose CUDA graphs hold whole steps, prompts included.
 
-vLLM 0.26 captures such graphs from one token per sequence, and attention inside them stays that of
-single tokens: prompts come out wrong, without a word. Later versions capture them for a prompt as
-long as the batch. vLLM imports this module in its workers before it loads the model; older versions
-do the same from then on.
+vLLM 0.26 captures such graphs from one token per sequence. FlashAttention 3 leaves the causal mask
+out of those, unless heads have 65 to 128 numbers, and the graph never puts it back: prompts come
+out wrong, without a word. Later versions capture for a prompt as long as the batch. vLLM imports
+this module in its workers before it loads the model, and older versions do the same from then on.
 """
 
 from __future__ import annotations
