@@ -111,8 +111,14 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
     """Writing, load call, and tensors to first token, by each route; without the warm-up."""
     found = {"one token": show_times("one token, adapter loaded", await loaded_times(fleet))}
     routes = ROUTES if torch.cuda.is_available() else ROUTES[:2]
+    # Before anything is timed: making random numbers keeps all cores busy.
+    pairs = [{name: make_pair(name, i) for name in routes} for i in range(num)]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     # By turns: a host that slows down for a while slows all of them.
-    rounds = [{name: await route_times(fleet, name, i) for name in routes} for i in range(num)]
+    rounds = [
+        {name: await route_times(fleet, name, *own[name]) for name in routes} for own in pairs
+    ]
     for name in routes:
         times = zip(*(one[name] for one in rounds[2:]), strict=True)
         for part, seconds in zip(("write", "load", "first token"), times, strict=True):
@@ -125,17 +131,23 @@ async def adapter_times(fleet: Fleet, *, num: int = 14) -> dict[str, float]:
     return found
 
 
-async def route_times(fleet: Fleet, name: str, i: int) -> tuple[float, float, float]:
-    """Seconds to write the folder, to load it, and (another adapter) from tensors to token."""
+def make_pair(route: str, i: int) -> tuple[Adapter, Adapter]:
+    """Two adapters where the route takes them from."""
+    device = "cuda" if route == "in place" else "cpu"
+    return (
+        make_random(f"{route[0]}{i}", i, device=device),
+        make_random(f"x{route[0]}{i}", 99 + i, device=device),
+    )
+
+
+async def route_times(
+    fleet: Fleet, name: str, adapter: Adapter, other: Adapter
+) -> tuple[float, float, float]:
+    """Seconds to write the folder of `other`, to load it, and from `adapter` to a token."""
     [replica] = fleet.pool.replicas
     replica.route = "http" if name == "http" else "extension"
     replica.has_token_route = name != "http"
     replica._staging.in_place = name == "in place"
-    device = "cuda" if name == "in place" else "cpu"
-    adapter = make_random(f"{name[0]}{i}", i, device=device)
-    other = make_random(f"x{name[0]}{i}", 99 + i, device=device)
-    if device == "cuda":
-        torch.cuda.synchronize()
     began = time.perf_counter()
     ref = await fleet.load(adapter)
     await first_token(fleet, ref, prompts(1)[0])
