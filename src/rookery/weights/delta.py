@@ -88,9 +88,18 @@ def _products(rows: torch.Tensor) -> torch.Tensor:
 def _principal(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The left singular vectors of rows with these products as columns [..., k, k], and the
     singular values [..., k], descending; what is rounding is 0."""
-    squares, axes = torch.linalg.eigh(products)
+    squares, axes = _eigh(products)
     lengths = squares.flip(-1).clamp(min=0).sqrt()
     return axes.flip(-1), torch.where(lengths > _NOTHING * lengths[..., :1], lengths, 0.0)
+
+
+def _eigh(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not products.is_cuda:
+        values, vectors = torch.linalg.eigh(products)
+        return values, vectors
+    # A GPU takes longer to begin on matrices this small than a core to finish them.
+    values, vectors = torch.linalg.eigh(products.cpu())
+    return values.to(products.device), vectors.to(products.device)
 
 
 def _reciprocal(lengths: torch.Tensor) -> torch.Tensor:
