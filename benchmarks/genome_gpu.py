@@ -8,8 +8,9 @@ of Qwen2.5-7B and weights that the server makes up; the founders are random, ran
 The children are those of the default search: sums, extrapolations, TIES, mutations. Overhead is the
 share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
 requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
-computes 256 sequences together, is full to the end of that call. One H200: four minutes. With
-`--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
+computes 256 sequences together, is full to the end of that call. `--made-on cuda` makes the
+children on the GPU. One H200: four minutes. With `--waiting` the GPU is played by sleeping: what is
+left is what the loop itself costs here.
 """
 
 import argparse

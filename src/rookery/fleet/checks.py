@@ -13,7 +13,7 @@ from rookery.errors import RookeryError
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
 from rookery.fleet.fit import read_shapes
-from rookery.fleet.probe import FAR_NATS, probe, read_again, read_metrics
+from rookery.fleet.probe import is_far, probe, read_again, read_metrics
 from rookery.fleet.replica import is_local
 from rookery.fleet.staging import open_staging, wire_name
 from rookery.fleet.wire import Fields, encode_body, read_choices, read_completion, read_reading
@@ -108,7 +108,7 @@ async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | 
     if not found.has_prompt_logprobs:
         return False, "not offered: texts cannot be scored; use a vLLM server"
     apart = await read_again(client, found)
-    if apart > FAR_NATS:
+    if is_far(apart):
         return False, (
             f"{apart:.2f} nats from those of the same tokens when they were drawn: the server "
             "computes prompts wrongly. vLLM 0.26 does so with cudagraph_mode FULL; else try "

@@ -28,7 +28,7 @@ from rookery.fleet.wire import (
 )
 from rookery.types import ModelRef
 
-__all__ = ["FAR_NATS", "probe", "read_again", "read_metrics"]
+__all__ = ["is_far", "probe", "read_again", "read_metrics"]
 
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default of --max-logprobs, for servers that do not tell theirs."""
@@ -45,7 +45,7 @@ more than this, half-precision rounding by less."""
 _INFO = "/server_info"
 _NUM_READ = 48
 """Tokens that are drawn one by one and then read as a prompt."""
-FAR_NATS = 0.5
+_FAR_NATS = 0.5
 """Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
 are computed wrongly are off by more than one."""
 
@@ -109,6 +109,11 @@ async def read_again(client: Client, found: Capabilities) -> float:
         abs((row or {}).get(token, inf) - logprob)
         for row, token, logprob in zip(read, drawn.tokens, drawn.logprobs, strict=True)
     )
+
+
+def is_far(apart: float) -> bool:
+    """Whether that is more than rounding; what is no number is."""
+    return not apart <= _FAR_NATS
 
 
 async def _choices(client: Client, body: bytes) -> list[list[Choice]]:

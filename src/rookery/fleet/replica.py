@@ -21,7 +21,7 @@ from rookery.fleet.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.inside.token_route import ADAPTER_REFUSED
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
-from rookery.fleet.probe import FAR_NATS, probe, read_again, read_metrics
+from rookery.fleet.probe import is_far, probe, read_again, read_metrics
 from rookery.fleet.staging import Staging, wire_name
 from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, compact, encode_body, encode_tokens, read_choices
@@ -224,7 +224,7 @@ class Replica:
     async def _check_prompts(self) -> None:
         """Graphs of whole steps went wrong in some versions: the server shows that its do not."""
         apart = await read_again(self.client, self.capabilities)
-        if apart > FAR_NATS:
+        if is_far(apart):
             raise FleetError(
                 f"{self.url} computes prompts wrongly, by {apart:.2f} nats a token: this vLLM's "
                 "CUDA graphs do not hold whole steps. Write cuda_graphs: auto."
