@@ -182,7 +182,7 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
         blend = Blend(
             rows=[values[0], values[1]],
             bounds=bounds,
-            entries=Trim(np.stack(limits)),
+            entries=Trim(limits),
             weights=np.array([0.4, 0.6], np.float32),
             out=target,
         )

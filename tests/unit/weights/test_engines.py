@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights.made import made
+from weights.made import SHAPES, made
 
 from rookery.weights.merge import (
     Cross,
@@ -24,6 +24,7 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
+from rookery.weights.merge import children as children_module
 from rookery.weights.merge.blend import Blend, Drop, Engine, Floats, Integers, Trim
 from rookery.weights.merge.compiled import compile_engine, load_engine
 from rookery.weights.merge.portable import Portable
@@ -36,11 +37,17 @@ class SharedTensors:
     """The engine of tensors on numpy's memory."""
 
     def limits(self, row: Floats, *, bounds: Integers, counts: Integers) -> Floats:
-        return Tensors().limits(torch.from_numpy(row), bounds=bounds, counts=counts)
+        found = Tensors().limits(torch.from_numpy(row), bounds=bounds, counts=counts)
+        limits: Floats = found.numpy()
+        return limits
 
     def blend(self, blend: Blend[Floats]) -> None:
+        entries = blend.entries
+        if isinstance(entries, Trim):
+            entries = Trim([torch.from_numpy(own) for own in entries.limits])  # type: ignore[assignment]
         rows = [torch.from_numpy(row) for row in blend.rows]
-        Tensors().blend(replace(blend, rows=rows, out=torch.from_numpy(blend.out)))  # type: ignore[type-var]
+        out = torch.from_numpy(blend.out)
+        Tensors().blend(replace(blend, rows=rows, entries=entries, out=out))  # type: ignore[type-var]
 
 
 COMPILER = shutil.which("cc")
@@ -267,6 +274,23 @@ def test_children_made_of_tensors_have_the_same_bits(
     assert len({child.version for child in children}) == 1
 
 
+@pytest.mark.parametrize("method", [TiesConfig(), DareConfig()])
+def test_matrices_that_are_cut_together_are_those_that_are_cut_alone(
+    method: MergeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    population = stack([made(1), made(2), made(3)])
+    crosses = [
+        Cross(parents=parents, weights=(0.4, 0.6, 0.5)[: len(parents)], key=(i,))
+        for i, parents in enumerate([(0, 1), (1, 2), (0, 1, 2), (0, 2)])
+    ]
+    alone = merge_stack(population, crosses=crosses, method=method)
+    monkeypatch.setattr(children_module, "_is_on_gpu", lambda _: True)
+    together = merge_stack(population, crosses=crosses, method=method)
+    for layer in SHAPES:
+        deltas = [s.b(layer) @ s.a(layer) for s in (alone, together)]
+        assert torch.allclose(*deltas, rtol=1e-4, atol=1e-5)
+
+
 def open_tensors(rows: Rows, out: torch.Tensor) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     return Tensors(), rows.data, out
 
@@ -277,16 +301,8 @@ def open_tensors(rows: Rows, out: torch.Tensor) -> tuple[Tensors, torch.Tensor, 
     [LinearConfig(), ExtrapolateConfig(), LayerwiseConfig(), TiesConfig(), DareConfig()],
     ids=lambda method: method.type,
 )
-def test_children_are_made_where_their_parents_are(
-    method: MergeConfig, space: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_are_made_where_their_parents_are(method: MergeConfig, space: str) -> None:
     """On a device without numbers, which no tensor of another device may meet."""
-
-    def limits(self: Tensors, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> Floats:
-        assert row.device.type == "meta"
-        return np.ones(len(bounds), np.float32)
-
-    monkeypatch.setattr(Tensors, "limits", limits)
     parents = stack([made(1), made(2)]).to("meta")
     crosses = [Cross(parents=(0, 1), weights=(0.4, 0.6), key=(0,))]
     wanted = method.model_copy(update={"space": space})

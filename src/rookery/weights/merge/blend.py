@@ -6,6 +6,7 @@ multiplied by random factors; then the parents are added, or the sign is elected
     Blend(rows=[x, y], bounds=bounds, entries=Trim(limits), weights=weights, out=child)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -22,11 +23,11 @@ Row = TypeVar("Row", Floats, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Trim:
+class Trim(Generic[Row]):
     """Entries below the limit of their parent and stretch become 0."""
 
-    limits: Floats
-    """[parents, stretches]."""
+    limits: Sequence[Row]
+    """Of each parent, [stretches]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Blend(Generic[Row]):
     """The parents, contiguous."""
     bounds: Integers
     """[stretches, 2]: begin and end. What lies between stretches is left alone."""
-    entries: Trim | Drop
+    entries: Trim[Row] | Drop
     weights: Floats | None
     """Of sum 1, to elect by; None adds the parents as they are."""
     out: Row
@@ -53,7 +54,7 @@ class Blend(Generic[Row]):
 class Engine(Protocol[Row]):
     """Runs passes; all give the same bits."""
 
-    def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Floats:
+    def limits(self, row: Row, *, bounds: Integers, counts: Integers) -> Row:
         """Per stretch the least of the `counts` largest magnitudes; infinity where it is 0."""
         ...
 

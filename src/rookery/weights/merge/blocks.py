@@ -22,9 +22,11 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + BLOCK, stop)
 
 
-def each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results in order, computed by as many threads as torch may use."""
-    num_threads = min(torch.get_num_threads(), len(items))
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], *, num_threads: int | None = None
+) -> list[Result]:
+    """The results in order, computed by as many threads as torch may use, or by fewer."""
+    num_threads = min(num_threads or torch.get_num_threads(), len(items))
     if num_threads <= 1:
         return [function(item) for item in items]
     with ThreadPoolExecutor(num_threads) as pool:

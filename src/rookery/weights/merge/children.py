@@ -37,6 +37,8 @@ _PATCH_NUMBERS = 1 << 24
 """Children of one layer are blended together up to this many numbers of delta W: 64 MB."""
 _DENSE_NUMBERS = 1 << 28
 """Numbers of delta W that are blended at a time: 1 GB, and twice that for their parents."""
+_GPU_NUMBERS = 1 << 26
+"""The same on a GPU, where servers have most of the memory."""
 
 
 def merge(
@@ -161,21 +163,35 @@ class _Patch(NamedTuple):
     """Their dense deltas."""
 
 
+class _Dense(NamedTuple):
+    """One layer of one child, before it is cut to its rank."""
+
+    layer: str
+    child: int
+    matrix: torch.Tensor
+    start: torch.Tensor
+    """The parents' a, which nearly span what is kept."""
+
+
 def _blend_deltas(
     population: Stack, crosses: Sequence[Cross], method: MergeConfig, children: Stack
 ) -> None:
+    """On the CPU blends have a thread each and products have all of them: by turns, never both. On
+    a GPU, where a wait takes longer than the numbers, matrices of one shape are cut together."""
+    is_on_gpu = _is_on_gpu(population)
     for patches in _patches(population, crosses):
-        # Blends have a thread each, products have all of them: by turns, never both.
-        blended = each(partial(_blend_patch, method), patches)
-        for patch, dense in zip(patches, blended, strict=True):
-            name = patch.layer.name
-            for child, (cross, matrix) in enumerate(
-                zip(patch.crosses, dense, strict=True), start=patch.first
-            ):
-                start = population.a(name)[list(cross.parents)].flatten(0, 1)
-                a, b = low_rank(matrix, rank=children.layout.rank, start=start)
-                children.a(name)[child] = a
-                children.b(name)[child] = b
+        blended = each(partial(_blend_patch, method), patches, num_threads=1 if is_on_gpu else None)
+        found = [
+            one
+            for patch, matrices in zip(patches, blended, strict=True)
+            for one in _unpacked(population, patch, matrices)
+        ]
+        for group in _of_one_shape(found) if is_on_gpu else [[one] for one in found]:
+            _cut(group, children)
+
+
+def _is_on_gpu(population: Stack) -> bool:
+    return population.data.is_cuda
 
 
 def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patch]]:
@@ -184,7 +200,6 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
     Layers of one size come together: the threads of a smaller one would wait for the others.
     """
     patches: list[_Patch] = []
-    num_threads = torch.get_num_threads() if population.data.device.type == "cpu" else 1
     for layer in sorted(population.layout.layers, key=lambda own: own.num_out * own.num_in):
         size = layer.num_out * layer.num_in
         num_together = max(1, _PATCH_NUMBERS // size)
@@ -193,11 +208,45 @@ def _patches(population: Stack, crosses: Sequence[Cross]) -> Iterator[list[_Patc
             used = sorted({parent for cross in group for parent in cross.parents})
             rows = delta_rows(population, layer=layer.name, parents=used)
             patches.append(_Patch(layer, first, group, used, rows))
-            if len(patches) >= min(num_threads, _DENSE_NUMBERS // (size * len(group))):
+            if len(patches) >= _num_at_a_time(population, numbers=size * len(group)):
                 yield patches
                 patches = []
     if patches:
         yield patches
+
+
+def _num_at_a_time(population: Stack, *, numbers: int) -> int:
+    if _is_on_gpu(population):
+        return _GPU_NUMBERS // numbers
+    return min(torch.get_num_threads(), _DENSE_NUMBERS // numbers)
+
+
+def _unpacked(population: Stack, patch: _Patch, matrices: torch.Tensor) -> Iterator[_Dense]:
+    layer = patch.layer.name
+    for i, (cross, matrix) in enumerate(zip(patch.crosses, matrices, strict=True)):
+        start = population.a(layer)[list(cross.parents)].flatten(0, 1)
+        yield _Dense(layer, patch.first + i, matrix, start)
+
+
+def _of_one_shape(found: Sequence[_Dense]) -> list[list[_Dense]]:
+    groups: dict[tuple[torch.Size, torch.Size], list[_Dense]] = defaultdict(list)
+    for one in found:
+        groups[one.matrix.shape, one.start.shape].append(one)
+    return list(groups.values())
+
+
+def _cut(group: Sequence[_Dense], children: Stack) -> None:
+    """Fill the children's factors."""
+    matrices, starts = [one.matrix for one in group], [one.start for one in group]
+    rank = children.layout.rank
+    if len(group) == 1:
+        factors = [low_rank(matrices[0], rank=rank, start=starts[0])]
+    else:
+        a, b = low_rank(torch.stack(matrices), rank=rank, start=torch.stack(starts))
+        factors = list(zip(a, b, strict=True))
+    for one, (own_a, own_b) in zip(group, factors, strict=True):
+        children.a(one.layer)[one.child] = own_a
+        children.b(one.layer)[one.child] = own_b
 
 
 def _blend_patch(method: MergeConfig, patch: _Patch) -> torch.Tensor:

@@ -87,7 +87,7 @@ class Compiled:
             Portable().blend(blend)
             return
         entries = blend.entries
-        rows, tables = _addresses(blend.rows), None
+        rows, limits, tables = _addresses(blend.rows), None, None
         given = _Blend(
             num_parents=len(blend.rows),
             num_stretches=len(blend.bounds),
@@ -97,7 +97,8 @@ class Compiled:
             out=_address(blend.out),
         )
         if isinstance(entries, Trim):
-            given.limits = _address(entries.limits)
+            limits = np.stack(list(entries.limits))
+            given.limits = _address(limits)
         else:
             tables = _addresses(entries.tables)
             given.tables, given.starts = ctypes.addressof(tables), _address(entries.starts)

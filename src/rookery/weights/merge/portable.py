@@ -55,7 +55,7 @@ class _Ballot:
             source, vote = row[begin:end], self._votes[parent, :size]
             if isinstance(entries, Trim):
                 np.abs(source, out=vote)
-                np.greater_equal(vote, entries.limits[parent, stretch], out=self._flags[0, :size])
+                np.greater_equal(vote, entries.limits[parent][stretch], out=self._flags[0, :size])
                 np.copyto(vote, self._flags[0, :size])
                 np.multiply(source, vote, out=vote)
             else:

@@ -12,29 +12,27 @@ __all__ = ["Tensors"]
 
 _NEXT_TO_NOTHING = 1e-30
 """As in `portable.py`."""
-_SAMPLE = 1 << 15
-"""Numbers that bracket the limit of a row."""
 
 
 class Tensors:
     """An Engine of tensors."""
 
-    def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> Floats:
-        found = [
-            _kth(row[begin:end].abs(), k) if k else np.inf
-            for (begin, end), k in zip(bounds.tolist(), counts.tolist(), strict=True)
-        ]
-        return np.array(found, np.float32)
+    def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
+        """By sorting, which waits for nothing; what selects has to know how many are left."""
+        found = row.new_full((len(bounds),), torch.inf)
+        for i, ((begin, end), k) in enumerate(zip(bounds.tolist(), counts.tolist(), strict=True)):
+            if k:
+                found[i] = row[begin:end].abs().sort(descending=True).values[k - 1]
+        return found
 
     def blend(self, blend: Blend[torch.Tensor]) -> None:
         tables = _tables(blend)
         for stretch, (begin, end) in enumerate(blend.bounds.tolist()):
             rows = [row[begin:end] for row in blend.rows]
             if isinstance(blend.entries, Trim):
-                limits = blend.entries.limits[:, stretch].tolist()
                 votes = [
-                    torch.where(row.abs() >= limit, row, 0.0)
-                    for row, limit in zip(rows, limits, strict=True)
+                    torch.where(row.abs() >= limits[stretch], row, 0.0)
+                    for row, limits in zip(rows, blend.entries.limits, strict=True)
                 ]
             else:
                 starts = blend.entries.starts[:, stretch].tolist()
@@ -43,23 +41,6 @@ class Tensors:
                     for row, table, start in zip(rows, tables, starts, strict=True)
                 ]
             blend.out[begin:end] = _count(votes, blend.weights)
-
-
-def _kth(magnitudes: torch.Tensor, k: int) -> float:
-    """The k-th largest, as `magnitude.py` finds it: a sample brackets it, and it is selected among
-    the few inside, or among all where the bracket misses it."""
-    num = magnitudes.numel()
-    sample = magnitudes[:: num // _SAMPLE | 1].sort(descending=True).values
-    centre = k / num * sample.numel()
-    margin = 3 * (centre * (1 - k / num)) ** 0.5 + 2
-    first, last = int(centre - margin), int(centre + margin)
-    high = float(sample[first]) if first > 0 else np.inf
-    low = float(sample[last]) if last < sample.numel() else 0.0
-    place = k - int((magnitudes >= high).sum())
-    inside = magnitudes[(magnitudes >= low) & (magnitudes < high)]
-    if not 0 < place <= inside.numel():
-        inside, place = magnitudes, k
-    return float(inside.sort(descending=True).values[place - 1])
 
 
 def _tables(blend: Blend[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,14 +8,14 @@ divided once, over the parents that take part: equal parents give the parent.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.weights.merge.blend import Blend, Floats, Trim
+from rookery.weights.merge.blend import Blend, Trim
 from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross, Space, shares
 from rookery.weights.merge.engines import open_rows
@@ -41,7 +41,7 @@ def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch
     counts = np.ascontiguousarray((method.density * sizes.T).astype(np.int64))
     used = sorted({parent for cross in crosses for parent in cross.parents})
 
-    def find(row: int) -> Floats:
+    def find(row: int) -> Any:
         return engine.limits(values[row], bounds=bounds, counts=counts[row])
 
     limits = dict(zip(used, each(find, used), strict=True))
@@ -52,7 +52,7 @@ def ties(method: TiesConfig, *, rows: Rows, crosses: Sequence[Cross], out: torch
             Blend(
                 rows=[values[parent] for parent in cross.parents],
                 bounds=bounds,
-                entries=Trim(np.stack([limits[parent] for parent in cross.parents])),
+                entries=Trim([limits[parent] for parent in cross.parents]),
                 weights=np.array(shares(cross), np.float32),
                 out=children[child],
             )
