@@ -96,10 +96,12 @@ class _Inputs:
 
 def _read_inputs(config: "GenomeConfig") -> _Inputs:
     from rookery.loops.genome.founders import FileInit, read_founders
+    from rookery.loops.genome.nursery import check_device
     from rookery.tasks.splits import SPLITS
     from rookery.tasks.taskset import load_taskset
     from rookery.tasks.template import load_template
 
+    check_device(config.made_on)
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     for taskset in tasksets:
         for name in SPLITS:

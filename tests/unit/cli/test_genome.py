@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from driving import Command
 
 from rookery.runs import Run
@@ -99,3 +100,12 @@ def test_founders_made_of_nothing(rookery: Command, config: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0
     assert len(list((config / "runs/x/founders").iterdir())) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_missed_before_the_run_is_made(
+    rookery: Command, config: Path
+) -> None:
+    ended = rookery("genome", "run", "g.yaml", "--made-on", "cuda", "--name", "x")
+    assert ended.code == 2 and "write made_on: cpu" in ended.err
+    assert not (config / "runs/x").exists()

@@ -20,7 +20,7 @@ from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
 from rookery.weights.mutate import MutateConfig, mutate
 from rookery.weights.perturb import accumulate
 
-__all__ = ["Drift", "Nursery", "Recipe", "rebuild"]
+__all__ = ["Drift", "Nursery", "Recipe", "check_device", "rebuild"]
 
 _MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
 _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
@@ -70,11 +70,7 @@ class Nursery:
         device: str = "cpu",
     ) -> None:
         """Parents are combined on `device`, which decides the last bits."""
-        if device != "cpu" and not torch.cuda.is_available():
-            raise AdapterError(
-                f"Candidates were to be made on {device}, and torch sees no GPU here: write "
-                "made_on: cpu. A run that began on a GPU goes on only on one."
-            )
+        check_device(device)
         self._device = device
         self._founders = dict(founders)
         self._merges = dict(merges)
@@ -170,6 +166,15 @@ class Nursery:
                 f"A plan names the merge {name!r}; there are {', '.join(self._merges)}."
             )
         return self._merges[name]
+
+
+def check_device(device: str) -> None:
+    """AdapterError unless candidates can be made there."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise AdapterError(
+            f"Candidates were to be made on {device}, and torch sees no GPU here: write "
+            "made_on: cpu. A run that began on a GPU goes on only on one."
+        )
 
 
 def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: str) -> Adapter:
