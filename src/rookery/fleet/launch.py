@@ -327,7 +327,7 @@ async def _stop_all(servers: Sequence[LocalServer]) -> None:
     """Stop every server even when this is cancelled again meanwhile."""
     try:
         await asyncio.gather(*(server.stop() for server in servers))
-    except BaseException:
+    except BaseException:  # a second Ctrl-C too: none is left running
         for server in servers:
             server.kill()
         raise

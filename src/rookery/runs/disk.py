@@ -58,7 +58,7 @@ def write_file(path: Path, data: bytes, *, scratch: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no half file is left
             with suppress(OSError):
                 temporary.unlink()
             raise

@@ -207,7 +207,7 @@ class EventLog(EventView):
             )
             try:
                 log._prepare(create=create)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nobody else could close it
                 log._connection.close()
                 raise
         return log
@@ -253,7 +253,7 @@ class EventLog(EventView):
         try:
             yield
             self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # Ctrl-C too: all of it or nothing
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise

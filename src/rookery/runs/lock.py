@@ -75,7 +75,7 @@ class RunLock:
                 logger.info("%s: process %d ended without closing it", path.parent, left.pid)
             with disk_boundary(f"Writing {path}"):
                 _write_owner(descriptor)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: an open descriptor would keep the lock
             os.close(descriptor)
             raise
         return cls(path, descriptor)

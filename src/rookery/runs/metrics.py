@@ -56,7 +56,7 @@ class MetricsFile:
             descriptor = os.open(path, flags, 0o644)
             try:
                 _repair(descriptor)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nobody else could close it
                 os.close(descriptor)
                 raise
         return cls(path, descriptor)

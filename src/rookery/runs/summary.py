@@ -115,7 +115,7 @@ def export_events(run: RunView, path: Path) -> int:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no half file is left
             partial.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)

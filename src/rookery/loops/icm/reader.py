@@ -206,7 +206,7 @@ class SharedReader:
             sizes = [len(request.tokens) for request in requests]
             self._store.add(list(zip(block, reads, sizes, plans, strict=True)))
             done.set_result(None)
-        except BaseException as error:
+        except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)
             done.exception()  # who waits sees it; where nobody does it is no second error
             raise

@@ -14,10 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Blend", "Drop", "Engine", "Floats", "Integers", "Row", "Trim"]
+__all__ = ["NEXT_TO_NOTHING", "Blend", "Drop", "Engine", "Floats", "Integers", "Row", "Trim"]
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
+NEXT_TO_NOTHING = np.float32(1e-30)
+"""Added to the weights of the elected so that none elected gives 0 / 1e-30 = 0. It changes no
+weight above 1e-22."""
+
 Row = TypeVar("Row", Floats, torch.Tensor)
 """A row in this machine's memory, or on a GPU."""
 

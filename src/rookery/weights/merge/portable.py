@@ -2,15 +2,11 @@
 
 import numpy as np
 
-from rookery.weights.merge.blend import Blend, Floats, Integers, Trim
+from rookery.weights.merge.blend import NEXT_TO_NOTHING, Blend, Floats, Integers, Trim
 from rookery.weights.merge.blocks import BLOCK, blocks
 from rookery.weights.merge.magnitude import kth_magnitude
 
 __all__ = ["Portable"]
-
-_NEXT_TO_NOTHING = np.float32(1e-30)
-"""Added to the weights of the elected so that none elected gives 0 / 1e-30 = 0. It changes no
-weight above 1e-22."""
 
 
 class Portable:
@@ -104,7 +100,7 @@ class _Ballot:
             np.add(weight_of, part, out=weight_of)
             np.multiply(vote, part, out=part)
             np.add(out, part, out=out)
-        np.add(weight_of, _NEXT_TO_NOTHING, out=weight_of)
+        np.add(weight_of, NEXT_TO_NOTHING, out=weight_of)
         np.divide(out, weight_of, out=out)
 
     def _sum(self, total: Floats, part: Floats) -> None:

@@ -6,12 +6,9 @@ A pass holds a few rows of temporary numbers. It rounds as the other engines do.
 import numpy as np
 import torch
 
-from rookery.weights.merge.blend import Blend, Drop, Floats, Integers, Trim
+from rookery.weights.merge.blend import NEXT_TO_NOTHING, Blend, Drop, Floats, Integers, Trim
 
 __all__ = ["Tensors"]
-
-_NEXT_TO_NOTHING = 1e-30
-"""As in `portable.py`."""
 
 
 class Tensors:
@@ -62,7 +59,7 @@ def _count(votes: list[torch.Tensor], weights: Floats | None) -> torch.Tensor:
     ]
     products = [vote * share for vote, share in zip(votes, heard, strict=True)]
     agreed = _added(products) + 0.0  # -0 becomes 0
-    return agreed / (_added(heard) + _NEXT_TO_NOTHING)
+    return agreed / (_added(heard) + float(NEXT_TO_NOTHING))
 
 
 def _elect_pair(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
