@@ -111,8 +111,7 @@ async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | 
     if is_far(apart):
         return False, (
             f"{apart:.2f} nats from those of the same tokens when they were drawn: the server "
-            "computes prompts wrongly. vLLM 0.26 does so with cudagraph_mode FULL; else try "
-            "--enforce-eager"
+            "computes wrongly. vLLM does so with cudagraph_mode FULL; else try --enforce-eager"
         )
     return True, f"as when the same tokens were drawn ({apart:.2g} nats apart)"
 

@@ -9,7 +9,7 @@ reports tokens and log-probabilities. A version string decides nothing.
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean
 from typing import Any
@@ -26,7 +26,7 @@ from rookery.fleet.wire import (
     read_completion,
     read_reading,
 )
-from rookery.types import ModelRef
+from rookery.types import ModelRef, TokenIds
 
 __all__ = ["is_far", "probe", "read_again", "read_metrics"]
 
@@ -43,8 +43,9 @@ _FLATTENED = 0.2
 """Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
 more than this, half-precision rounding by less."""
 _INFO = "/server_info"
-_NUM_READ = 48
-"""Tokens that are drawn one by one and then read as a prompt."""
+_READ_PROMPTS = tuple(_PROMPT * times for times in range(1, 5))
+_NUM_READ = 32
+"""Tokens that are drawn one by one, of each of these together, and then read as prompts."""
 _FAR_NATS = 0.5
 """Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
 are computed wrongly are off by more than one."""
@@ -95,20 +96,27 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
 
 async def read_again(client: Client, found: Capabilities) -> float:
     """How far the log-probabilities of tokens drawn one by one are from those of the same tokens in
-    a prompt: the mean, in nats."""
-    room = (found.max_model_len or 2 * _NUM_READ) - len(_PROMPT) - 1
-    draw = Fields(max_tokens=max(1, min(_NUM_READ, room)), temperature=1.0, seed=0, ignore_eos=True)
-    [[answer]] = await _choices(client, encode_body(found.model, draw, [_PROMPT]))
-    drawn = read_completion(answer, model=ModelRef(name="base", version=""), num_top=0)
-    tokens = (*_PROMPT, *drawn.tokens)
-    [[answer]] = await _choices(client, encode_body(found.model, Fields(prompt_top=0), [tokens]))
-    read = read_reading(answer).prompt[len(_PROMPT) :]
-    if len(read) != len(drawn.tokens):
+    prompts: the mean, in nats; of several sequences at a time."""
+    room = (found.max_model_len or inf) - len(_READ_PROMPTS[-1]) - 1
+    num_new = int(max(1, min(_NUM_READ, room)))
+    draw = Fields(max_tokens=num_new, temperature=1.0, seed=0, ignore_eos=True)
+    answers = await _ask(client, found, draw, _READ_PROMPTS)
+    try:
+        drawn = [
+            read_completion(a, model=ModelRef(name="", version=""), num_top=0) for a in answers
+        ]
+    except FleetError:  # a log-probability is no number: what is wrong, and how far
         return inf
-    return fmean(
-        abs((row or {}).get(token, inf) - logprob)
-        for row, token, logprob in zip(read, drawn.tokens, drawn.logprobs, strict=True)
-    )
+    texts = [(*prompt, *new.tokens) for prompt, new in zip(_READ_PROMPTS, drawn, strict=True)]
+    readings = map(read_reading, await _ask(client, found, Fields(prompt_top=0), texts))
+    apart: list[float] = []
+    for prompt, new, reading in zip(_READ_PROMPTS, drawn, readings, strict=True):
+        read = reading.prompt[len(prompt) :]
+        if len(read) != len(new.tokens):
+            return inf
+        for row, token, logprob in zip(read, new.tokens, new.logprobs, strict=True):
+            apart.append(abs((row or {}).get(token, inf) - logprob))
+    return fmean(apart)
 
 
 def is_far(apart: float) -> bool:
@@ -116,8 +124,11 @@ def is_far(apart: float) -> bool:
     return not apart <= _FAR_NATS
 
 
-async def _choices(client: Client, body: bytes) -> list[list[Choice]]:
-    return read_choices(await client.complete(body), num_prompts=1, n=1)
+async def _ask(
+    client: Client, found: Capabilities, fields: Fields, prompts: Sequence[TokenIds]
+) -> list[Choice]:
+    answer = await client.complete(encode_body(found.model, fields, prompts))
+    return [choice for [choice] in read_choices(answer, num_prompts=len(prompts), n=1)]
 
 
 async def read_metrics(client: Client) -> ServerMetrics | None:

@@ -222,12 +222,13 @@ class Replica:
         return reports[0] if isinstance(reports[0], dict) else {}
 
     async def _check_prompts(self) -> None:
-        """Graphs of whole steps went wrong in some versions: the server shows that its do not."""
+        """Graphs of whole steps go wrong in silence: the server shows that its do not."""
         apart = await read_again(self.client, self.capabilities)
         if is_far(apart):
             raise FleetError(
-                f"{self.url} computes prompts wrongly, by {apart:.2f} nats a token: this vLLM's "
-                "CUDA graphs do not hold whole steps. Write cuda_graphs: auto."
+                f"{self.url} computes wrongly: a token read is {apart:.2f} nats from the same "
+                "token drawn. This vLLM's CUDA graphs cannot hold whole steps of this model: write "
+                "cuda_graphs: auto."
             )
 
     def _limits(self) -> "_Limits":

@@ -81,6 +81,8 @@ class Stub:
     healthy: bool = True
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
+    together_off: float | None = 0.0
+    """The same of tokens that several prompts of one call draw; None: they are no numbers."""
 
     @property
     def url(self) -> str:
@@ -227,8 +229,14 @@ class Stub:
         for prompt in body["prompt"]:
             for sample in range(body.get("n", 1)):
                 choice = self._choice(body, prompt, sample)
+                if len(body["prompt"]) > 1:
+                    own = choice["logprobs"]
+                    own["token_logprobs"] = [self._together(p) for p in own["token_logprobs"]]
                 found.append({"index": len(found), **choice})
         return found
+
+    def _together(self, logprob: float) -> float | None:
+        return None if self.together_off is None else logprob - self.together_off
 
     def _choice(self, body: dict[str, Any], prompt: list[int], sample: int) -> dict[str, Any]:
         temperature = body.get("temperature", 1.0)

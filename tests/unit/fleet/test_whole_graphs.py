@@ -1,6 +1,5 @@
-"""CUDA graphs of whole steps: captured for prompts, and servers that compute them wrongly."""
+"""CUDA graphs of whole steps: captured and run alike, and servers that compute them wrongly."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from fleet.stub import Stub, serve
 
 from rookery.errors import FleetError
 from rookery.fleet.client import Client, ClientConfig, open_session
-from rookery.fleet.inside.whole_graphs import capture_for_prompts
+from rookery.fleet.inside.whole_graphs import agree_on_queries
 from rookery.fleet.replica import Replica, ReplicaSettings
 from rookery.fleet.settings import LaunchConfig
 from rookery.fleet.staging import open_staging
@@ -23,76 +22,91 @@ SETTINGS = ReplicaSettings(
     is_folder_shared=False,
     has_resolver=False,
 )
-FULL, DECODE = "full", "full for single tokens"
+NONE, FULL, DECODE = "none", "full", "full for single tokens"
 
 
-class State:
-    """Prepares attention for the longest of the sequences, and has other parts."""
-
-    rope = "rope"
-
-    def prepare_attn(self, batch: Any, mode: str, *, for_capture: bool = False) -> int:
-        assert mode == "none" and for_capture
-        return int(batch.num_scheduled_tokens.max())
-
-
-def make_graphs(prepare: Callable[..., Any]) -> Any:
-    """Stands in for vLLM's module: 24 tokens are captured as 24 sequences of one."""
-
-    class Manager:
-        def __init__(self, mode: str) -> None:
-            self.cudagraph_mode = mode
-
-        def capture(self, model: str, model_state: State, *, has_lora: bool) -> int:
-            assert (model, model_state.rope, has_lora) == ("model", "rope", True)
-            batch = SimpleNamespace(num_tokens=24, num_scheduled_tokens=np.ones(24, np.int32))
-            longest = model_state.prepare_attn(batch, "none", for_capture=True)
-            assert batch.num_scheduled_tokens.max() == 1, "the batch itself is left alone"
-            return longest
-
+def make_batch(num_tokens: int, *, num_sequences: int, room: int) -> Any:
+    """Tokens of equally many per sequence, in a graph that has room for more."""
     return SimpleNamespace(
-        prepare_inputs_to_capture=prepare,
-        ModelCudaGraphManager=Manager,
-        CUDAGraphMode=SimpleNamespace(FULL=FULL),
+        num_tokens_after_padding=room,
+        num_scheduled_tokens=np.full(num_sequences, num_tokens // num_sequences, np.int32),
     )
 
 
-@pytest.mark.parametrize(("mode", "longest"), [(FULL, 24), (DECODE, 1)])
-def test_whole_steps_are_captured_for_a_prompt_as_long_as_the_batch(
-    mode: str, longest: int
-) -> None:
-    def old(num_reqs: int, num_tokens: int) -> None: ...
+class Old:
+    """Prepares attention for the longest of the sequences: vLLM 0.26."""
 
-    graphs = make_graphs(old)
-    capture_for_prompts(graphs)
-    manager = graphs.ModelCudaGraphManager(mode)
-    assert manager.capture("model", State(), has_lora=True) == longest
+    def prepare_attn(self, batch: Any, mode: str, *, for_capture: bool = False) -> int:
+        assert batch.num_scheduled_tokens.ndim == 1
+        return int(batch.num_scheduled_tokens.max())
 
 
-def test_versions_that_capture_for_prompts_are_left_alone() -> None:
-    def new(num_reqs: int, num_tokens: int, max_query_len: int | None = None) -> None: ...
+class New(Old):
+    """For what the batch says, else for the longest: vLLM 0.32."""
 
-    graphs = make_graphs(new)
-    stock = graphs.ModelCudaGraphManager.capture
-    capture_for_prompts(graphs)
-    assert graphs.ModelCudaGraphManager.capture is stock
+    def prepare_attn(self, batch: Any, mode: str, *, for_capture: bool = False) -> int:
+        said = getattr(batch, "max_query_len", None)
+        return said or super().prepare_attn(batch, mode, for_capture=for_capture)
 
 
-@pytest.mark.parametrize("off", [0.0, 1.5])
-async def test_a_server_with_whole_graphs_shows_that_it_computes_prompts_right(
-    off: float, tmp_path: Path
+class Manager:
+    """Stands in for vLLM's: 24 tokens are captured as 24 sequences of one."""
+
+    def __init__(self, mode: str) -> None:
+        self.cudagraph_mode = mode
+
+    def capture(self, model: str, model_state: Old, *, has_lora: bool) -> int:
+        assert (model, has_lora) == ("model", True)
+        batch = make_batch(24, num_sequences=24, room=24)
+        longest = model_state.prepare_attn(batch, NONE, for_capture=True)
+        assert batch.num_scheduled_tokens.max() == 1, "the batch itself is left alone"
+        return longest
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_whole_steps_are_captured_and_run_for_a_prompt_as_long_as_the_graph(kind: type) -> None:
+    class Own(Manager):
+        pass
+
+    modes = SimpleNamespace(FULL=FULL)
+    agree_on_queries(SimpleNamespace(ModelCudaGraphManager=Own, CUDAGraphMode=modes))
+    state = kind()
+    assert Own(FULL).capture("model", state, has_lora=True) == 24
+    answers, prompts = (
+        make_batch(20, num_sequences=20, room=24),
+        make_batch(24, num_sequences=2, room=24),
+    )
+    assert state.prepare_attn(answers, FULL) == state.prepare_attn(prompts, FULL) == 24
+    assert state.prepare_attn(prompts, NONE) == 12, "what no graph holds is left alone"
+    state = kind()
+    assert Own(DECODE).capture("model", state, has_lora=True) == 1
+    assert state.prepare_attn(answers, FULL) == 1
+
+
+@pytest.mark.parametrize(
+    ("stub", "apart"),
+    [
+        (Stub(), None),
+        (Stub(prompts_off=1.5), r"1\.50"),
+        (Stub(together_off=1.5), r"1\.50"),
+        (Stub(together_off=None), "inf"),
+    ],
+    ids=["right", "prompts", "answers together", "no numbers"],
+)
+async def test_a_server_with_whole_graphs_shows_that_it_computes_right(
+    stub: Stub, apart: str | None, tmp_path: Path
 ) -> None:
     local: Any = SimpleNamespace(
         config=LaunchConfig(model="tiny", device="cuda", cuda_graphs="full")
     )
-    async with serve(Stub(prompts_off=off)) as (stub,), open_session() as session:
+    async with serve(stub), open_session() as session:
         client = Client(stub.url, session=session, config=ClientConfig())
         with open_staging(tmp_path) as staging:
             replica = Replica(client, settings=SETTINGS, staging=staging, local=local)
-            if not off:
+            if apart is None:
                 await replica.connect()
                 assert replica.lane.is_open
                 return
-            with pytest.raises(FleetError, match=r"by 1\.50 nats a token.*cuda_graphs: auto"):
+            with pytest.raises(FleetError, match=rf"is {apart} nats from.*cuda_graphs: auto"):
                 await replica.connect()
             assert not replica.lane.is_open

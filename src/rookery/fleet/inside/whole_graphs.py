@@ -1,53 +1,52 @@
 """The worker extension for servers whose CUDA graphs hold whole steps, prompts included.
 
-vLLM 0.26 captures such graphs from one token per sequence. FlashAttention 3 leaves the causal mask
-out of those, unless heads have 65 to 128 numbers, and the graph never puts it back: prompts come
-out wrong, without a word. Later versions capture for a prompt as long as the batch. vLLM imports
-this module in its workers before it loads the model, and older versions do the same from then on.
+FlashAttention 3 takes its kernel and the layout of its schedule from the longest query of a batch.
+A graph keeps the kernel of its capture, for which vLLM 0.26 gives single tokens and later versions
+one prompt as long as the batch; the schedule is made anew for every step, of the queries that it
+has. Where the two disagree (heads of up to 64 or more than 128 numbers: single tokens take no
+causal mask) answers come out wrong, without a word. Here all whole steps, captured and run, are
+prepared for one prompt as long as the graph. vLLM imports this module in its workers before it
+captures.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
+
+import numpy as np
 
 from .extension import WorkerExtension
 
-__all__ = ["WorkerExtension", "capture_for_prompts"]
+__all__ = ["WorkerExtension", "agree_on_queries"]
 
 
-class _ForPrompts:
-    """A model state that prepares attention for one prompt as long as the batch."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-    def prepare_attn(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Only the longest of `num_scheduled_tokens` is read there."""
-        import numpy as np
-
-        batch = copy.copy(batch)
-        batch.num_scheduled_tokens = np.array([batch.num_tokens])
-        return self._state.prepare_attn(batch, *args, **kwargs)
-
-
-def capture_for_prompts(graphs: Any) -> None:
-    """Change vLLM's module `cudagraph_utils` where it captures whole steps for single tokens."""
-    if "max_query_len" in inspect.signature(graphs.prepare_inputs_to_capture).parameters:
-        return
+def agree_on_queries(graphs: Any) -> None:
+    """Change vLLM's module `cudagraph_utils`: what captures whole steps prepares all of them
+    alike."""
     stock = graphs.ModelCudaGraphManager.capture
+    full = graphs.CUDAGraphMode.FULL
 
     def capture(self: Any, model: Any, model_state: Any, *args: Any, **kwargs: Any) -> Any:
-        # Other modes capture whole steps of single tokens alone.
-        if self.cudagraph_mode == graphs.CUDAGraphMode.FULL:
-            model_state = _ForPrompts(model_state)
+        # Other modes have whole steps of single tokens alone.
+        if self.cudagraph_mode == full:
+            model_state.prepare_attn = _as_one_prompt(model_state.prepare_attn, full)
         return stock(self, model, model_state, *args, **kwargs)
 
     graphs.ModelCudaGraphManager.capture = capture
+
+
+def _as_one_prompt(prepare: Any, full: Any) -> Any:
+    def prepare_attn(batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        if mode == full or kwargs.get("for_capture"):
+            longest = batch.num_tokens_after_padding
+            batch = copy.copy(batch)
+            # Only the longest is read there: of these, or in later versions this one.
+            batch.num_scheduled_tokens = np.full_like(batch.num_scheduled_tokens, longest)
+            batch.max_query_len = longest
+        return prepare(batch, mode, *args, **kwargs)
+
+    return prepare_attn
 
 
 try:
@@ -55,4 +54,4 @@ try:
 except ImportError:  # not in vLLM's worker, or in one of its other model runners
     pass
 else:
-    capture_for_prompts(cudagraph_utils)
+    agree_on_queries(cudagraph_utils)
