@@ -1,11 +1,13 @@
 """A tiny labelling problem on the tiny model: founders that each know one half of it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rookery.embedded import EngineConfig, run_engine
+from rookery.fleet import Fleet
 from rookery.loops.genome import GenomeConfig, GenomeResult, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
 from rookery.loops.genome.loop import Hatchery
@@ -55,10 +57,15 @@ Evolve = Callable[..., GenomeResult]
 
 @pytest.fixture
 def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, tasks_folder: Path):
-    """Runs an evolution on the tiny model; keyword arguments change the config."""
+    """Runs an evolution on the tiny model, or on a fleet; keyword arguments change the config."""
 
     async def run(
-        run: Run, *, on_generation=None, is_elsewhere=False, **changes: object
+        run: Run,
+        *,
+        on_generation=None,
+        fleet: Fleet | None = None,
+        is_elsewhere=False,
+        **changes: object,
     ) -> GenomeResult:
         document = {
             "engine": {"model": str(tiny_folder)},
@@ -77,9 +84,10 @@ def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, t
         config = GenomeConfig.model_validate(document)
         tasksets = [load_taskset(taskset) for taskset in config.tasksets]
         settings = EngineConfig(model=str(tiny_folder))
-        async with run_engine(
+        embedded = run_engine(
             tiny_model, config=settings, detokenize=lambda tokens: str(tokens), name="tiny"
-        ) as engine:
+        )
+        async with nullcontext(fleet) if fleet else embedded as engine:
             evaluator = TasksetEvaluator(
                 engine,
                 template=load_template(tiny_folder),

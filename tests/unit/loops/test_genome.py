@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fleet.stub import Stub, serve
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rookery.errors import AdapterError, TaskError
+from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, rebuild
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -15,6 +18,10 @@ from rookery.weights import read_adapter
 
 def _run(root: Path, name: str) -> Run:
     return Run.create(root, kind="genome", config={}, name=name)
+
+
+def _without_time(report: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in report.items() if k not in {"run", "seconds", "seed"}}
 
 
 async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
@@ -54,11 +61,27 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
         with _run(tmp_path, name) as run:
             found = await genome(run, seed=seed, is_elsewhere=is_elsewhere)
             reports.append(found.report)
-    first, second, other = [
-        {k: v for k, v in r.items() if k not in {"run", "seconds", "seed"}} for r in reports
-    ]
+    first, second, other = map(_without_time, reports)
     assert first == second
     assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
+
+
+async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
+    genome, tmp_path: Path
+) -> None:
+    reports, lineages = [], []
+    for num in (1, 3):
+        stubs = [Stub(latency_s=0.002 * i) for i in range(num)]
+        async with serve(*stubs):
+            config = FleetConfig(urls=tuple(stub.url for stub in stubs))
+            async with open_fleet(config) as fleet:
+                with _run(tmp_path, f"on-{num}") as run:
+                    found = await genome(run, fleet=fleet, is_elsewhere=True)
+                    lineages.append((run.path / "lineage.json").read_text())
+        reports.append(_without_time(found.report))
+        assert all(stub.loads for stub in stubs), "every server had work"
+    assert reports[0] == reports[1] and lineages[0] == lineages[1]
+    assert len({node["score"] for node in reports[0]["lineage"]}) > 1
 
 
 async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path: Path) -> None:
