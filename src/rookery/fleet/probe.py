@@ -101,22 +101,24 @@ async def read_again(client: Client, found: Capabilities) -> float:
     num_new = int(max(1, min(_NUM_READ, room)))
     draw = Fields(max_tokens=num_new, temperature=1.0, seed=0, ignore_eos=True)
     answers = await _ask(client, found, draw, _READ_PROMPTS)
+    base = ModelRef(name="base", version="")
     try:
-        drawn = [
-            read_completion(a, model=ModelRef(name="", version=""), num_top=0) for a in answers
-        ]
-    except FleetError:  # a log-probability is no number: what is wrong, and how far
+        drawn = [read_completion(answer, model=base, num_top=0) for answer in answers]
+    except FleetError:  # a log-probability that is no number is as far as can be
         return inf
     texts = [(*prompt, *new.tokens) for prompt, new in zip(_READ_PROMPTS, drawn, strict=True)]
-    readings = map(read_reading, await _ask(client, found, Fields(prompt_top=0), texts))
-    apart: list[float] = []
-    for prompt, new, reading in zip(_READ_PROMPTS, drawn, readings, strict=True):
-        read = reading.prompt[len(prompt) :]
-        if len(read) != len(new.tokens):
-            return inf
-        for row, token, logprob in zip(read, new.tokens, new.logprobs, strict=True):
-            apart.append(abs((row or {}).get(token, inf) - logprob))
-    return fmean(apart)
+    answers = await _ask(client, found, Fields(prompt_top=0), texts)
+    read = [
+        read_reading(answer).prompt[len(prompt) :]
+        for prompt, answer in zip(_READ_PROMPTS, answers, strict=True)
+    ]
+    if any(len(rows) != len(new.tokens) for rows, new in zip(read, drawn, strict=True)):
+        return inf
+    return fmean(
+        abs((row or {}).get(token, inf) - logprob)
+        for rows, new in zip(read, drawn, strict=True)
+        for row, token, logprob in zip(rows, new.tokens, new.logprobs, strict=True)
+    )
 
 
 def is_far(apart: float) -> bool:

@@ -112,7 +112,7 @@ class Replica:
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
         )
         if self.local is not None and self.local.config.has_whole_graphs:
-            await self._check_prompts()
+            await self._check_steps()
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
         self.has_token_route = bool(report) and await self.client.has_token_route()
@@ -221,7 +221,7 @@ class Replica:
             return {}
         return reports[0] if isinstance(reports[0], dict) else {}
 
-    async def _check_prompts(self) -> None:
+    async def _check_steps(self) -> None:
         """Graphs of whole steps go wrong in silence: the server shows that its do not."""
         apart = await read_again(self.client, self.capabilities)
         if is_far(apart):

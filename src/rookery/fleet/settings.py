@@ -78,7 +78,7 @@ class LaunchConfig(Config):
     cuda_graphs: Literal["auto", "full"] = "auto"
     """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
     all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
-    server shows first that it computes prompts right."""
+    server shows first that it computes right."""
     max_logprobs: int = Field(default=20, ge=0)
     extension: bool = True
     """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
