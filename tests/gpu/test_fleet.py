@@ -1,4 +1,4 @@
-"""The fleet on real vLLM on a GPU, with vLLM's CUDA graphs and with whole ones. Six minutes.
+"""The fleet on real vLLM on a GPU, with vLLM's CUDA graphs and with whole ones. Eight minutes.
 
 ROOKERY_VLLM_PYTHON=python3 ROOKERY_GPU_MODEL=/path/to/model pytest tests/gpu/test_fleet.py
 """

@@ -72,10 +72,8 @@ def test_whole_steps_are_captured_and_run_for_a_prompt_as_long_as_the_graph(kind
     agree_on_queries(SimpleNamespace(ModelCudaGraphManager=Own, CUDAGraphMode=modes))
     state = kind()
     assert Own(FULL).capture("model", state, has_lora=True) == 24
-    answers, prompts = (
-        make_batch(20, num_sequences=20, room=24),
-        make_batch(24, num_sequences=2, room=24),
-    )
+    answers = make_batch(20, num_sequences=20, room=24)
+    prompts = make_batch(24, num_sequences=2, room=24)
     assert state.prepare_attn(answers, FULL) == state.prepare_attn(prompts, FULL) == 24
     assert state.prepare_attn(prompts, NONE) == 12, "what no graph holds is left alone"
     state = kind()
