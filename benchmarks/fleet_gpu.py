@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,6 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NEW_TOKENS = 128
 NUM_PROMPTS = 256
 NUM_ADAPTERS = 16
-ROUNDS = 5
-"""Of the throughput: one differs from the next by a tenth, so they alternate and medians count."""
 ROUTES = ("http", "extension", "in place")
 TIMED = {
     "write": "writing the folder",
@@ -234,7 +233,8 @@ async def token_route(client: Client, model: str) -> float:
     return NUM_PROMPTS * NEW_TOKENS / seconds
 
 
-async def throughput(fleet: Fleet) -> dict[str, float]:
+async def throughput(fleet: Fleet, *, rounds: int = 5) -> dict[str, float]:
+    """One round differs from the next by a tenth, so clients take turns and medians count."""
     [replica] = fleet.pool.replicas
     client, model = replica.client, replica.capabilities.model
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
@@ -243,7 +243,7 @@ async def throughput(fleet: Fleet) -> dict[str, float]:
     ]
     await fleet.sample(wanted)
     found: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for per_call in (32, 128, 256):
             name = f"{NUM_PROMPTS // per_call} calls of {per_call}"
             found.setdefault(name, []).append(await raw_tokens(client, model, per_call))
@@ -310,13 +310,14 @@ async def main() -> None:
     parser = server_parser(__doc__)
     parser.add_argument("--parts", default="adapters,population,throughput")
     parser.add_argument("--args", default="", help="further flags of vLLM, in one string")
+    parser.add_argument("--rounds", type=int, default=5, help="of the throughput")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--api-servers", type=int, default=1)
     options = parser.parse_args()
     parts: dict[str, Callable[[Fleet], Awaitable[dict[str, float]]]] = {
         "adapters": adapter_times,
         "population": population,
-        "throughput": throughput,
+        "throughput": partial(throughput, rounds=options.rounds),
     }
     found: dict[str, Any] = {}
     async with open_7b(

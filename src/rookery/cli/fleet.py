@@ -216,20 +216,22 @@ def _print_ready(launch: "LaunchConfig", urls: Sequence[str]) -> None:
 
 
 def _print_servers(servers: "Sequence[ServerStatus]") -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     def show(value: float | None, form: str = "") -> str:
         return "-" if value is None else format(value, form)
 
-    table = Table()
-    for column in ("server", "model", "vLLM", "running", "waiting", "cache", "prefix hits",
-                   "adapters", "process"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("server", "model") else "right")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    table.add_column("server", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    for column in ("vLLM", "run", "wait", "cache", "hits", "adapters", "pid"):
+        table.add_column(column, justify="right", no_wrap=True)
     for server in servers:
         mark = "[green]✓[/green]" if server.is_up else "[red]✗[/red]"
         table.add_row(
             f"{mark} {escape(server.url)}",
-            escape(server.model or "-"),
+            escape(Path(server.model).name if server.model else "-"),
             server.version or "-",
             show(server.num_running),
             show(server.num_waiting),

@@ -139,10 +139,7 @@ async def _evolve(
 
 
 def _share_cores(config: "GenomeConfig") -> None:
-    """Candidates are made while servers that were started here answer, which needs cores too.
-
-    On sixteen cores, making a child took four threads as long as eight.
-    """
+    """Candidates are made while servers that were started here answer, which needs cores too."""
     import torch
 
     if config.engine.type == "fleet" and config.engine.launch is not None:
