@@ -14,7 +14,7 @@ from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import load_template

@@ -23,7 +23,6 @@ LAYERS = [
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
-    {"rollout_log"},
     {"rollout", "vllm_backend"},
     {"loops", "service", "ui"},
     {"cli"},

@@ -215,7 +215,7 @@ async def _measure(
     is_quiet: bool,
 ) -> dict[str, Any]:
     from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout_log import RolloutLog
+    from rookery.rollout import RolloutLog
 
     taskset, tasks = inputs.taskset, inputs.tasks
     with token_progress(is_quiet=is_quiet) as bar:

@@ -171,7 +171,7 @@ async def _search(
     from rookery.loops.genome import evolve
     from rookery.loops.genome.loop import Hatchery
     from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout_log import RolloutLog
+    from rookery.rollout import RolloutLog
 
     tasksets = inputs.tasksets
     with token_progress() as bar:

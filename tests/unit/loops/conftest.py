@@ -12,7 +12,7 @@ from rookery.loops.genome import GenomeConfig, GenomeResult, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_taskset

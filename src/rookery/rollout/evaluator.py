@@ -5,49 +5,46 @@
     evaluations = await evaluator.evaluate(models, tasks)  # a reward per task and model
 
 All models get the same tasks, the same random numbers and the same batch. Answers that a
-`RolloutLog` already holds are not asked for again.
+`RolloutLog` already holds, failed ones included, are not asked for again.
 
 | stage    | consumes       | produces             | waits for                          |
 |----------|----------------|----------------------|------------------------------------|
 | blocks   | tasks x models | requests             | a place among the blocks in flight |
-| sampler  | requests       | completions, scores  | the engine or the fleet            |
+| log      | requests       | what is known        | the disk                           |
+| sampler  | what is not    | completions, scores  | the engine or the fleet            |
 | scorer   | completions    | rollouts             | a judge, if it is one              |
 | log      | rollouts       | durable events       | the disk                           |
 """
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rookery.errors import EngineError, FleetError, RookeryError, TaskError
-from rookery.ports import Sampler, Scorer
-from rookery.rollout_log import RolloutLog
-from rookery.tasks.scorers import ChoiceConfig, build_scorer
+from rookery.errors import (
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    FleetError,
+    RookeryError,
+    TaskError,
+)
+from rookery.ports import Sampler
+from rookery.rollout.asking import Asking
+from rookery.rollout.log import RolloutLog
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
-from rookery.types import (
-    Completion,
-    Evaluation,
-    Group,
-    ModelRef,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    Score,
-    ScoreRequest,
-    Task,
-    TokenIds,
-)
+from rookery.types import Completion, Evaluation, Group, ModelRef, Rollout, Task
 
 __all__ = ["Progress", "TasksetEvaluator", "mean_by_source", "together"]
 
 Result = TypeVar("Result")
 Pair = tuple[ModelRef, Task]
 Rollouts = tuple[Rollout, ...]
+_Answer = asyncio.Future[Rollouts | None]
+"""What a block is asking for; None when the block ended before it was answered."""
 
 BLOCK_REQUESTS = 64
 """Requests of one call: what is lost at most when the process is killed, per block in flight."""
@@ -58,20 +55,10 @@ NUM_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What one finished block adds."""
+    """What one finished block adds: answers, and the tokens of those that were not known yet."""
 
     num_rollouts: int
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """How the tasks of one taskset are put and judged."""
-
-    scorer: Scorer
-    params: SamplingParams
-    normalize: str
-    fingerprint: str
 
 
 class TasksetEvaluator:
@@ -91,29 +78,33 @@ class TasksetEvaluator:
         self._log = log
         self._on_progress = on_progress
         self.num_rollouts = 0
-        """Answers asked for so far: those found in the log are not counted."""
+        """Answers used so far, each once, whether asked now or found in the log: a resumed run
+        counts as one that was never stopped."""
         self.num_tokens = 0
         """Tokens of these answers and their prompts."""
-        self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
-        """Prompts with their choices by task id: a search puts them to many models."""
-        self._askings: dict[str, _Asking] = {}
+        self._counted: set[bytes] = set()
+        self._in_flight: dict[str, _Answer] = {}
+        """Questions that a block is asking now: equal ones wait for its answer."""
+        self._askings: dict[str, Asking] = {}
         for taskset in tasksets:
             if taskset.name in self._askings:
                 raise TaskError(
                     f"Two tasksets are called {taskset.name!r}, and their results could not be "
                     "told apart: give one of them another name: in its config."
                 )
-            self._askings[taskset.name] = self._asking(taskset)
+            self._askings[taskset.name] = Asking(taskset, sampler=sampler, template=template)
 
-    def _asking(self, taskset: Taskset) -> _Asking:
-        config = taskset.scorer
-        text = json.dumps([config.model_dump(mode="json"), asdict(taskset.sampling)])
-        return _Asking(
-            scorer=build_scorer(config, judge=self._sampler, template=self._template),
-            params=taskset.sampling,
-            normalize=config.normalize if isinstance(config, ChoiceConfig) else "sum",
-            fingerprint=_digest(text),
-        )
+    def check_lengths(self, tasks: Iterable[Task], *, context_tokens: int) -> None:
+        """TaskError when a task cannot be answered in a context of so many tokens."""
+        needed = {task.id: self._askings[task.source].num_needed_tokens(task) for task in tasks}
+        too_long = {id: num for id, num in needed.items() if num > context_tokens}
+        if too_long:
+            worst = max(too_long, key=too_long.__getitem__)
+            raise TaskError(
+                f"{len(too_long)} of {len(needed)} tasks do not fit the model's context of "
+                f"{context_tokens} tokens: {worst} needs {too_long[worst]}. Shorten or remove "
+                "them, or take a model with a longer context."
+            )
 
     async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
         """One evaluation per model, in their order; a task's reward is the mean of its group."""
@@ -163,59 +154,107 @@ class TasksetEvaluator:
         self, models: Sequence[ModelRef], tasks: Sequence[Task], places: asyncio.Semaphore
     ) -> list[Group]:
         async with places:
-            pairs = [(model, task) for task in tasks for model in models]
-            found = [self._find(*pair) for pair in pairs]
-            missing = [pair for pair, known in zip(pairs, found, strict=True) if known is None]
-            asked = await self._ask(missing) if missing else []
-            answers = iter(asked)
-            groups = [
-                Group(task=task, model=model, rollouts=next(answers) if known is None else known)
-                for (model, task), known in zip(pairs, found, strict=True)
+            # Two models of equal weights have equal keys: they are asked once.
+            known = await self._know({self._key(m, t): (m, t) for t in tasks for m in models})
+            self._count(known)
+            return [
+                Group(task=task, model=model, rollouts=known[self._key(model, task)])
+                for task in tasks
+                for model in models
             ]
-            if self._log is not None:
+
+    async def _know(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        """The answers. What another block asks right now is waited for, and asked if it failed."""
+        known: dict[str, Rollouts] = {}
+        while left := {key: pair for key, pair in questions.items() if key not in known}:
+            waited = {key: self._in_flight[key] for key in left if key in self._in_flight}
+            known |= await self._answer({k: pair for k, pair in left.items() if k not in waited})
+            for key, answer in waited.items():
+                rollouts = await asyncio.shield(answer)
+                if rollouts is not None:
+                    known[key] = rollouts
+        return known
+
+    async def _answer(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        """Find or ask; who asks for the same meanwhile waits for these answers."""
+        if not questions:
+            return {}
+        loop = asyncio.get_running_loop()
+        answers: dict[str, _Answer] = {key: loop.create_future() for key in questions}
+        self._in_flight |= answers
+        try:
+            found = await self._find_all(questions)
+            missing = [key for key in questions if key not in found]
+            asked = await self._ask([questions[key] for key in missing]) if missing else []
+            news = dict(zip(missing, asked, strict=True))
+            if self._log is not None and news:
                 # In a thread: the next block's requests need not wait for the disk.
-                await asyncio.to_thread(self._keep, self._log, missing, asked)
+                await asyncio.to_thread(self._keep, self._log, questions, news)
+            for key, rollouts in (found | news).items():
+                answers[key].set_result(rollouts)
+        finally:
+            for key, answer in answers.items():
+                del self._in_flight[key]
+                if not answer.done():  # this block ended early: those who wait ask themselves
+                    answer.set_result(None)
+        self._tell_progress(len(questions), news.values())
+        return found | news
+
+    def _tell_progress(self, num_rollouts: int, asked: Iterable[Rollouts]) -> None:
+        if self._on_progress is not None:
             num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
-            self.num_rollouts += sum(len(rollouts) for rollouts in asked)
-            self.num_tokens += num_tokens
-            if self._on_progress is not None:
-                self._on_progress(Progress(num_rollouts=len(pairs), num_tokens=num_tokens))
-            return groups
+            self._on_progress(Progress(num_rollouts=num_rollouts, num_tokens=num_tokens))
 
-    def _find(self, model: ModelRef, task: Task) -> Rollouts | None:
-        if self._log is None:
-            return None
-        keys = [self._key(model, task, index) for index in range(self._num_answers(task))]
-        found = [self._log.find(key, task, model) for key in keys]
-        known = tuple(rollout for rollout in found if rollout is not None)
-        return known if len(known) == len(keys) else None
+    def _count(self, known: Mapping[str, Rollouts]) -> None:
+        for key, rollouts in known.items():
+            if self._log is not None:  # else the same question is really asked again
+                mark = hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=12)
+                if mark.digest() in self._counted:
+                    continue
+                self._counted.add(mark.digest())
+            self.num_rollouts += len(rollouts)
+            self.num_tokens += sum(self._cost(rollout) for rollout in rollouts)
 
-    def _keep(self, log: RolloutLog, pairs: Sequence[Pair], asked: Sequence[Rollouts]) -> None:
+    def _key(self, model: ModelRef, task: Task) -> str:
+        return self._askings[task.source].key(model, task)
+
+    async def _find_all(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        log = self._log
+        if log is None:
+            return {}
+
+        def find(key: str, model: ModelRef, task: Task) -> Rollouts | None:
+            num = self._askings[task.source].num_answers
+            found = [log.find(f"{key}|{index}", task, model) for index in range(num)]
+            known = tuple(rollout for rollout in found if rollout is not None)
+            return known if len(known) == num else None
+
+        def find_each() -> dict[str, Rollouts | None]:
+            return {key: find(key, *pair) for key, pair in questions.items()}
+
+        known = await asyncio.to_thread(find_each)  # the disk is read there
+        return {key: rollouts for key, rollouts in known.items() if rollouts is not None}
+
+    def _keep(
+        self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]
+    ) -> None:
         log.add(
             [
-                (self._key(model, task, index), model, rollout, self._cost(rollout))
-                for (model, task), rollouts in zip(pairs, asked, strict=True)
+                (f"{key}|{index}", questions[key][0], rollout, self._cost(rollout))
+                for key, rollouts in news.items()
                 for index, rollout in enumerate(rollouts)
             ]
         )
 
-    def _num_answers(self, task: Task) -> int:
-        asking = self._askings[task.source]
-        return asking.params.n if asking.scorer.answer == "sample" else 1
-
-    def _key(self, model: ModelRef, task: Task, index: int) -> str:
-        """Holds what the task says: a row that was corrected under its id is another question."""
-        said = _digest(repr((task.prompt, task.reference, task.choices)))
-        return f"{model.version}|{task.id}|{said}|{self._askings[task.source].fingerprint}|{index}"
-
     async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
         """The rollouts of each pair. When the batch fails, each pair is asked by itself once."""
         try:
-            answers = await self._answers(pairs)
+            answers = await self._completions(pairs)
+        except (EngineDownError, FleetDownError):
+            raise  # nobody can answer anything: the run ends, and goes on when somebody can
         except (EngineError, FleetError) as error:
             if len(pairs) == 1:
-                task = pairs[0][1]
-                return [(Rollout(task=task, completion=None, reward=None, error=str(error)),)]
+                return [self._failed(pairs[0][1], str(error))]
             alone = await together(self._ask([pair]) for pair in pairs)
             return [rollouts for [rollouts] in alone]
         judged = iter(
@@ -227,16 +266,22 @@ class TasksetEvaluator:
         )
         return [tuple(next(judged) for _ in completions) for completions in answers]
 
+    def _failed(self, task: Task, error: str) -> Rollouts:
+        failed = Rollout(task=task, completion=None, reward=None, error=error)
+        return (failed,) * self._askings[task.source].num_answers
+
     async def _judge(self, task: Task, completion: Completion) -> Rollout:
         try:
             reward = await self._askings[task.source].scorer.reward(task, completion)
+        except (EngineDownError, FleetDownError):
+            raise
         except (TaskError, EngineError, FleetError) as error:
             return Rollout(task=task, completion=completion, reward=None, error=str(error))
         return Rollout(task=task, completion=completion, reward=reward)
 
-    async def _answers(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+    async def _completions(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
         """Sampled pairs and chosen pairs go to the sampler side by side."""
-        chosen = [self._askings[task.source].scorer.answer == "choose" for _, task in pairs]
+        chosen = [self._askings[task.source].is_choice for _, task in pairs]
         to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
         to_choose = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
         answers = await together([self._draw(to_sample), self._choose(to_choose)])
@@ -244,62 +289,18 @@ class TasksetEvaluator:
         return [next(picked) if is_chosen else next(sampled) for is_chosen in chosen]
 
     async def _draw(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
-        requests = [self._sample_request(*pair) for pair in pairs]
+        requests = [self._askings[task.source].sample_request(m, task) for m, task in pairs]
         return await self._sampler.sample(requests) if requests else []
-
-    def _sample_request(self, model: ModelRef, task: Task) -> SampleRequest:
-        """The seed is the task's, not the model's: all models draw the same random numbers."""
-        params = self._askings[task.source].params
-        digest = hashlib.blake2b(f"{params.seed}|{task.id}".encode(), digest_size=7).digest()
-        return SampleRequest(
-            model=model,
-            prompt=self._template.encode(task),
-            params=replace(params, seed=int.from_bytes(digest, "big")),
-        )
 
     async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
         """Score the choices of each pair; the completion is the likeliest choice."""
-        requests = [self._choice_requests(*pair) for pair in pairs]
+        requests = [self._askings[task.source].choice_requests(m, task) for m, task in pairs]
         flat = [request for group in requests for request in group]
         scores = iter(await self._sampler.score(flat) if flat else [])
         return [
-            (self._pick(task, group, [next(scores) for _ in group]),)
+            (self._askings[task.source].pick(task, group, [next(scores) for _ in group]),)
             for (_, task), group in zip(pairs, requests, strict=True)
         ]
-
-    def _choice_requests(self, model: ModelRef, task: Task) -> list[ScoreRequest]:
-        """One request when every choice is one token, else one per choice."""
-        encoded = self._encoded.get(task.id)
-        if encoded is None:
-            encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
-            _require_distinct(task, encoded)
-            self._encoded[task.id] = encoded
-        start = encoded[0][1]
-        if all(len(tokens) == start + 1 for tokens, _ in encoded):
-            labels = tuple(tokens[-1] for tokens, _ in encoded)
-            prompt = encoded[0][0][:start]
-            return [ScoreRequest(model=model, tokens=prompt, start=start, labels=labels)]
-        return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
-
-    def _pick(
-        self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]
-    ) -> Completion:
-        logprobs = [score.logprobs for score in scores]
-        tokens = [request.tokens[request.start :] for request in requests]
-        if requests[0].labels:
-            logprobs = [(logprob,) for logprob in scores[0].label_logprobs]
-            tokens = [(label,) for label in requests[0].labels]
-        totals = [sum(values) for values in logprobs]
-        if self._askings[task.source].normalize == "mean":
-            totals = [total / len(values) for total, values in zip(totals, logprobs, strict=True)]
-        best = max(range(len(totals)), key=totals.__getitem__)
-        return Completion(
-            model=scores[0].model,
-            tokens=tokens[best],
-            logprobs=logprobs[best],
-            text=task.choices[best],
-            finish_reason="stop",
-        )
 
 
 def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:
@@ -309,10 +310,6 @@ def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[
         if task.id in rewards:
             sums.setdefault(task.source, []).append(rewards[task.id])
     return {source: sum(values) / len(values) for source, values in sums.items()}
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=6).hexdigest()
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -326,11 +323,3 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     else:
         return [task.result() for task in tasks]
     raise errors[0]
-
-
-def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> None:
-    if len({tokens for tokens, _ in encoded}) < len(encoded):
-        raise TaskError(
-            f"Task {task.id}: two of its choices {list(task.choices)} are the same tokens to this "
-            "model's tokenizer: write them differently, or take another model."
-        )
