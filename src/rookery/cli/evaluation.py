@@ -214,8 +214,7 @@ async def _measure(
     *,
     is_quiet: bool,
 ) -> dict[str, Any]:
-    from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout import RolloutLog
+    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
     taskset, tasks = inputs.taskset, inputs.tasks
     with token_progress(is_quiet=is_quiet) as bar:

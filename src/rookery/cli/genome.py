@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.engine import max_rank, model_folder, open_sampler
+from rookery.cli.engine import model_folder, open_sampler
 from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
@@ -23,8 +23,7 @@ from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
     from rookery.cli.engine import Engine
-    from rookery.loops.genome import GenomeConfig, GenomeResult
-    from rookery.loops.genome.journal import Generation
+    from rookery.loops.genome import Generation, GenomeConfig, GenomeResult
     from rookery.runs import Run
     from rookery.tasks.taskset import Taskset
     from rookery.tasks.template import Template
@@ -124,13 +123,16 @@ async def _evolve(
     config: "GenomeConfig", inputs: _Inputs, open_run: OpenRun
 ) -> tuple[dict[str, Any], Path]:
     """What can be refused is refused before the run is made."""
+    from rookery.loops.genome.checks import check_inputs, check_tasks
     from rookery.rollout import TasksetEvaluator
     from rookery.ui.page import render_page
 
     _share_cores(config)
     async with open_sampler(config.engine) as engine:
         founders = await _ready_founders(config, inputs, engine)
-        TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+        evaluator = TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+        check_inputs(config, founders=founders, tasksets=inputs.tasksets, engine=engine)
+        check_tasks(evaluator, inputs.tasksets, context_tokens=engine.context_tokens)
         with open_run() as run, resumable(run.path):
             result = await _search(run, config, inputs, engine, founders)
             run.write_text("report.html", render_page(result.report))
@@ -168,10 +170,8 @@ async def _search(
     engine: "Engine",
     founders: "dict[str, Adapter]",
 ) -> "GenomeResult":
-    from rookery.loops.genome import evolve
-    from rookery.loops.genome.loop import Hatchery
-    from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout import RolloutLog
+    from rookery.loops.genome import Watcher, evolve
+    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
     tasksets = inputs.tasksets
     with token_progress() as bar:
@@ -183,7 +183,9 @@ async def _search(
 
         def generation_done(generation: "Generation") -> None:
             bar.console.print(_generation_line(generation), highlight=False)
-            bar.update(line, description=f"after {generation.stage} {generation.generation}")
+
+        def phase_begins(name: str) -> None:
+            bar.update(line, description=name)
 
         evaluator = TasksetEvaluator(
             engine,
@@ -197,15 +199,10 @@ async def _search(
             config,
             founders=founders,
             tasksets=tasksets,
-            hatchery=Hatchery(
-                evaluator,
-                engine,
-                engine.base,
-                max_rank(config.engine, engine),
-                is_elsewhere=config.engine.type == "fleet",
-            ),
+            engine=engine,
+            evaluator=evaluator,
             run=run,
-            on_generation=generation_done,
+            watcher=Watcher(on_generation=generation_done, on_phase=phase_begins),
         )
         bar.update(line, total=bar.tasks[line].completed)
         return result

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import FleetError, RookeryError, boundary
+from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, open_session
@@ -123,6 +123,26 @@ class Fleet:
             or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
         )
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank an adapter may have on every server."""
+        rank = self.capabilities.max_lora_rank
+        if rank is None:
+            raise ConfigError(
+                "The servers do not tell the highest rank they take: set engine.max_lora_rank to "
+                "their --max-lora-rank."
+            )
+        return rank
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest prompt with its answer on every server; None when they do not tell."""
+        return self.capabilities.max_model_len
+
+    @property
+    def is_remote(self) -> bool:
+        return True
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:

@@ -19,18 +19,11 @@ All models get the same tasks, the same random numbers and the same batch. Answe
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from rookery.errors import (
-    EngineDownError,
-    EngineError,
-    FleetDownError,
-    FleetError,
-    RookeryError,
-    TaskError,
-)
+from rookery.concurrency import together
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
 from rookery.rollout.asking import Asking
 from rookery.rollout.log import RolloutLog
@@ -38,9 +31,8 @@ from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import Completion, Evaluation, Group, ModelRef, Rollout, Task
 
-__all__ = ["Progress", "TasksetEvaluator", "mean_by_source", "together"]
+__all__ = ["Progress", "TasksetEvaluator", "mean_by_source"]
 
-Result = TypeVar("Result")
 Pair = tuple[ModelRef, Task]
 Rollouts = tuple[Rollout, ...]
 _Answer = asyncio.Future[Rollouts | None]
@@ -215,6 +207,12 @@ class TasksetEvaluator:
             self.num_rollouts += len(rollouts)
             self.num_tokens += sum(self._cost(rollout) for rollout in rollouts)
 
+    def read_answer(self, rollout: Rollout) -> str | None:
+        """What the scorer takes as the answer: equal for answers that mean the same."""
+        if rollout.completion is None:
+            return None
+        return self._askings[rollout.task.source].scorer.read(rollout.completion)
+
     def _key(self, model: ModelRef, task: Task) -> str:
         return self._askings[task.source].key(model, task)
 
@@ -310,16 +308,3 @@ def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[
         if task.id in rewards:
             sums.setdefault(task.source, []).append(rewards[task.id])
     return {source: sum(values) / len(values) for source, values in sums.items()}
-
-
-async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results, in order. The first error ends the others, and is raised when they ended."""
-    try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(work) for work in works]
-    except ExceptionGroup as group:
-        # An error of ours is a sentence, and tells more than what followed from it.
-        errors = sorted(group.exceptions, key=lambda error: not isinstance(error, RookeryError))
-    else:
-        return [task.result() for task in tasks]
-    raise errors[0]

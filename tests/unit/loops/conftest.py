@@ -8,11 +8,9 @@ import pytest
 
 from rookery.embedded import EngineConfig, run_engine
 from rookery.fleet import Fleet
-from rookery.loops.genome import GenomeConfig, GenomeResult, evolve
+from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
-from rookery.loops.genome.loop import Hatchery
-from rookery.rollout import TasksetEvaluator
-from rookery.rollout import RolloutLog
+from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.taskset import load_taskset
@@ -57,14 +55,17 @@ Evolve = Callable[..., GenomeResult]
 
 @pytest.fixture
 def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, tasks_folder: Path):
-    """Runs an evolution on the tiny model, or on a fleet; keyword arguments change the config."""
+    """Runs an evolution on the tiny model, or on a fleet; keyword arguments change the config.
+
+    `wrap` is given the engine and returns what the loop runs on.
+    """
 
     async def run(
         run: Run,
         *,
-        on_generation=None,
+        watcher: Watcher = Watcher(),
         fleet: Fleet | None = None,
-        is_elsewhere=False,
+        wrap=lambda engine: engine,
         **changes: object,
     ) -> GenomeResult:
         document = {
@@ -87,7 +88,8 @@ def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, t
         embedded = run_engine(
             tiny_model, config=settings, detokenize=lambda tokens: str(tokens), name="tiny"
         )
-        async with nullcontext(fleet) if fleet else embedded as engine:
+        async with nullcontext(fleet) if fleet else embedded as opened:
+            engine = wrap(opened)
             evaluator = TasksetEvaluator(
                 engine,
                 template=load_template(tiny_folder),
@@ -105,9 +107,10 @@ def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, t
                 config,
                 founders=founders,
                 tasksets=tasksets,
-                hatchery=Hatchery(evaluator, engine, engine.base, 64, is_elsewhere),
+                engine=engine,
+                evaluator=evaluator,
                 run=run,
-                on_generation=on_generation,
+                watcher=watcher,
             )
 
     return run

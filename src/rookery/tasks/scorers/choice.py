@@ -45,6 +45,9 @@ class ChoiceScorer:
         self._config = config
         self.normalize: Literal["sum", "mean"] = config.normalize
 
+    def read(self, completion: Completion) -> str | None:
+        return completion.text
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         if completion.text not in task.choices:

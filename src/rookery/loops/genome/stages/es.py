@@ -14,7 +14,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import TaskError
 from rookery.loops.genome.nursery import Drift
-from rookery.loops.genome.stages.scene import Scene
+from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
 from rookery.search.es import Es, EsConfig
 from rookery.search.streams import stream_seed
@@ -36,40 +36,41 @@ class EsStage(EsConfig, Config):
         return self.steps * (2 * self.num_pairs + 1) + 1
 
 
-async def run_es(config: EsStage, scene: Scene) -> None:
-    """Climb from the best candidate."""
-    start = scene.best()
+async def run_es(config: EsStage, context: StageContext) -> list[str]:
+    """Climb from the best candidate; the last centre is the population."""
+    start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
-    scale = _spread(scene.nursery.adapter(start))
+    scale = _spread(context.nursery.adapter(start))
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
-    es = Es(config=plain, seed=stream_seed(scene.seed, "es", scene.index))
+    es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
     for _ in range(config.steps):
         trials = strategy.ask(es)
         recipes = [
-            _drift(scene, es, start, scale, trial.id, trial.seed, trial.sign) for trial in trials
+            _drift(context, es, start, scale, trial.id, trial.seed, trial.sign) for trial in trials
         ]
-        centre = _drift(scene, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
-        fitness = await scene.measure(
+        centre = _drift(context, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
+        fitness = await context.measure(
             [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
         )
-        told = {trial.id: fitness[scene.prefix + trial.id] for trial in trials}
+        told = {trial.id: fitness[context.prefix + trial.id] for trial in trials}
         es = strategy.tell(es, told)
-        scene.nursery.keep([start])
-    last = _drift(scene, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
-    await scene.measure([last], rivals=[start], keep=2, stage="es")
+        context.nursery.keep([start])
+    last = _drift(context, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
+    fitness = await context.measure([last], rivals=[start], keep=2, stage="es")
+    return [start] if fitness[last.id].is_failed else [last.id]
 
 
 def _drift(
-    scene: Scene, es: Es, start: str, scale: float, name: str, seed: int, sign: int
+    context: StageContext, es: Es, start: str, scale: float, name: str, seed: int, sign: int
 ) -> Drift:
     """The start plus all updates so far, plus one trial step if `sign` is not 0."""
     terms = [(term.seed, term.weight * scale) for update in es.updates for term in update]
     if sign:
         terms.append((seed, sign * es.config.sigma * scale))
     return Drift(
-        id=scene.prefix + name,
-        generation=len(scene.journal.generations),
+        id=context.prefix + name,
+        generation=len(context.log.generations),
         parent=start,
         seeds=tuple(seed for seed, _ in terms),
         amounts=tuple(amount for _, amount in terms),
