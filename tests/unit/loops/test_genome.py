@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fleet.stub import Stub, serve
+from loops.evolution import clockless
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -34,14 +35,6 @@ class Elsewhere(Here):
 
 def _run(root: Path, name: str) -> Run:
     return Run.create(root, kind="genome", config={}, name=name)
-
-
-def _without_time(report: dict[str, Any]) -> dict[str, Any]:
-    """The report without clocks."""
-    report = {k: v for k, v in report.items() if k not in {"run", "seconds", "seed"}}
-    for rows in ("rows", "generations"):
-        report[rows] = [{k: v for k, v in row.items() if k != "seconds"} for row in report[rows]]
-    return report
 
 
 def _num_distinct(run: Run) -> int:
@@ -87,7 +80,7 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
         with _run(tmp_path, name) as run:
             found = await genome(run, seed=seed, wrap=wrap, race={"enabled": False})
             reports.append(found.report)
-    first, second, other = map(_without_time, reports)
+    first, second, other = map(clockless, reports)
     assert first == second
     assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
 
@@ -104,7 +97,7 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
                 with _run(tmp_path, f"on-{num}") as run:
                     found = await genome(run, fleet=fleet)
                     lineages.append((run.path / "lineage.json").read_text())
-        reports.append(_without_time(found.report))
+        reports.append(clockless(found.report))
         assert all(stub.loads for stub in stubs), "every server had work"
     assert reports[0] == reports[1] and lineages[0] == lineages[1]
     assert len({node["score"] for node in reports[0]["lineage"]}) > 1
@@ -137,7 +130,7 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
     with Run.open(path) as run:
         report = (await genome(run)).report
         assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
-    assert _without_time(report) == _without_time(expected)
+    assert clockless(report) == clockless(expected)
     assert num_kills == 3
 
 

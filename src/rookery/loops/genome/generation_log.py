@@ -10,7 +10,7 @@ from rookery.loops.genome.search_evaluator import Measured
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 
-__all__ = ["Cost", "Generation", "GenerationLog", "Watcher"]
+__all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,9 @@ class Watcher:
     on_generation: Callable[[Generation], None] = lambda _: None
     on_phase: Callable[[str], None] = lambda _: None
     """Called with what begins now: "founders", "ga 3", "select", "random search", "report"."""
+
+
+UNWATCHED = Watcher()
 
 
 class GenerationLog:

@@ -21,7 +21,7 @@ from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.documents import Ending, write_report
 from rookery.loops.genome.final_report import Choice, ReportEntry
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.generation_log import Watcher
+from rookery.loops.genome.generation_log import UNWATCHED, Watcher
 from rookery.loops.genome.parts import RunParts, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import Engine
@@ -50,7 +50,7 @@ async def evolve(
     engine: Engine,
     evaluator: TasksetEvaluator,
     run: Run,
-    watcher: Watcher = Watcher(),  # noqa: B008 (frozen)
+    watcher: Watcher = UNWATCHED,
 ) -> GenomeResult:
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
     check_inputs(config, founders=founders, tasksets=tasksets, engine=engine)
