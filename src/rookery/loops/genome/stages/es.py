@@ -3,9 +3,11 @@
     centre = best so far
     repeat: trials = centre ± sigma * noise(seed); measure; centre += sum of weighted noise
 
-Directions are seeds: no tensor is stored, and every centre can be made again from its recipe.
+Directions are seeds. Only the current centre is kept as tensors: the next one is that plus one
+update, a trial is that plus one noise, and any of them can be made again from the recipes.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -44,35 +46,44 @@ async def run_es(config: EsStage, scene: Scene) -> None:
     scale = _spread(scene.nursery.adapter(start))
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
     es = Es(config=plain, seed=stream_seed(scene.seed, "es", scene.index))
+    centre = _drift(scene, "e000-centre", start, terms=(), is_chained=False)
     for _ in range(config.steps):
         trials = strategy.ask(es)
         recipes = [
-            _drift(scene, es, start, scale, trial.id, trial.seed, trial.sign) for trial in trials
+            _drift(
+                scene,
+                trial.id,
+                centre.id,
+                terms=[(trial.seed, trial.sign * plain.sigma * scale)],
+            )
+            for trial in trials
         ]
-        centre = _drift(scene, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
         fitness = await scene.measure(
             [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
         )
-        told = {trial.id: fitness[scene.prefix + trial.id] for trial in trials}
-        es = strategy.tell(es, told)
-        scene.nursery.keep([start])
-    last = _drift(scene, es, start, scale, f"e{es.generation:03d}-centre", 0, 0)
-    await scene.measure([last], rivals=[start], keep=2, stage="es")
+        scene.nursery.keep([start, centre.id])
+        es = strategy.tell(es, {trial.id: fitness[scene.prefix + trial.id] for trial in trials})
+        terms = [(term.seed, term.weight * scale) for term in es.updates[-1]]
+        centre = _drift(scene, f"e{es.generation:03d}-centre", centre.id, terms=terms)
+    await scene.measure([centre], rivals=[start], keep=2, stage="es")
 
 
 def _drift(
-    scene: Scene, es: Es, start: str, scale: float, name: str, seed: int, sign: int
+    scene: Scene,
+    name: str,
+    parent: str,
+    *,
+    terms: Sequence[tuple[int, float]],
+    is_chained: bool = True,
 ) -> Drift:
-    """The start plus all updates so far, plus one trial step if `sign` is not 0."""
-    terms = [(term.seed, term.weight * scale) for update in es.updates for term in update]
-    if sign:
-        terms.append((seed, sign * es.config.sigma * scale))
+    """The parent plus the terms, each a seed and how much of its noise."""
     return Drift(
         id=scene.prefix + name,
         generation=len(scene.journal.generations),
-        parent=start,
+        parent=parent,
         seeds=tuple(seed for seed, _ in terms),
         amounts=tuple(amount for _, amount in terms),
+        is_chained=is_chained,
     )
 
 
