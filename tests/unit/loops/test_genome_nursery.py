@@ -1,5 +1,7 @@
 """Where candidates are made, and what is said when they cannot be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from weights.made import made
@@ -131,3 +133,15 @@ def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
         parent = plan.id
     again = rebuild(nursery.lineage(), [nursery.adapter(f) for f in founders], parent)
     assert again.version == nursery.adapter(parent).version
+
+
+def test_lineages_written_before_a_mutation_obeyed_its_sigma_are_rebuilt() -> None:
+    mutations = {"gaussian": GaussianConfig()}
+    nursery = Nursery({"x": made(1)}, merges={}, mutations=mutations, rank=3)
+    plan = replace(PLAN, merge=None, mutation="gaussian", parents=("x",), weights=(1.0,), sigma=0.3)
+    nursery.plan([plan])
+    nursery.adapter(plan.id)
+    lineage = nursery.lineage()
+    del lineage["format"]
+    lineage["mutations"]["gaussian"]["sigma"] = 0.1
+    rebuild(lineage, [nursery.adapter("x")], plan.id)

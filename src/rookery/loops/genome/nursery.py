@@ -27,6 +27,8 @@ _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
 _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write made_on: cpu"
 }
+_FORMAT = 2
+"""Of lineage documents. In those without one a mutation's sigma was written and not used."""
 _MOVE = LinearConfig(normalise=False)
 """A move of a swarm is a linear combination whose weights mean what they say."""
 
@@ -166,6 +168,7 @@ class Nursery:
     def lineage(self) -> dict[str, Any]:
         """Everything `rebuild` needs beside the founders' weights."""
         return {
+            "format": _FORMAT,
             "rank": self._rank,
             "device": self._device,
             "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
@@ -238,10 +241,13 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
         if name not in known or known[name].version != version:
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+    unused = {} if "format" in lineage else {"sigma": None}
     nursery = Nursery(
         known,
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
-        mutations={n: _MUTATE.validate_python(m) for n, m in lineage["mutations"].items()},
+        mutations={
+            n: _MUTATE.validate_python({**m, **unused}) for n, m in lineage["mutations"].items()
+        },
         rank=lineage["rank"],
         device=lineage.get("device", "cpu"),
     )
