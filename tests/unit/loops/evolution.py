@@ -101,44 +101,47 @@ async def run_evolution(
 class Faulty:
     """An engine some of whose answers and loads fail, chosen by a hash of what they are for."""
 
-    def __init__(self, engine: Any, *, share: float, salt: str = "") -> None:
+    def __init__(
+        self, engine: Any, *, share: float, load_share: float = 0.0, salt: str = ""
+    ) -> None:
         self._engine = engine
         self._share = share
+        self._load_share = load_share
         self._salt = salt
         self.num_faults = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def _pass(self, *what: object) -> None:
+    def _pass(self, share: float, *what: object) -> None:
         digest = hashlib.blake2b(repr((self._salt, what)).encode(), digest_size=4).digest()
-        if int.from_bytes(digest, "big") < self._share * 2**32:
+        if int.from_bytes(digest, "big") < share * 2**32:
             self.num_faults += 1
             raise EngineError(f"A fault was planted ({digest.hex()}).")
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         for request in requests:
-            self._pass(request.model.version, request.prompt)
+            self._pass(self._share, request.model.version, request.prompt)
         return await self._engine.sample(requests)  # type: ignore[no-any-return]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         for request in requests:
-            self._pass(request.model.version, request.tokens)
+            self._pass(self._share, request.model.version, request.tokens)
         return await self._engine.score(requests)  # type: ignore[no-any-return]
 
     async def load(self, adapter: Adapter) -> ModelRef:
         # The founders are loaded anew in every generation's baselines: they stay loadable.
         if not adapter.name.startswith("f"):
-            self._pass("load", adapter.version)
+            self._pass(self._load_share, "load", adapter.version)
         return await self._engine.load(adapter)  # type: ignore[no-any-return]
 
 
 class Telling(Faulty):
     """Also says a line on standard output before every call, so that it can be killed there."""
 
-    def _pass(self, *what: object) -> None:
+    def _pass(self, share: float, *what: object) -> None:
         os.write(1, b"call\n")
-        super()._pass(*what)
+        super()._pass(share, *what)
 
 
 def clockless(report: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +160,7 @@ def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel)
                 run,
                 inputs,
                 model=model,
-                wrap=lambda engine: Telling(engine, share=options["share"]),
+                wrap=lambda engine: Telling(engine, **options["faults"]),
                 **options["changes"],
             )
         )

@@ -151,15 +151,6 @@ async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -
         assert len(result.report["lineage"]) == 3 + 8
 
 
-@pytest.mark.parametrize("use", ["pairs", "both"])
-async def test_pair_merges_join_the_founders(genome, founders_folder, tmp_path, use: str) -> None:
-    init = {"type": "file", "path": str(founders_folder), "use": use, "num_pairs": 3}
-    with _run(tmp_path, "a") as run:
-        report = (await genome(run, init=init)).report
-    pairs = [n for n in report["lineage"] if n["id"].startswith("g000-")]
-    assert len(pairs) == 3 and all(len(p["parents"]) == 2 for p in pairs)
-
-
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
 
 
@@ -278,17 +269,6 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Pa
     assert result.report["winner"].startswith("f")
 
 
-async def test_floors_make_candidates_infeasible(genome, tmp_path: Path) -> None:
-    with _run(tmp_path, "a") as run:
-        result = await genome(
-            run, floors={"first": "founder"}, finals={"random_search": False, "num_finalists": 1}
-        )
-        search = [e.payload for e in run.events("candidate")]
-    best = max(p["score"] for p in search if p["violation"] == 0)
-    winner = next(p for p in search if p["id"] == result.report["winner"])
-    assert winner["violation"] == 0 and winner["score"] == best
-
-
 async def test_when_every_candidate_fails_the_run_says_why(
     genome, tmp_path: Path, tasks_folder: Path
 ) -> None:
@@ -300,17 +280,6 @@ async def test_when_every_candidate_fails_the_run_says_why(
         await genome(run, tasksets=tasksets)
 
 
-def test_the_report_split_is_disjoint_and_read_once() -> None:
-    config = GenomeConfig.model_validate(
-        {"init": {"type": "zero"}, "tasksets": [{"type": "generated", "generator": "label-kind"}]}
-    )
-    from rookery.tasks.taskset import load_taskset
-
-    taskset = load_taskset(config.tasksets[0])
-    splits = [{t.id for t in taskset.split(s)} for s in ("search", "select", "report")]
-    assert not splits[0] & splits[1] and not splits[1] & splits[2] and not splits[0] & splits[2]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -319,6 +288,10 @@ def test_the_report_split_is_disjoint_and_read_once() -> None:
         ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
+        ({"stages": [{"type": "ga", "population": {"children": {"operators": [
+            {"type": "crossover", "name": "ties", "weights": "extrapolate"}]}}}]}, "negative"),
+        ({"stages": [{"type": "ga", "population": {"children": {"operators": [
+            {"type": "crossover", "name": "slerp", "num_parents": 3}]}}}]}, "num_parents: 3"),
     ],
 )  # fmt: skip
 def test_bad_configs_are_refused(change: dict, message: str) -> None:

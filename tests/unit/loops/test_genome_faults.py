@@ -112,7 +112,7 @@ async def test_faults_and_kills_anywhere_change_nothing(
     salt: str,
 ) -> None:
     rng = random.Random(salt)
-    faulty = partial(Faulty, share=0.004, salt=salt)
+    faulty = partial(Faulty, share=0.004, load_share=0.1, salt=salt)
     run_on = partial(run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly)
     with create(tmp_path, "whole") as run:
         expected = clockless((await run_on(run)).report)
@@ -136,9 +136,9 @@ async def test_faults_that_pass_are_remembered(
     is_ill = [True]
 
     class Recovering(Faulty):
-        def _pass(self, *what: object) -> None:
+        def _pass(self, share: float, *what: object) -> None:
             if is_ill[0]:
-                super()._pass(*what)
+                super()._pass(share, *what)
 
     def recover_after(number: int, *, and_die: bool) -> Watcher:
         def note(generation: Any) -> None:
@@ -153,13 +153,14 @@ async def test_faults_that_pass_are_remembered(
         run_evolution,
         inputs=inputs,
         model=tiny_model,
-        wrap=partial(Recovering, share=0.02, salt="passing"),
+        wrap=partial(Recovering, share=0.01, load_share=0.4, salt="passing"),
         race=RACE,
     )
     with create(tmp_path, "whole") as run:
         expected = await run_on(run, watcher=recover_after(1, and_die=False))
         events = decided(run)
         assert any(e.payload["error"] for e in run.events("candidate"))
+        assert list(run.events("failure")), "a load failed too"
     is_ill[0] = True
     with create(tmp_path, "killed") as run, pytest.raises(Killed):
         await run_on(run, watcher=recover_after(1, and_die=True))
@@ -216,7 +217,11 @@ def test_kill_9_at_random_moments_changes_nothing(
 ) -> None:
     """A process of its own, which is really killed."""
     folders = [str(path) for path in (inputs.model, inputs.founders, inputs.tasks)]
-    options = {"inputs": folders, "share": 0.004, "changes": scored_badly}
+    options = {
+        "inputs": folders,
+        "faults": {"share": 0.004, "load_share": 0.1},
+        "changes": scored_badly,
+    }
     (tmp_path / "inputs.json").write_text(json.dumps(options))
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

@@ -40,7 +40,7 @@ class Makers:
 
     def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
         self._make, self._slow = make, slow
-        self.released: list[str] = []
+        self.forgotten: list[str] = []
 
     def effort(self, name: str) -> int:
         return 3 if name in self._slow else 2
@@ -48,8 +48,8 @@ class Makers:
     def maker(self, name: str) -> Callable[[], Adapter]:
         return partial(self._make, name)
 
-    def release(self, names: list[str]) -> None:
-        self.released += names
+    def forget(self, names: list[str]) -> None:
+        self.forgotten += names
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from rookery.loops.engines import EngineChoice
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.search.children import CrossoverConfig
+from rookery.search.parents import may_be_negative
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.weights.merge import (
@@ -23,6 +25,7 @@ from rookery.weights.merge import (
     MergeConfig,
     SlerpConfig,
     TiesConfig,
+    check_operator,
 )
 from rookery.weights.mutate import GaussianConfig, MutateConfig, SvdConfig
 
@@ -76,12 +79,24 @@ class GenomeConfig(Config):
             if isinstance(stage, GaStage):
                 _require(stage.merges, {*MERGES, *self.merges}, "crossover")
                 _require(stage.mutations, {*MUTATIONS, *self.mutations}, "mutation")
+                self._check_crossovers(stage)
                 if stage.population.objective == "pareto" and self.race.enabled:
                     raise ValueError(
                         "objective pareto compares every taskset by itself, and a race only the "
                         "weighted score: write race: {enabled: false}"
                     )
         return self
+
+    def _check_crossovers(self, stage: GaStage) -> None:
+        methods = {**MERGES, **self.merges}
+        for operator in stage.population.children.operators:
+            if isinstance(operator, CrossoverConfig):
+                check_operator(
+                    methods[operator.name],
+                    name=operator.name,
+                    num_parents=operator.num_parents,
+                    has_negative_weights=may_be_negative(operator.weights, reach=operator.reach),
+                )
 
     def from_folder(self, folder: Path) -> "GenomeConfig":
         """The config with the paths in it taken from the folder of its file."""

@@ -190,7 +190,7 @@ class FinalReport:
         rewards = {}
         for entry in entries:
             if entry.voters:
-                rewards[entry.name] = self._vote([groups[voter] for voter in entry.voters])
+                rewards[entry.name] = self.vote([groups[voter] for voter in entry.voters])
             else:
                 own = groups[entry.name if entry.adapter is not None else self._base.name]
                 rewards[entry.name] = _rewards(own)
@@ -216,7 +216,7 @@ class FinalReport:
         failed = {n: fail.error for n, fail in loaded.items() if isinstance(fail, LoadFailure)}
         return found | {name: _all_failed(tasks, error) for name, error in failed.items()}
 
-    def _vote(self, voters: Sequence[Sequence[Group]]) -> dict[str, float]:
+    def vote(self, voters: Sequence[Sequence[Group]]) -> dict[str, float]:
         """What the majority's answer earned, as the best voter gave it. Voters whose answer
         failed, or in which the scorer finds none, do not vote."""
         rewards = {}

@@ -136,12 +136,6 @@ class Nursery:
         """How many there are, of equal weights one; those that could not be made count each."""
         return len({self._versions.get(name, f"unmade/{name}") for name in candidates})
 
-    def release(self, candidates: Iterable[str]) -> None:
-        """Let these adapters go: they are made again when needed."""
-        for name in candidates:
-            self._made.pop(name, None)
-            self._unrounded.pop(name, None)
-
     def missing(self, candidate: str) -> list[str]:
         """What must be made to have the candidate: its ancestors that are not at hand, each after
         its parents, then itself."""

@@ -92,7 +92,7 @@ class SearchEvaluator:
             await self._measure_cohort(cohort, rivals=before, seed=seed, keep=keep)
             before += [name for name in cohort if self.measured[name].is_complete]
             if len(candidates) > COHORT:
-                self._nursery.release(cohort)
+                self._nursery.forget(cohort)
         return {name: self.measured[name] for name in candidates}
 
     async def _measure_cohort(
