@@ -12,7 +12,6 @@ from rookery.config import load_config
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
-from rookery.loops.genome.loop import Hatchery
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import load_tasksets
@@ -31,10 +30,13 @@ async def main() -> None:
         with Run.create(Path("runs"), kind="genome", config=document) as run:
             log = RolloutLog(run)
             evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log)
-            hatchery = Hatchery(evaluator, engine, engine.base, config.engine.max_rank)
-            founders = read_founders(config.init)
             result = await evolve(
-                config, founders=founders, tasksets=tasksets, hatchery=hatchery, run=run
+                config,
+                founders=read_founders(config.init),
+                tasksets=tasksets,
+                engine=engine,
+                evaluator=evaluator,
+                run=run,
             )
     for row in result.report["rows"]:
         print(f"{row['name']:<20} {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})")
