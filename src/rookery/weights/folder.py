@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rookery.errors import AdapterError, boundary
+from rookery.model_names import loadable_model
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.version import make_adapter
 
@@ -35,6 +36,8 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCALES = "rookery_scales"
 """Metadata key of the safetensors file: scales that alpha / rank cannot express bit for bit."""
+_BASE = "rookery_base"
+"""Metadata key of the safetensors file: the base's name where the config has one to load."""
 _SCALE_TOLERANCE = 1e-12
 """A recorded scale that differs by more than rounding lost against a later edit of lora_alpha."""
 _KEY = re.compile(
@@ -95,9 +98,8 @@ def read_adapter(path: str | Path, *, name: str | None = None) -> Adapter:
         layer: _factors(folder, config, layer, pair, recorded)
         for layer, pair in _pair(folder, tensors).items()
     }
-    return make_adapter(
-        name or folder.resolve().name, base=config.base_model_name_or_path or "", factors=factors
-    )
+    base = _own_base_name(folder / _TENSORS, config.base_model_name_or_path or "")
+    return make_adapter(name or folder.resolve().name, base=base, factors=factors)
 
 
 def write_adapter(adapter: Adapter, path: str | Path) -> Path:
@@ -184,6 +186,13 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]
         tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
         recorded = json.loads((handle.metadata() or {}).get(_SCALES, "{}"))
     return tensors, recorded
+
+
+def _own_base_name(file: Path, named: str) -> str:
+    """The name that the adapter had for its base, unless the config was given another since."""
+    with safe_open(str(file), framework="pt") as handle:
+        own = (handle.metadata() or {}).get(_BASE, "")
+    return own if own and loadable_model(own) == named else named
 
 
 def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -289,6 +298,8 @@ def _write_files(adapter: Adapter, folder: Path) -> None:
     parsed = _PeftConfig.model_validate(config)
     inexact = {k: f.scale for k, f in adapter.factors.items() if parsed.scale_of(k) != f.scale}
     metadata = {"format": "pt"} | ({_SCALES: json.dumps(inexact)} if inexact else {})
+    if config["base_model_name_or_path"] != (adapter.base or None):
+        metadata[_BASE] = adapter.base
     save_file(tensors, str(folder / _TENSORS), metadata=metadata)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -309,7 +320,7 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base or None,
+        "base_model_name_or_path": loadable_model(adapter.base) or None,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,

@@ -3,13 +3,14 @@
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,6 +101,34 @@ def test_round_trip_is_bit_equal_and_leaves_nothing_beside_it(tmp_path: Path) ->
     assert read_adapter(folder).name == "uneven" and read_adapter(folder).base == "tiny"
     assert read_adapter(folder, name="poet").name == "poet"
     assert os.listdir(folder.parent) == ["uneven"]
+
+
+def hub_cache(path: Path, model: str) -> Path:
+    """A Hugging Face cache that holds the tiny model under a hub id."""
+    folder = path / f"models--{model.replace('/', '--')}"
+    tiny_llama().save_pretrained(folder / "snapshots" / "0a1b")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0a1b")
+    return path
+
+
+def test_peft_finds_the_base_of_rookerys_own_name_and_the_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapter = replace(uneven_adapter(), base="smollm2")
+    folder = write_adapter(adapter, tmp_path / "uneven")
+    cache = hub_cache(tmp_path / "cache", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    model = AutoPeftModelForCausalLM.from_pretrained(
+        str(folder), cache_dir=str(cache), local_files_only=True
+    )
+    assert model.peft_config["default"].r == 3
+    assert read_adapter(folder).base == "smollm2"
+    assert read_adapter(edit_config(folder, base_model_name_or_path="mine")).base == "mine"
+    again = write_adapter(replace(adapter, base="Qwen/Qwen3-8B"), tmp_path / "other")
+    assert json.loads((again / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "Qwen/Qwen3-8B"
+    )
 
 
 @settings(max_examples=30, deadline=None)
