@@ -79,6 +79,9 @@ class Stub:
     resolver: str = ""
     """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
+    tokenize_together: int = 0
+    """Texts are not answered before so many have come."""
+    num_tokenizing: int = 0
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
     together_off: float | None = 0.0
@@ -169,6 +172,10 @@ class Stub:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
+        async with self._changed:
+            self.num_tokenizing += 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self.num_tokenizing >= self.tokenize_together)
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
