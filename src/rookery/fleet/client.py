@@ -7,7 +7,7 @@ retries happen.
 
 | what goes wrong                              | is raised         | and then                      |
 |----------------------------------------------|-------------------|-------------------------------|
-| 429, 503: the server did not take it         | after retries     | retried here, with back-off   |
+| 429, 503: the server did not take it         | ServerBusy        | retried here, for `busy_s`    |
 | no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
 | 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
 | 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
@@ -15,8 +15,10 @@ retries happen.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -29,13 +31,14 @@ from rookery.errors import AdapterError, FleetError
 from rookery.fleet.inside.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.inside.token_route import PATH as TOKEN_ROUTE
 
-__all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
+__all__ = ["Client", "ClientConfig", "ServerBusy", "ServerLost", "ServerRefusal", "open_session"]
 
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
 _JSON = "application/json"
 _BUSY = frozenset({429, 503})
-_ATTEMPTS = 6
+_NO_CREDIT = b"insufficient_quota"
+"""OpenAI's word for an account without credit: also a 429, but waiting does not help."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 
 
@@ -52,6 +55,10 @@ class ServerLost(FleetError):
         """False: it certainly never reached the server."""
         self.status = status
         """Of the answer, when there was one."""
+
+
+class ServerBusy(ServerLost):
+    """The server took no request for as long as `busy_s` allows."""
 
 
 class ServerRefusal(FleetError):
@@ -79,6 +86,9 @@ class ClientConfig(Config):
     """How long a batch of completions may take."""
     control_s: float = Field(default=60.0, gt=0)
     """How long anything else may take: health, adapters, metrics."""
+    busy_s: float = Field(default=20.0, ge=0)
+    """How long a server that answers 429 or 503 is asked again. It may say when (Retry-After); one
+    that wants more than this is given up at once."""
 
 
 @asynccontextmanager
@@ -189,15 +199,26 @@ class Client:
     async def _persist(
         self, method: str, path: str, body: bytes | None, limit_s: float | None
     ) -> Any:
-        """A request; a busy server is asked again, later and later."""
+        """A request; a busy server is asked again when it says, or later and later."""
         try:
             return await self._request(method, path, body, limit_s)
-        except _Busy as first:
-            await asyncio.sleep(first.wait_s)
+        except _Busy as busy:
+            first = busy
+        end_s = time.monotonic() + self.config.busy_s
+
+        def next_wait(error: Exception) -> bool | float:
+            """False gives up, True leaves the time to the back-off."""
+            if not isinstance(error, _Busy) or time.monotonic() + error.wait_s > end_s:
+                return False
+            return error.wait_s if error.wait_s > _FIRST_WAIT_S else True
+
         try:
+            if next_wait(first) is False:
+                raise first
+            await asyncio.sleep(first.wait_s)
             async for attempt in stamina.retry_context(
-                on=_Busy,
-                attempts=_ATTEMPTS,
+                on=next_wait,
+                attempts=None,
                 timeout=None,
                 wait_initial=_FIRST_WAIT_S,
                 wait_max=_LONGEST_WAIT_S,
@@ -205,9 +226,9 @@ class Client:
                 with attempt:
                     return await self._request(method, path, body, limit_s)
         except _Busy as last:
-            raise ServerLost(
-                f"{self.url} is still busy after {_ATTEMPTS + 1} attempts: {last}. Lower "
-                "max_in_flight, or add servers.",
+            raise ServerBusy(
+                f"{self.url} took no request for busy_s, {self.config.busy_s:g} s: {last}. Lower "
+                "max_in_flight, add servers or raise busy_s.",
                 is_broken=False,
             ) from None
         raise AssertionError("the retry loop ends by returning or raising")
@@ -266,8 +287,10 @@ class Client:
 
     def _error(self, response: aiohttp.ClientResponse, content: bytes, where: URL) -> Exception:
         said = _message(content)
-        if response.status in _BUSY:
-            return _Busy(said, _retry_after_s(response.headers.get("Retry-After", "")))
+        if response.status in _BUSY and _NO_CREDIT not in content:
+            wait_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            told = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
+            return _Busy(said + told, wait_s)
         if response.status >= 500:
             return ServerLost(
                 f"{where} failed ({response.status}): {said}",
@@ -309,8 +332,12 @@ def _message(content: bytes) -> str:
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds of a Retry-After header; dates and nonsense count as the first wait."""
+    """Seconds of a Retry-After header, a number or a date; nonsense counts as the first wait."""
     try:
-        return min(max(float(header), 0.0), _LONGEST_WAIT_S)
+        is_number = header.strip().replace(".", "", 1).isdigit()
+        wait_s = (
+            float(header) if is_number else parsedate_to_datetime(header).timestamp() - time.time()
+        )
     except ValueError:
         return _FIRST_WAIT_S
+    return max(wait_s, _FIRST_WAIT_S)
