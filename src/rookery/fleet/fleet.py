@@ -9,7 +9,6 @@ Servers are given by URL, started on this machine (`launch`), or both.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -20,13 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import aiohttp
 from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
-from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.fleet.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.cluster import place_on_ray
 from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
 from rookery.fleet.garbage import collected_rarely
@@ -101,7 +101,12 @@ class Fleet:
     """A Sampler, an Adapters and a Publisher over a pool; `open_fleet` makes one."""
 
     def __init__(
-        self, replicas: Sequence[Replica], *, config: FleetConfig, staging: Staging
+        self,
+        replicas: Sequence[Replica],
+        *,
+        config: FleetConfig,
+        staging: Staging,
+        max_calls: int,
     ) -> None:
         self.config = config
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
@@ -112,6 +117,7 @@ class Fleet:
             find_adapter=lambda ref: self._served[ref].adapter if ref in self._served else None,
             find_ref=lambda name: self._names.get(name),
             heal_s=config.heal_s,
+            max_calls=max_calls,
         )
         self._staging = staging
         self._served: dict[ModelRef, _Served] = {}
@@ -174,6 +180,7 @@ class Fleet:
 
         When the model's shapes are not known here, one server gets it now and may refuse it.
         """
+        self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
         served = self._served.get(ref)
         if served is not None:
@@ -207,6 +214,7 @@ class Fleet:
 
     async def reset_prefix_cache(self) -> None:
         """Make every server forget its prefixes, after its base weights were changed."""
+        self.pool.require_open()
         await asyncio.gather(*(r.client.reset_prefix_cache() for r in self.pool.replicas))
 
     def _any_replica(self) -> Replica:
@@ -265,18 +273,25 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         stack.enter_context(collected_rarely())
         staging = stack.enter_context(open_staging(config.adapter_folder, in_place=config.in_place))
-        replicas = await _open_replicas(config, stack=stack, staging=staging, progress=progress)
+        session = await stack.enter_async_context(open_session())
+        replicas = await _open_replicas(
+            config, stack=stack, session=session, staging=staging, progress=progress
+        )
         await _connect(replicas)
-        fleet = Fleet(replicas, config=config, staging=staging)
-        async with _running(fleet.pool):
+        fleet = Fleet(replicas, config=config, staging=staging, max_calls=max_calls(session))
+        async with fleet.pool.running():
             yield fleet
 
 
 async def _open_replicas(
-    config: FleetConfig, *, stack: AsyncExitStack, staging: Staging, progress: Progress | None
+    config: FleetConfig,
+    *,
+    stack: AsyncExitStack,
+    session: aiohttp.ClientSession,
+    staging: Staging,
+    progress: Progress | None,
 ) -> list[Replica]:
     """The servers of the config: those that run, and those started here or on a cluster."""
-    session = await stack.enter_async_context(open_session())
     settings = ReplicaSettings(
         max_in_flight=config.max_in_flight,
         max_loras=config.max_loras,
@@ -309,25 +324,6 @@ async def _connect(replicas: Sequence[Replica]) -> None:
                 group.create_task(replica.connect())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-@asynccontextmanager
-async def _running(pool: Pool) -> AsyncIterator[None]:
-    """The pool's tasks, cancelled at the end of the block."""
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(pool.drive(group), name="rookery-fleet")
-            for replica in pool.replicas:
-                group.create_task(pool.watch(replica), name=f"rookery-watch-{replica.url}")
-
-    task = asyncio.create_task(run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:

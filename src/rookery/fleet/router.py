@@ -6,15 +6,21 @@
     router.end(call, lane, now_s, is_done=True)
     for call, lane in router.steal(now_s): ...send it there too, the first answer counts...
 
-Calls wait in groups by model, in order of arrival. A call goes to the open lane where it would be
+Calls wait in groups by model; the oldest is next. A call goes to the open lane where it would be
 done first: work in flight over measured speed, less the prefix tokens the lane has cached, plus
 a load where the adapter is missing. An adapter stays on the lane that holds it (its home) unless
 that is full for long; a lane never has more than `max_loras` adapters in flight.
+
+Nobody starves. A call that finds no room, as one of eight sequences among many of one, has a lane
+kept free of younger calls until it fits. One that waits for an adapter slot holds back the adapter
+calls that came long after it.
 """
 
-from collections import deque
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from rookery.fleet.lane import Call, Lane
 from rookery.types import ModelRef
@@ -38,15 +44,20 @@ STEAL_S = 0.05
 class _Group:
     """Waiting calls of one model, and the lane that is meant to take them."""
 
-    calls: deque[Call] = field(default_factory=deque)
+    calls: OrderedDict[Call, None] = field(default_factory=OrderedDict)
     home: Lane | None = None
+
+    @property
+    def first(self) -> Call:
+        return next(iter(self.calls))
 
 
 class Router:
-    """The waiting calls and the lanes they may take."""
+    """The waiting calls and the lanes they may take; at most `max_calls` are in flight together."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], *, max_calls: float = inf) -> None:
         self.lanes = list(lanes)
+        self._max_calls = max_calls
         self._groups: dict[ModelRef, _Group] = {}
 
     @property
@@ -60,10 +71,9 @@ class Router:
     def add(self, call: Call, *, is_first: bool = False) -> None:
         """Queue a call: last of its model, or first when it comes back from a lost server."""
         group = self._groups.setdefault(call.ref, _Group())
+        group.calls[call] = None
         if is_first:
-            group.calls.appendleft(call)
-        else:
-            group.calls.append(call)
+            group.calls.move_to_end(call, last=False)
         if group.home is not None:
             group.home.promised += call.work
 
@@ -71,14 +81,14 @@ class Router:
         """Take a waiting call out; one that does not wait is left alone."""
         group = self._groups.get(call.ref)
         if group is not None and call in group.calls:
-            group.calls.remove(call)
-            self._taken(group, call)
+            self._take(group, call)
 
     def dispatch(self, now_s: float) -> list[tuple[Call, Lane]]:
         """Assign what can be assigned now; the lanes count it as in flight at once."""
         self._leave_closed_homes()
-        placed = self._pass(now_s, may_spill=False)
-        return placed + self._pass(now_s, may_spill=True) if self._groups else placed
+        kept: dict[Lane, Call] = {}
+        placed = self._pass(now_s, kept, may_spill=False)
+        return placed + self._pass(now_s, kept, may_spill=True) if self._groups else placed
 
     def end(self, call: Call, lane: Lane, now_s: float, *, is_done: bool) -> None:
         lane.end(call, now_s, is_done=is_done)
@@ -88,7 +98,7 @@ class Router:
         """Calls in flight that an idle lane would finish much sooner; they run on both then."""
         taken: list[tuple[Call, Lane]] = []
         thieves = [] if self._groups else list(self._open())
-        while thieves:
+        while thieves and self._num_places() > 0:
             # The least busy one takes one call, then they compare again.
             thief = min(thieves, key=lambda lane: lane.num_sequences)
             call = self._worth_stealing(thief, now_s)
@@ -99,23 +109,36 @@ class Router:
             taken.append((call, thief))
         return taken
 
-    def _pass(self, now_s: float, *, may_spill: bool) -> list[tuple[Call, Lane]]:
+    def _pass(
+        self, now_s: float, kept: dict[Lane, Call], *, may_spill: bool
+    ) -> list[tuple[Call, Lane]]:
+        """Place what fits, oldest first. `kept` are lanes kept free for a call that does not."""
         placed: list[tuple[Call, Lane]] = []
         groups, horizon_s = self._eligible()
-        for group in groups:
-            while group.calls and (call := group.calls[0]).arrival_s <= horizon_s:
-                lane = self._choose(call, now_s, may_spill=may_spill)
-                if lane is None:
-                    break
-                group.calls.popleft()
-                if group.home is None and not call.is_base:
-                    group.home = lane
-                    lane.promised += call.work + sum(later.work for later in group.calls)
-                self._taken(group, call)
-                lane.begin(call, now_s)
-                placed.append((call, lane))
-            if not any(lane.num_sequences < lane.window for lane in self._open()):
-                break
+        num_lanes, num_places = sum(1 for _ in self._open()), self._num_places()
+        queue = [(group.first.arrival_s, i, group) for i, group in enumerate(groups)]
+        heapq.heapify(queue)
+        while queue and len(placed) < num_places and len(kept) < num_lanes:
+            _, i, group = queue[0]
+            call = group.first
+            lane = None
+            if call.is_base or call.arrival_s <= horizon_s:
+                lane = self._choose(call, now_s, kept, may_spill=may_spill)
+                if lane is None and self._waits_for_slot(call):
+                    horizon_s = min(horizon_s, call.arrival_s + PATIENCE_S)
+            if lane is None:
+                heapq.heappop(queue)
+                continue
+            if group.home is None and not call.is_base:
+                group.home = lane
+                lane.promised += sum(other.work for other in group.calls)
+            self._take(group, call)
+            lane.begin(call, now_s)
+            placed.append((call, lane))
+            if group.calls:
+                heapq.heapreplace(queue, (group.first.arrival_s, i, group))
+            else:
+                heapq.heappop(queue)
         return placed
 
     def _eligible(self) -> tuple[list[_Group], float]:
@@ -126,30 +149,51 @@ class Router:
         """
         lanes = list(self._open())
         if any(len(lane.active) < lane.max_loras for lane in lanes):
-            return list(self._groups.values()), float("inf")
+            return list(self._groups.values()), inf
         active = {ref for lane in lanes for ref in lane.active}
-        groups, horizon_s = [], float("inf")
+        groups, horizon_s = [], inf
         for ref, group in self._groups.items():
-            if group.calls[0].is_base or ref in active:
+            first = group.first
+            if first.is_base or ref in active:
                 groups.append(group)
             else:
-                horizon_s = min(horizon_s, group.calls[0].arrival_s + PATIENCE_S)
+                horizon_s = min(horizon_s, first.arrival_s + PATIENCE_S)
         return groups, horizon_s
 
-    def _choose(self, call: Call, now_s: float, *, may_spill: bool) -> Lane | None:
-        fresh = [lane for lane in self._open() if lane.name not in call.tried]
-        lanes = fresh or list(self._open())
-        roomy = [lane for lane in lanes if lane.has_room(call)]
-        if call.is_base:
-            return self._soonest(roomy, call, now_s)
-        able = [lane for lane in roomy if lane.can_hold(call.ref)]
-        holding = [lane for lane in able if lane.holds(call.ref)]
-        if holding:
-            return self._soonest(holding, call, now_s)
-        has_home = any(lane.holds(call.ref) for lane in lanes)
-        if has_home and not (may_spill and now_s - call.arrival_s > SPILL_S):
-            return None
-        return self._soonest(able, call, now_s)
+    def _choose(
+        self, call: Call, now_s: float, kept: dict[Lane, Call], *, may_spill: bool
+    ) -> Lane | None:
+        """Where the call goes now; None: nowhere, and the lane it waits for is kept for it."""
+        lanes = self._usable(call)
+        able = [lane for lane in lanes if call.is_base or lane.can_hold(call.ref)]
+        home = [lane for lane in able if not call.is_base and lane.holds(call.ref)]
+        if not call.is_base and any(lane.holds(call.ref) for lane in lanes):
+            may_leave = may_spill and now_s - call.arrival_s > SPILL_S
+        else:
+            may_leave = True
+        for wanted in (home, able if may_leave else ()):
+            free = [x for x in wanted if x.has_room(call) and kept.get(x, call) is call]
+            if free:
+                return self._soonest(free, call, now_s)
+        full = [lane for lane in home or (able if may_leave else ()) if lane not in kept]
+        if full and call not in kept.values():
+            # The lane nearest to having room comes nearer with every end: it stays the nearest.
+            kept[min(full, key=lambda lane: lane.num_missing(call))] = call
+        return None
+
+    def _usable(self, call: Call) -> list[Lane]:
+        """The open lanes that serve such calls: those that have not lost this one, if any."""
+        lanes = [lane for lane in self._open() if lane.takes(call)]
+        if not call.tried:
+            return lanes
+        return [lane for lane in lanes if lane.name not in call.tried] or lanes
+
+    def _waits_for_slot(self, call: Call) -> bool:
+        return not call.is_base and not any(x.can_hold(call.ref) for x in self._usable(call))
+
+    def _num_places(self) -> float:
+        """Calls that may be sent before some end."""
+        return self._max_calls - sum(len(lane.in_flight) for lane in self.lanes)
 
     def _soonest(self, lanes: Sequence[Lane], call: Call, now_s: float) -> Lane | None:
         if len(lanes) < 2:
@@ -216,7 +260,9 @@ class Router:
     def _open(self) -> Iterable[Lane]:
         return (lane for lane in self.lanes if lane.is_open)
 
-    def _taken(self, group: _Group, call: Call) -> None:
+    def _take(self, group: _Group, call: Call) -> None:
+        """Out of the waiting ones."""
+        del group.calls[call]
         if group.home is not None:
             group.home.promised = max(0.0, group.home.promised - call.work)
         if not group.calls:

@@ -79,6 +79,8 @@ class Stub:
     resolver: str = ""
     """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
+    has_crashed: bool = False
+    """Its engine is dead: it answers 500, also to what it was serving, and 503 to /health."""
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
     together_off: float | None = 0.0
@@ -93,7 +95,14 @@ class Stub:
         async with self._changed:
             await self._changed.wait_for(lambda: sum(self.in_flight.values()) >= num)
 
+    def crash(self) -> None:
+        """Let the engine die and the API process live on for a while."""
+        self.has_crashed = True
+        self._crashed.set()
+
     async def start(self) -> None:
+        self.has_crashed = False
+        self._crashed = asyncio.Event()
         self._changed = asyncio.Condition()
         self._gate = asyncio.Semaphore(self.capacity or 10**6)
         app = web.Application(client_max_size=2**30)
@@ -129,7 +138,7 @@ class Stub:
         self.adapters.clear()
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy and not self.has_crashed else 503)
 
     async def _openapi(self, _: web.Request) -> web.Response:
         schema = {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
@@ -195,6 +204,8 @@ class Stub:
         self.bodies.append(body)
         if self.failures:
             return _error(self.failures.pop(0), "as asked")
+        if self.has_crashed:
+            return _error(500, "EngineDeadError")
         if self.garbage:
             return web.json_response(self.garbage.pop(0))
         if body.get("temperature", 1.0) > 2:
@@ -211,7 +222,8 @@ class Stub:
             self.most_adapters = max(self.most_adapters, len(busy))
             async with self._gate:
                 if self.hang:
-                    await asyncio.Event().wait()
+                    await self._crashed.wait()
+                    return _error(500, "EngineDeadError")
                 await asyncio.sleep(self.latency_s)
                 self.num_served += 1
                 return web.json_response({"choices": self._choices(body)})

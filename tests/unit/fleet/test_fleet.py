@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -409,9 +408,7 @@ async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
             await stubs[0].wait_in_flight(2)
             stubs[0].healthy = False
             ill = fleet.pool.replicas[0]
-            ill.breaker.record_loss(now_s=time.monotonic(), is_broken=True)
-            ill.lane.is_open = False
-            ill.attention.set()
+            fleet.pool.suspect(ill, "a connection broke")
         assert len(call.result()) == 12
         assert not ill.lane.in_flight and not ill.lane.is_open
 
