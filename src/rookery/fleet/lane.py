@@ -86,12 +86,8 @@ class Lane:
         """Sequences that must end before there is room for the call."""
         return max(0, min(call.num_sequences, self.window) - (self.window - self.num_sequences))
 
-    def takes(self, call: Call) -> bool:
-        """Whether the server serves such calls at all."""
-        return call.is_base or self.max_loras > 0
-
     def can_hold(self, ref: ModelRef) -> bool:
-        return ref in self.active or len(self.active) < self.max_loras
+        return len(self.active) < self.max_loras or ref in self.active
 
     def holds(self, ref: ModelRef) -> bool:
         return ref in self.active or ref in self.resident

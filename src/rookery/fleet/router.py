@@ -52,6 +52,21 @@ class _Group:
         return next(iter(self.calls))
 
 
+@dataclass(slots=True)
+class _Dispatch:
+    """One dispatch: the open lanes, and what calls that cannot be placed ask of younger ones."""
+
+    now_s: float
+    lanes: list[Lane]
+    kept: dict[Lane, Call] = field(default_factory=dict)
+    """Lanes with some room, but not enough for this call."""
+    horizon_s: float = inf
+    """Adapter calls that came later wait: one needs a slot, and these must empty."""
+
+    def has_room(self) -> bool:
+        return any(x.num_sequences < x.window and x not in self.kept for x in self.lanes)
+
+
 class Router:
     """The waiting calls and the lanes they may take; at most `max_calls` are in flight together."""
 
@@ -86,9 +101,12 @@ class Router:
     def dispatch(self, now_s: float) -> list[tuple[Call, Lane]]:
         """Assign what can be assigned now; the lanes count it as in flight at once."""
         self._leave_closed_homes()
-        kept: dict[Lane, Call] = {}
-        placed = self._pass(now_s, kept, may_spill=False)
-        return placed + self._pass(now_s, kept, may_spill=True) if self._groups else placed
+        step = _Dispatch(now_s, list(self._open()))
+        if not self._groups or not step.has_room():
+            return []
+        groups = self._eligible(step)
+        placed = self._pass(groups, step, may_spill=False)
+        return placed + self._pass(groups, step, may_spill=True)
 
     def end(self, call: Call, lane: Lane, now_s: float, *, is_done: bool) -> None:
         lane.end(call, now_s, is_done=is_done)
@@ -110,86 +128,71 @@ class Router:
         return taken
 
     def _pass(
-        self, now_s: float, kept: dict[Lane, Call], *, may_spill: bool
+        self, groups: Sequence[_Group], step: _Dispatch, *, may_spill: bool
     ) -> list[tuple[Call, Lane]]:
-        """Place what fits, oldest first. `kept` are lanes kept free for a call that does not."""
+        """Place what fits, oldest first."""
         placed: list[tuple[Call, Lane]] = []
-        groups, horizon_s = self._eligible()
-        num_lanes, num_places = sum(1 for _ in self._open()), self._num_places()
-        queue = [(group.first.arrival_s, i, group) for i, group in enumerate(groups)]
+        queue = [(g.first.arrival_s, i, g) for i, g in enumerate(groups) if g.calls]
         heapq.heapify(queue)
-        while queue and len(placed) < num_places and len(kept) < num_lanes:
-            _, i, group = queue[0]
+        while queue and self._num_places() > 0 and step.has_room():
+            _, i, group = heapq.heappop(queue)
             call = group.first
-            lane = None
-            if call.is_base or call.arrival_s <= horizon_s:
-                lane = self._choose(call, now_s, kept, may_spill=may_spill)
-                if lane is None and self._waits_for_slot(call):
-                    horizon_s = min(horizon_s, call.arrival_s + PATIENCE_S)
+            if not call.is_base and call.arrival_s > step.horizon_s:
+                continue
+            lane = self._choose(call, step, may_spill=may_spill)
             if lane is None:
-                heapq.heappop(queue)
                 continue
             if group.home is None and not call.is_base:
                 group.home = lane
                 lane.promised += sum(other.work for other in group.calls)
             self._take(group, call)
-            lane.begin(call, now_s)
+            lane.begin(call, step.now_s)
             placed.append((call, lane))
             if group.calls:
-                heapq.heapreplace(queue, (group.first.arrival_s, i, group))
-            else:
-                heapq.heappop(queue)
+                heapq.heappush(queue, (group.first.arrival_s, i, group))
         return placed
 
-    def _eligible(self) -> tuple[list[_Group], float]:
-        """The groups that need no slot or may get one, and the last arrival they may serve.
-
-        A call that waits for a slot holds back those that came long after it, so that the slots
-        it waits for empty.
-        """
-        lanes = list(self._open())
-        if any(len(lane.active) < lane.max_loras for lane in lanes):
-            return list(self._groups.values()), inf
-        active = {ref for lane in lanes for ref in lane.active}
-        groups, horizon_s = [], inf
+    def _eligible(self, step: _Dispatch) -> list[_Group]:
+        """The groups that need no slot or may get one."""
+        if any(len(lane.active) < lane.max_loras for lane in step.lanes):
+            return list(self._groups.values())
+        active = {ref for lane in step.lanes for ref in lane.active}
+        groups = []
         for ref, group in self._groups.items():
             first = group.first
             if first.is_base or ref in active:
                 groups.append(group)
             else:
-                horizon_s = min(horizon_s, first.arrival_s + PATIENCE_S)
-        return groups, horizon_s
+                step.horizon_s = min(step.horizon_s, first.arrival_s + PATIENCE_S)
+        return groups
 
-    def _choose(
-        self, call: Call, now_s: float, kept: dict[Lane, Call], *, may_spill: bool
-    ) -> Lane | None:
-        """Where the call goes now; None: nowhere, and the lane it waits for is kept for it."""
-        lanes = self._usable(call)
-        able = [lane for lane in lanes if call.is_base or lane.can_hold(call.ref)]
-        home = [lane for lane in able if not call.is_base and lane.holds(call.ref)]
-        if not call.is_base and any(lane.holds(call.ref) for lane in lanes):
-            may_leave = may_spill and now_s - call.arrival_s > SPILL_S
-        else:
-            may_leave = True
-        for wanted in (home, able if may_leave else ()):
-            free = [x for x in wanted if x.has_room(call) and kept.get(x, call) is call]
-            if free:
-                return self._soonest(free, call, now_s)
-        full = [lane for lane in home or (able if may_leave else ()) if lane not in kept]
-        if full and call not in kept.values():
+    def _choose(self, call: Call, step: _Dispatch, *, may_spill: bool) -> Lane | None:
+        """Where the call goes now; None: nowhere, and younger ones must leave it a way."""
+        lanes = self._usable(call, step.lanes)
+        able = lanes if call.is_base else [lane for lane in lanes if lane.can_hold(call.ref)]
+        kept = step.kept
+        some = [x for x in able if x.num_sequences < x.window and kept.get(x, call) is call]
+        if not able and not call.is_base:
+            step.horizon_s = min(step.horizon_s, call.arrival_s + PATIENCE_S)
+        if some and not call.is_base and any(lane.holds(call.ref) for lane in lanes):
+            home = [lane for lane in some if lane.holds(call.ref)]
+            may_leave = may_spill and step.now_s - call.arrival_s > SPILL_S
+            some = home if home or not may_leave else some
+        free = [lane for lane in some if lane.has_room(call)]
+        if free:
+            return self._soonest(free, call, step.now_s)
+        if some and call not in kept.values():
             # The lane nearest to having room comes nearer with every end: it stays the nearest.
-            kept[min(full, key=lambda lane: lane.num_missing(call))] = call
+            kept[min(some, key=lambda lane: lane.num_missing(call))] = call
         return None
 
-    def _usable(self, call: Call) -> list[Lane]:
-        """The open lanes that serve such calls: those that have not lost this one, if any."""
-        lanes = [lane for lane in self._open() if lane.takes(call)]
+    def _usable(self, call: Call, lanes: list[Lane]) -> list[Lane]:
+        """Those that serve such calls, and have not lost this one if there is any such."""
+        if not call.is_base:
+            lanes = [lane for lane in lanes if lane.max_loras]
         if not call.tried:
             return lanes
         return [lane for lane in lanes if lane.name not in call.tried] or lanes
-
-    def _waits_for_slot(self, call: Call) -> bool:
-        return not call.is_base and not any(x.can_hold(call.ref) for x in self._usable(call))
 
     def _num_places(self) -> float:
         """Calls that may be sent before some end."""

@@ -16,6 +16,7 @@ import pytest
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError
+from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet import launch as launching
 from rookery.fleet.diagnosis import explain_failure, last_lines
 from rookery.fleet.launch import LaunchProgress, open_servers, reap_orphans
@@ -241,6 +242,19 @@ def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
 def test_configs_that_cannot_work_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_config(LaunchConfig, {"model": "tiny", **given}, origin="x")
+
+
+@pytest.mark.parametrize("key", ["", "config's"])
+async def test_the_key_that_servers_ask_for_is_the_one_their_client_has(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exported key reaches the servers; the fleet gets past it and finds that the stand-in has
+    no model."""
+    monkeypatch.setenv("VLLM_API_KEY", "exported")
+    launch = CONFIG.model_copy(update={"api_key": key})
+    with pytest.raises(FleetError, match="names no model"):
+        async with open_fleet(FleetConfig(launch=launch)):
+            pass
 
 
 def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(

@@ -12,6 +12,7 @@ import rookery_inside.extension  # the launcher must have put both there
 import rookery_inside.token_route
 
 MODE = os.environ.get("FAKE_VLLM", "")
+KEY = os.environ.get("VLLM_API_KEY", "")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -19,7 +20,8 @@ class Handler(BaseHTTPRequestHandler):
         told = {"argv": sys.argv[1:], "pid": os.getpid(), "child": child}
         told["env"] = {k: v for k, v in os.environ.items() if "VLLM" in k or "CUDA" in k}
         content = json.dumps(told).encode()
-        self.send_response(200)
+        is_let_in = not KEY or self.headers["Authorization"] == f"Bearer {KEY}"
+        self.send_response(200 if is_let_in or not self.path.startswith("/v1") else 401)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
