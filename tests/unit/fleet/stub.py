@@ -67,6 +67,9 @@ class Stub:
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
+    """Of all adapters that were ever loaded."""
+    is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -89,6 +92,11 @@ class Stub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def num_connections(self) -> int:
+        server = self._runner.server
+        return len(server.connections) if server else 0
 
     async def wait_in_flight(self, num: int) -> None:
         """Until that many completions are being served."""
@@ -127,9 +135,11 @@ class Stub:
         await site.start()
         assert site._server is not None
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self.is_up = True
 
     async def stop(self) -> None:
         """Drop every connection at once, as a killed process does."""
+        self.is_up = False
         server = self._runner.server
         for connection in list(server.connections) if server else []:
             if connection.transport is not None:
@@ -189,6 +199,7 @@ class Stub:
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         self.adapters[name] = document["lora_path"]
+        self.paths.add(document["lora_path"])
         self.loads[name] += 1
         return web.Response(text="ok")
 
