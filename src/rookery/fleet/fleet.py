@@ -34,7 +34,7 @@ from rookery.fleet.launch import LocalServer, Progress, open_servers
 from rookery.fleet.pool import Pool
 from rookery.fleet.replica import Replica, ReplicaSettings
 from rookery.fleet.scoring import assemble_score, plan_score
-from rookery.fleet.settings import LaunchConfig, server_key
+from rookery.fleet.settings import LaunchConfig
 from rookery.fleet.staging import Staging, open_staging, wire_name
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
@@ -313,7 +313,7 @@ async def _open_replicas(
     elif launch is not None:
         started = open_servers(launch, progress=progress, adapters=staging.root)
         servers = await stack.enter_async_context(started)
-        replicas += [make(server.url, server_key(launch), server) for server in servers]
+        replicas += [make(server.url, launch.api_key, server) for server in servers]
     return replicas
 
 

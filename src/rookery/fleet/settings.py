@@ -22,7 +22,6 @@ __all__ = [
     "command_line",
     "environment",
     "num_replicas",
-    "server_key",
     "visible_gpus",
 ]
 
@@ -33,7 +32,6 @@ INSIDE_MODULE = "rookery_inside"
 EXTENSION_CLASS = f"{INSIDE_MODULE}.extension.WorkerExtension"
 WHOLE_GRAPHS_CLASS = f"{INSIDE_MODULE}.whole_graphs.WorkerExtension"
 ROUTE_CLASS = f"{INSIDE_MODULE}.token_route.TokenRoute"
-API_KEY = "VLLM_API_KEY"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
 """Several API processes behind one port exist only in the full command line."""
@@ -203,9 +201,9 @@ def environment(
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
-    if server_key(config):
+    if config.api_key:
         # In the environment, not on the command line, which every user of the machine can read.
-        env[API_KEY] = server_key(config)
+        env["VLLM_API_KEY"] = config.api_key
     if config.max_loras:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.max_loras and adapters is not None:
@@ -217,11 +215,6 @@ def environment(
     env.update(_cuda(config, index) if not config.is_on_cpu else _cpu(config, index, num_servers))
     env.update(config.env)
     return env
-
-
-def server_key(config: LaunchConfig) -> str:
-    """The key that the servers ask for, empty for none: one that is exported here reaches them."""
-    return config.env.get(API_KEY) or config.api_key or os.environ.get(API_KEY, "")
 
 
 def num_replicas(config: LaunchConfig) -> int:
