@@ -2,7 +2,9 @@
 
 import asyncio
 import importlib.util
+import json
 import os
+import signal
 import sys
 import time
 import urllib.request
@@ -131,13 +133,21 @@ async def test_a_server_that_cannot_start_there_says_why(
     assert "Traceback" not in str(failed.value)
 
 
+def _pid(url: str) -> int:
+    """The process of a server; 0 while it does not answer."""
+    try:
+        with urllib.request.urlopen(url + "/health") as answer:
+            return int(json.load(answer)["pid"])
+    except OSError:
+        return 0
+
+
 @pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
 @pytest.mark.filterwarnings("ignore")
-async def test_servers_are_placed_and_stopped(
+async def test_servers_are_placed_started_again_and_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import json
-
+    monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
     monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
     config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=2)
@@ -149,4 +159,13 @@ async def test_servers_are_placed_and_stopped(
         assert len(set(placed.urls)) == 2 and len(placed.api_key) > 20
         assert all(process_start(t["pid"]) for t in told)
         assert {t["env"]["VLLM_API_KEY"] for t in told} == {placed.api_key}
+        # Its next start fails, the one after that does not.
+        (tmp_path / placed.urls[0].rpartition(":")[2]).write_text("1")
+        os.kill(told[0]["pid"], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while (  # noqa: ASYNC110  other processes tell no event
+                again := await asyncio.to_thread(_pid, placed.urls[0])
+            ) in (0, told[0]["pid"]):
+                await asyncio.sleep(0.1)
+        told.append({"pid": again})
     assert not any(process_start(t["pid"]) for t in told)
