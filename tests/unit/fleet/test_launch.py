@@ -1,6 +1,7 @@
 """Server processes: started, owned, stopped. A small program stands in for vLLM's."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -192,27 +193,32 @@ def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
             process.wait()
 
 
-def test_ledgers_made_and_cleared_up_at_the_same_time_are_left_alone(state: Path) -> None:
-    state.mkdir()
-    is_over = threading.Event()
+def test_a_ledger_that_is_looked_at_before_it_is_locked_stays(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_made, is_looked_at, is_locked = threading.Event(), threading.Event(), threading.Event()
+    real, made = fcntl.flock, list[Ledger]()
 
-    def clear_up() -> None:
-        while not is_over.is_set():
-            reap_orphans(state)
-            find_ledgers(state)
+    def flock(descriptor: int, kind: int) -> None:
+        if threading.current_thread() is other:
+            is_made.set()
+            is_looked_at.wait(10)
+            real(descriptor, kind)
+            is_locked.set()
+        else:
+            real(descriptor, kind)
+            is_looked_at.set()
+            is_locked.wait(0.2)  # only if the lock of the one who looks does not hold it up
 
-    others = [threading.Thread(target=clear_up) for _ in range(3)]
-    for other in others:
-        other.start()
-    try:
-        for _ in range(200):
-            ledger = Ledger.create(state, purpose="run")
-            assert (ledger.folder / "ledger.json").exists()
-            ledger.close(keep_logs=False)
-    finally:
-        is_over.set()
-        for other in others:
-            other.join()
+    other = threading.Thread(target=lambda: made.append(Ledger.create(state, purpose="run")))
+    monkeypatch.setattr("fcntl.flock", flock)
+    other.start()
+    is_made.wait(10)
+    assert reap_orphans(state) == 0
+    other.join()
+    [ledger] = made
+    assert [found.has_owner for found in find_ledgers(state)] == [True]
+    ledger.close(keep_logs=False)
 
 
 def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
