@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rookery.errors import AdapterError
+from rookery.model_names import is_named, model_names
 from rookery.types import Adapter
 
 __all__ = ["Fit", "base_names", "check_fit", "read_shapes"]
@@ -35,7 +36,7 @@ def check_fit(adapter: Adapter, fit: Fit) -> None:
     who = f"adapter {adapter.name!r}"
     if not adapter.factors:
         raise AdapterError(f"{who} adapts no layer.")
-    if adapter.base and _last_part(adapter.base) not in fit.base_names:
+    if adapter.base and not is_named(adapter.base, fit.base_names):
         raise AdapterError(
             f"{who} was made for {adapter.base!r}, the servers run "
             f"{' or '.join(sorted(fit.base_names))}: load it on its own base model, or correct "
@@ -73,8 +74,10 @@ def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> 
 
 
 def base_names(*names: str) -> frozenset[str]:
-    """The names that an adapter may know the base model by: last parts, lower case."""
-    return frozenset(_last_part(name) for name in names if name)
+    """The names that an adapter may know the base model by; a folder's own name too, where a link
+    leads to it."""
+    folders = [str(Path(name).resolve()) for name in names if name and Path(name).is_dir()]
+    return model_names(*names, *folders)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -107,7 +110,3 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
         header: dict[str, dict[str, list[int]]] = json.loads(handle.read(size))
     header.pop("__metadata__", None)
     return header
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()

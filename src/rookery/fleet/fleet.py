@@ -313,7 +313,7 @@ async def _open_replicas(
     elif launch is not None:
         started = open_servers(launch, progress=progress, adapters=staging.root)
         servers = await stack.enter_async_context(started)
-        replicas += [make(server.url, launch.api_key, server) for server in servers]
+        replicas += [make(server.url, server.config.api_key, server) for server in servers]
     return replicas
 
 

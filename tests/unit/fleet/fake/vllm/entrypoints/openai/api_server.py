@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import rookery_inside.extension  # the launcher must have put both there
 import rookery_inside.token_route
@@ -31,11 +32,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def use_up_failure() -> bool:
+    """Whether this start is one of those that fail: a file per port counts them."""
+    port = sys.argv[sys.argv.index("--port") + 1]
+    counter = Path(os.environ.get("FAKE_VLLM_FAILURES", "/nowhere"), port)
+    left = int(counter.read_text()) if counter.exists() else 0
+    if left:
+        counter.write_text(str(left - 1))
+    return left > 0
+
+
 child = 0
 assert rookery_inside.extension.WorkerExtension and rookery_inside.token_route.TokenRoute
 sys.stdout.write("loading the model\n")
 sys.stdout.flush()
-if MODE == "memory":
+if MODE == "memory" or use_up_failure():
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
 if MODE == "hang":
     time.sleep(600)
