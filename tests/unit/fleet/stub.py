@@ -23,7 +23,8 @@ FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 def logprobs_after(model: str, prompt: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """A proper distribution over the vocabulary."""
+    """A proper distribution over the vocabulary; whoever registered an adapter, it is the same."""
+    model = model.rpartition("~")[0] or model
     digest = hashlib.shake_128(f"{model}|{list(prompt)}".encode()).digest(2 * VOCABULARY)
     logits = [
         int.from_bytes(digest[2 * i : 2 * i + 2], "big") / 8192 / temperature
