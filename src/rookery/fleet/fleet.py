@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 from pydantic import Field, model_validator
 
@@ -101,7 +102,7 @@ class Fleet:
         self.config = config
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
         model = config.launch.model if config.launch is not None else self.capabilities.root
-        self.base = ModelRef(name="base", version=config.name or model)
+        self.base = self._first_base = ModelRef(name="base", version=config.name or model)
         self.pool = Pool(
             replicas,
             find_adapter=lambda ref: self._served.find(ref),
@@ -195,6 +196,18 @@ class Fleet:
     async def reset_prefix_cache(self) -> None:
         """Make every server forget its prefixes, after its base weights were changed."""
         await asyncio.gather(*(r.client.reset_prefix_cache() for r in self.pool.replicas))
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """No request is in flight inside the block; those that come wait for its end."""
+        async with self._turns.take(f"update {uuid4()}"):
+            yield
+
+    def rename_base(self, digest: str) -> None:
+        """The base model has new weights: `base` is a new version, and the old one is refused."""
+        self.base = replace(self._first_base, version=f"{self._first_base.version}+{digest}")
+        names = self._fit.base_names | base_names(self.base.version)
+        self._fit = replace(self._fit, base_names=names)
 
     async def _admit(self, ref: ModelRef, adapter: Adapter) -> Adapter:
         """The adapter as servers get it; FleetError or AdapterError when none can serve it."""

@@ -79,6 +79,8 @@ class Replica:
         self.last_error = ""
         self.is_given_up = False
         """It cannot be started again: nobody looks after it any more."""
+        self.excluded = ""
+        """Why it takes no requests, however well it is; empty: it does."""
         self.layers: dict[str, tuple[int, int]] = {}
         self.capabilities: Capabilities
         self.route: Route = "none"
@@ -89,6 +91,8 @@ class Replica:
         self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
         self._changing = KeyedLocks[ModelRef]()
         self._turns = Turns()
+        self._updated_process: str | None = None
+        """Which process got the newest base weights; None: they are those it started with."""
 
     @property
     def url(self) -> str:
@@ -141,6 +145,22 @@ class Replica:
             else:
                 # It was retired while the server could not be told.
                 await self._residency.unload(name, model=self.capabilities.model)
+        if self._updated_process is not None and not await self._is_updated():
+            self.exclude(
+                f"{self.url} was started again, or does not tell: it may have the weights it began "
+                "with. Call update_weights again."
+            )
+        self._open()
+
+    def exclude(self, reason: str) -> None:
+        """No requests from now on, until `include`."""
+        self.excluded = self.last_error = reason
+        self.lane.is_open = False
+
+    async def include(self) -> None:
+        """It has the newest base weights: requests may come, as long as this process runs."""
+        self._updated_process = await self._process()
+        self.excluded = ""
         self._open()
 
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
@@ -316,9 +336,20 @@ class Replica:
             if ref in self.lane.resident and ref not in self.lane.active:
                 await self.drop(ref)
 
+    async def _is_updated(self) -> bool:
+        process = await self._process()
+        return bool(process) and process == self._updated_process
+
+    async def _process(self) -> str:
+        """Tells one process of the server from the next; empty when it cannot be told."""
+        if self.local is not None:
+            return str(self.local.pid)
+        metrics = await read_metrics(self.client)
+        return str(metrics.started_s) if metrics and metrics.started_s else ""
+
     def _open(self) -> None:
         self.breaker.record_success()
-        self.lane.is_open = True
+        self.lane.is_open = not self.excluded
 
 
 def is_local(url: str) -> bool:

@@ -80,6 +80,11 @@ class Stub:
     resolver: str = ""
     """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
+    weights: str = ""
+    """What was written in the folder that its weights were updated from; empty: its first ones."""
+    refuse_update: bool = False
+    started_s: float | None = 1.0
+    """When its process was started, if it tells."""
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
     together_off: float | None = 0.0
@@ -111,6 +116,7 @@ class Stub:
                 web.post("/v1/unload_lora_adapter", self._unload),
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/tokenize", self._tokenize),
+                web.post("/collective_rpc", self._call_workers),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -155,6 +161,8 @@ class Stub:
             f'vllm:cache_config_info{{block_size="{self.block}",'
             'enable_prefix_caching="True"} 1.0\n'
         )
+        if self.started_s is not None:
+            page += f"process_start_time_seconds {self.started_s}\n"
         return web.Response(text=page)
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -167,6 +175,14 @@ class Stub:
 
     async def _reset(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})
+
+    async def _call_workers(self, request: web.Request) -> web.Response:
+        document = await request.json()
+        if document["method"] != "reload_weights" or self.refuse_update:
+            return _error(500, "as asked")
+        folder = Path(document["kwargs"]["weights_path"])
+        self.weights = (folder / "model.safetensors").read_text()
+        return web.json_response({"results": [None]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -245,7 +261,7 @@ class Stub:
         tokens: list[int] = []
         tops: list[dict[str, float]] = []
         for position in range(body["max_tokens"]):
-            row = logprobs_after(body["model"], [*prompt, *tokens], heat)
+            row = logprobs_after(body["model"] + self.weights, [*prompt, *tokens], heat)
             order = sorted(range(VOCABULARY), key=lambda t: -row[t])
             seed = f"{body.get('seed')}:{sample}:{position}"
             drawn = hashlib.blake2b(seed.encode(), digest_size=1).digest()[0] % 5

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet.adapters import K, Q, make_small, write_model
+from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
 from rookery.fleet.arenas import ArenaFile, Spares
-from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.inside.arena import MANIFEST, factor_view, open_arena
 from rookery.fleet.owner import claim_folder
 from rookery.fleet.staging import Staging, open_staging
@@ -217,6 +219,51 @@ def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "more.safetensors").write_bytes(b"\xff" * 20)
     assert read_shapes(folder) == {}
+
+
+def test_the_output_layer_of_a_tied_model_has_the_embeddings_shape(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny")
+    assert read_head(folder) == {"lm_head": (32, 97)}
+    save_file({"lm_head.weight": np.zeros((97, 32), np.float32)}, folder / "head.safetensors")
+    assert read_head(folder) == {} and read_shapes(folder)["lm_head"] == (32, 97)
+    assert read_head(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("size", [97, 98])
+def test_an_adapted_output_layer_fits_by_the_vocabulary(size: int) -> None:
+    fit = Fit(base_names=frozenset(), max_rank=8, shapes={Q: (32, 32)}, head={"lm_head": (32, 97)})
+    head = LoraFactors(a=torch.zeros(2, 32), b=torch.zeros(size, 2), scale=1.0)
+    adapter = make_adapter("a", base="", factors={"lm_head": head})
+    if size == 97:
+        assert check_fit(adapter, fit) is adapter
+    else:
+        with pytest.raises(AdapterError, match="maps 32 to 98; this model's maps 32 to 97"):
+            check_fit(adapter, fit)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_files"),
+    [
+        ("model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.language_model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("model.vision_tower.encoder.fc1", "vision_tower.vision_model.encoder.fc1"),
+        ("lm_head", "language_model.lm_head"),
+    ],
+)
+def test_layers_are_sent_by_the_names_of_the_weight_files(given: str, of_files: str) -> None:
+    """As transformers 5 and older ones, and weight files, name the layers of multimodal models."""
+    fit = Fit(base_names=frozenset(), max_rank=8, shapes={of_files: (32, 16), Q: (32, 32)})
+    factors = LoraFactors(a=torch.zeros(2, 32), b=torch.zeros(16, 2), scale=1.0)
+    adapter = make_adapter("a", base="", factors={given: factors})
+    fitted = check_fit(adapter, fit)
+    assert list(fitted.factors) == [of_files] and fitted.version == adapter.version
+    with pytest.raises(AdapterError, match=r"adapts .* twice"):
+        check_fit(make_adapter("a", base="", factors={given: factors, of_files: factors}), fit)
+    two = {of_files: (32, 16), f"model.{of_files}": (32, 16)}
+    adapter = make_adapter("a", base="", factors={f"model.model.{of_files}": factors})
+    with pytest.raises(AdapterError, match="not a linear layer here"):
+        check_fit(adapter, replace(fit, shapes=two))
 
 
 def test_base_models_are_known_by_their_last_part() -> None:
