@@ -67,6 +67,10 @@ class Stub:
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
+    reads_folders: bool = False
+    """Reads an adapter's folder when it is loaded and for every call: none stays in memory."""
+    num_dead_reads: int = 0
+    """Calls for which the folder was gone."""
     adapters: dict[str, str] = field(default_factory=dict)
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -196,6 +200,8 @@ class Stub:
             return _error(500, self.refuse_load)
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if self.reads_folders and not os.path.isdir(document["lora_path"]):
+            return _error(404, f"No adapter found for {name}")
         self.adapters[name] = document["lora_path"]
         self.loads[name] += 1
         return web.Response(text="ok")
@@ -220,6 +226,9 @@ class Stub:
         self._resolve(name)
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
+        if self.reads_folders and name in self.adapters and not os.path.isdir(self.adapters[name]):
+            self.num_dead_reads += 1
+            return _error(500, "vLLM's engine would have died")
         self.in_flight[name] += 1
         async with self._changed:
             self._changed.notify_all()

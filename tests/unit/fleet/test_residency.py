@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -176,21 +177,30 @@ async def test_a_server_that_dies_keeps_no_fleet_from_closing(memory: Path) -> N
         await stub.start()
 
 
-async def test_loads_beside_unloads_of_one_adapter_never_fail(tmp_path: Path) -> None:
-    stub = Stub(root=str(write_model(tmp_path / "tiny")), load_s=0.001)
+@pytest.mark.parametrize("knows_shapes", [False, True])
+async def test_loads_beside_unloads_of_one_adapter_never_fail(
+    tmp_path: Path, knows_shapes: bool
+) -> None:
+    root = str(write_model(tmp_path / "tiny")) if knows_shapes else "tiny"
+    stub = Stub(root=root, load_s=0.001, reads_folders=True)
     adapter = make_small("a")
 
+    pauses = random.Random(0)
+
     async def turn(fleet: Fleet) -> None:
-        for _ in range(50):
+        for _ in range(100):
             ref = await fleet.load(adapter)
             await fleet.sample(ask(ref))
             await fleet.unload(ref)
+            for _ in range(pauses.randrange(30)):
+                await asyncio.sleep(0)
 
     async with serve(stub):
         async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
-            await asyncio.gather(*(turn(fleet) for _ in range(8)))
+            await asyncio.gather(*(turn(fleet) for _ in range(3)))
             assert fleet.loaded == () and fleet.pool.num_resent == 0
-        assert not stub.adapters
+        assert not stub.adapters and not stub.num_dead_reads
+    assert stub.loads.total() > 20, "it was retired and loaded again many times"
 
 
 async def test_a_publisher_retires_what_it_published_before(memory: Path) -> None:
