@@ -200,7 +200,7 @@ class Stub:
             return _error(500, self.refuse_load)
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
-        if self.reads_folders and not os.path.isdir(document["lora_path"]):
+        if self.reads_folders and not _is_folder(document["lora_path"]):
             return _error(404, f"No adapter found for {name}")
         self.adapters[name] = document["lora_path"]
         self.loads[name] += 1
@@ -226,7 +226,7 @@ class Stub:
         self._resolve(name)
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
-        if self.reads_folders and name in self.adapters and not os.path.isdir(self.adapters[name]):
+        if self.reads_folders and not _is_folder(self.adapters.get(name, "/")):
             self.num_dead_reads += 1
             return _error(500, "vLLM's engine would have died")
         self.in_flight[name] += 1
@@ -304,6 +304,10 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
 
 
 def _error(status: int, message: str) -> web.Response:
