@@ -200,9 +200,11 @@ class Pool:
     async def _look(self, replica: Replica) -> None:
         if replica.local is not None and not replica.local.is_alive:
             replica.lane.is_open = False
-            replica.is_given_up = True
-            await replica.local.restart()
-            replica.is_given_up = False
+            try:
+                await replica.local.restart()
+            except FleetError:
+                replica.is_given_up = True
+                raise
             await replica.reconnect(self._find_ref)
             logger.info("%s is back", replica.url)
         elif replica.breaker.is_open:
@@ -303,14 +305,18 @@ class Pool:
                 task.cancel()
 
     def _fail_if_all_down(self, now_s: float) -> None:
-        """Calls fail when no server that takes them has been up for `heal_s`."""
+        """Calls fail when no server that takes them has been up for `heal_s`, or can come back."""
         for is_base, kind in ((True, "No server"), (False, "No server that takes adapters")):
             able = [r for r in self.replicas if is_base or r.lane.max_loras > 0]
             if any(replica.lane.is_open for replica in able):
                 self._down_since_s.pop(is_base, None)
-            elif now_s - self._down_since_s.setdefault(is_base, now_s) >= self._heal_s:
+                continue
+            down_s = now_s - self._down_since_s.setdefault(is_base, now_s)
+            is_over = all(replica.is_given_up for replica in able)
+            if is_over or down_s >= self._heal_s:
+                how = "is left" if is_over else f"has been up for {self._heal_s:g} s"
                 states = "; ".join(replica.last_error or replica.url for replica in able)
-                said = f"{kind} has been up for {self._heal_s:g} s. {states}"
+                said = f"{kind} {how}. {states}"
                 for call in [c for c in self.router.waiting if c.is_base == is_base]:
                     self.router.drop(call)
                     self._settle(call, ServerLost(said, is_broken=True))

@@ -23,7 +23,8 @@ FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 def logprobs_after(model: str, prompt: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """A proper distribution over the vocabulary."""
+    """A proper distribution over the vocabulary; whoever registered an adapter, it is the same."""
+    model = model.rpartition("~")[0] or model
     digest = hashlib.shake_128(f"{model}|{list(prompt)}".encode()).digest(2 * VOCABULARY)
     logits = [
         int.from_bytes(digest[2 * i : 2 * i + 2], "big") / 8192 / temperature
@@ -66,6 +67,10 @@ class Stub:
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
+    reads_folders: bool = False
+    """Reads an adapter's folder when it is loaded and for every call: none stays in memory."""
+    num_dead_reads: int = 0
+    """Calls for which the folder was gone."""
     adapters: dict[str, str] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
     """Of all adapters that were ever loaded."""
@@ -84,6 +89,11 @@ class Stub:
     healthy: bool = True
     has_crashed: bool = False
     """Its engine is dead: it answers 500, also to what it was serving, and 503 to /health."""
+    weights: str = ""
+    """What was written in the folder that its weights were updated from; empty: its first ones."""
+    refuse_update: bool = False
+    started_s: float | None = 1.0
+    """When its process was started, if it tells."""
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
     together_off: float | None = 0.0
@@ -127,6 +137,7 @@ class Stub:
                 web.post("/v1/unload_lora_adapter", self._unload),
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/tokenize", self._tokenize),
+                web.post("/collective_rpc", self._call_workers),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -173,6 +184,8 @@ class Stub:
             f'vllm:cache_config_info{{block_size="{self.block}",'
             'enable_prefix_caching="True"} 1.0\n'
         )
+        if self.started_s is not None:
+            page += f"process_start_time_seconds {self.started_s}\n"
         return web.Response(text=page)
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -186,6 +199,14 @@ class Stub:
     async def _reset(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})
 
+    async def _call_workers(self, request: web.Request) -> web.Response:
+        document = await request.json()
+        if document["method"] != "reload_weights" or self.refuse_update:
+            return _error(500, "as asked")
+        folder = Path(document["kwargs"]["weights_path"])
+        self.weights = (folder / "model.safetensors").read_text()
+        return web.json_response({"results": [None]})
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
@@ -198,6 +219,8 @@ class Stub:
             return _error(500, self.refuse_load)
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if self.reads_folders and not _is_folder(document["lora_path"]):
+            return _error(404, f"No adapter found for {name}")
         self.adapters[name] = document["lora_path"]
         self.paths.add(document["lora_path"])
         self.loads[name] += 1
@@ -225,6 +248,9 @@ class Stub:
         self._resolve(name)
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
+        if self.reads_folders and not _is_folder(self.adapters.get(name, "/")):
+            self.num_dead_reads += 1
+            return _error(500, "vLLM's engine would have died")
         self.in_flight[name] += 1
         async with self._changed:
             self._changed.notify_all()
@@ -267,7 +293,7 @@ class Stub:
         tokens: list[int] = []
         tops: list[dict[str, float]] = []
         for position in range(body["max_tokens"]):
-            row = logprobs_after(body["model"], [*prompt, *tokens], heat)
+            row = logprobs_after(body["model"] + self.weights, [*prompt, *tokens], heat)
             order = sorted(range(VOCABULARY), key=lambda t: -row[t])
             seed = f"{body.get('seed')}:{sample}:{position}"
             drawn = hashlib.blake2b(seed.encode(), digest_size=1).digest()[0] % 5
@@ -301,6 +327,10 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
 
 
 def _error(status: int, message: str) -> web.Response:
