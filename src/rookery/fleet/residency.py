@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aiohttp import ClientConnectorError
 
-from rookery.errors import AdapterError
+from rookery.errors import AdapterError, FleetError
 from rookery.fleet.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
 from rookery.fleet.owner import Owner, find_left
 from rookery.fleet.wire import Fields, encode_body
@@ -44,6 +44,8 @@ class Residency:
         self._is_own = is_own
         self._names: set[str] = set()
         self._cut: set[str] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._has_left = False
 
     def expect(self, name: str) -> None:
         """The server learns the name with a request that is about to be sent."""
@@ -56,9 +58,18 @@ class Residency:
         self._cut.add(name)
 
     async def load(self, name: str, *, path: Path) -> None:
+        """Register one. A load that was sent is never cut off with its caller: the server could do
+        it after it was told to forget the name."""
+        if self._has_left:
+            raise FleetError("The fleet was closed before this adapter was loaded.")
         self.expect(name)
+        load = self._loads.get(name)
+        if load is None:
+            load = asyncio.create_task(self._client.load_adapter(name, path=str(path)))
+            self._loads[name] = load
+            load.add_done_callback(lambda _: self._loads.pop(name))
         try:
-            await self._client.load_adapter(name, path=str(path))
+            await asyncio.shield(load)
         except AdapterError:
             self._names.discard(name)
             raise
@@ -73,7 +84,8 @@ class Residency:
         return await self._let_go([name], model=model)
 
     async def leave(self, *, model: str) -> None:
-        """Unregister all of them. Never raises: what is left is recorded."""
+        """Unregister all of them, and no more are loaded. Never raises: what is left is recorded."""
+        self._has_left = True
         if self._is_own or await self._let_go(sorted(self._names), model=model):
             self._owner.servers.discard(self._client.url)
 
@@ -81,6 +93,8 @@ class Residency:
         try:
             async with asyncio.timeout(LEAVE_S):
                 for name in names:
+                    if name in self._loads:
+                        await asyncio.wait([self._loads[name]])
                     await self._client.unload_adapter(name)
                     self._names.discard(name)
                 if not self._cut.isdisjoint(names):

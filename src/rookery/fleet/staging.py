@@ -54,6 +54,7 @@ class Staging:
         self._peft_root = owner.parent if is_searched else root
         self._arenas: dict[Path, CudaArena] = {}
         self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._is_closed = False
         self._files: Spares[int, ArenaFile] = Spares(lambda size: [ArenaFile(root, size)])
         self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: cuda_arenas(*k))
 
@@ -66,6 +67,7 @@ class Staging:
         folder = self._peft_root / self.wire_name(ref)
         with self._writing[folder]:
             if not folder.is_dir():
+                self._require_open()
                 # Needed only where adapters are served, which is where torch is.
                 from rookery.weights import write_adapter
 
@@ -82,6 +84,7 @@ class Staging:
         # Several servers may need it at the same time, each in a thread.
         with self._writing[folder], boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
             if not folder.is_dir():
+                self._require_open()
                 temporary = Path(tempfile.mkdtemp(dir=self.root))
                 self._write_arena(temporary, folder, adapter, dtype)
                 temporary.chmod(0o755)
@@ -97,9 +100,20 @@ class Staging:
             self._writing.pop(folder, None)
 
     def close(self) -> None:
-        """Let go of what the next adapter would be written to; the folders stay."""
+        """Wait for what is being written, then write nothing any more; the folders stay.
+
+        A thread outlives the request that it wrote for, and would put folders back that are gone.
+        """
+        self._is_closed = True
+        for lock in list(self._writing.values()):
+            with lock:
+                pass
         self._files.close()
         self._gpu.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise FleetError("The fleet was closed before this adapter was written.")
 
     def _write_arena(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
         import torch

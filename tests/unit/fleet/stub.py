@@ -142,15 +142,19 @@ class Stub:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        assert site._server is not None
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await self._site.start()
+        assert self._site._server is not None
+        self.port = self._site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         self.is_up = True
 
     async def stop(self) -> None:
         """Drop every connection at once, as a killed process does."""
         self.is_up = False
+        await self._site.stop()
+        for _ in range(5):
+            # Connections that were being accepted are there then, and dropped too.
+            await asyncio.sleep(0)
         server = self._runner.server
         for connection in list(server.connections) if server else []:
             if connection.transport is not None:

@@ -6,6 +6,8 @@ A seed is a schedule. What fails under one is repeated with `-k "chaos and <seed
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -18,12 +20,12 @@ from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.client import ClientConfig
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
-NUM_FLEETS = 8
-NUM_STEPS = 130
+NUM_FLEETS = 6
+NUM_STEPS = 200
 MAX_CALLERS = 24
 ADAPTERS = [make_small(f"a{i}", i) for i in range(12)]
 THEIRS = "theirs@1"
-LIMITS = ClientConfig(connect_s=1.0, request_s=2.0, control_s=2.0)
+LIMITS = ClientConfig(connect_s=1.0, request_s=0.5, control_s=1.0)
 
 
 class Chaos:
@@ -32,12 +34,14 @@ class Chaos:
     def __init__(self, fleet: Fleet, stubs: list[Stub], random: Random) -> None:
         self.fleet = fleet
         self.callers: set[asyncio.Task[None]] = set()
+        self.num_begun = 0
         self.outcomes: Counter[str] = Counter()
+        self.defects: list[str] = []
         self._stubs = stubs
         self._random = random
         self._steps = {
             self._sample: 10, self._score: 3, self._load: 5, self._unload: 3, self._cancel: 3,
-            self._kill: 1, self._crash: 1, self._fail: 1, self._hang: 1, self._restart: 3,
+            self._kill: 1, self._crash: 1, self._fail: 1, self._hang: 1, self._restart: 5,
         }  # fmt: skip
 
     async def run(self, num_steps: int) -> None:
@@ -58,7 +62,7 @@ class Chaos:
             for request, found in zip(wanted, await self.fleet.sample(wanted), strict=True):
                 _check(request, found, is_base=ref == self.fleet.base)
 
-        self._call(sample())
+        self._call(sample)
 
     async def _score(self) -> None:
         request = ScoreRequest(model=self._any_model(), tokens=(1, 2, 3), start=3, labels=(4,))
@@ -67,7 +71,7 @@ class Chaos:
             [found] = await self.fleet.score([request])
             assert len(found.label_logprobs) == 1
 
-        self._call(score())
+        self._call(score)
 
     async def _load(self) -> None:
         adapter = self._random.choice(ADAPTERS)
@@ -75,11 +79,11 @@ class Chaos:
         async def load() -> None:
             await self.fleet.load(adapter)
 
-        self._call(load())
+        self._call(load)
 
     async def _unload(self) -> None:
         if self.fleet.loaded:
-            self._call(self.fleet.unload(self._random.choice(self.fleet.loaded)))
+            self._call(partial(self.fleet.unload, self._random.choice(self.fleet.loaded)))
 
     async def _cancel(self) -> None:
         if self.callers:
@@ -101,8 +105,7 @@ class Chaos:
         self._random.choice(self._stubs).failures.append(self._random.choice([400, 500, 502]))
 
     async def _hang(self) -> None:
-        stub = self._random.choice(self._stubs)
-        stub.hang = not stub.hang
+        self._random.choice(self._stubs).hang = True
 
     async def _restart(self) -> None:
         await revive(self._random.choice(self._stubs))
@@ -110,24 +113,28 @@ class Chaos:
     def _any_model(self) -> ModelRef:
         return self._random.choice([self.fleet.base, *self.fleet.loaded])
 
-    def _call(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.create_task(self._note(work), name=str(self.outcomes.total()))
-        self.outcomes["begun"] += 1
+    def _call(self, work: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.create_task(self._note(work), name=str(self.num_begun))
+        self.num_begun += 1
         self.callers.add(task)
-        task.add_done_callback(self.callers.discard)
+        task.add_done_callback(self._end)
 
-    async def _note(self, work: "asyncio._CoroutineLike[None]") -> None:
+    async def _note(self, work: Callable[[], Awaitable[None]]) -> None:
         """Every caller gets an answer, a sentence or its own cancellation; all else is a defect."""
         try:
-            await work
+            await work()
         except RookeryError as error:
             assert str(error)
             self.outcomes["told"] += 1
-        except asyncio.CancelledError:
-            self.outcomes["cancelled"] += 1
-            raise
         else:
             self.outcomes["answered"] += 1
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self.callers.discard(task)
+        if task.cancelled():
+            self.outcomes["cancelled"] += 1
+        elif task.exception() is not None:
+            self.defects.append(repr(task.exception()))
 
 
 def _check(request: SampleRequest, found: tuple[Completion, ...], *, is_base: bool) -> None:
@@ -142,14 +149,12 @@ async def revive(stub: Stub) -> None:
         await stub.stop()
     if not stub.is_up:
         await stub.start()
+    stub.failures.clear()
     stub.hang, stub.adapters[THEIRS] = False, "/theirs"
 
 
-async def live(stubs: list[Stub], random: Random, outcomes: Counter[str]) -> None:
+async def live(config: FleetConfig, stubs: list[Stub], random: Random) -> Counter[str]:
     """One fleet from its opening to its end, with callers that still wait then."""
-    config = FleetConfig(
-        urls=tuple(stub.url for stub in stubs), heal_s=0.3, max_in_flight=16, client=LIMITS
-    )
     with contextlib.suppress(RuntimeError):
         async with open_fleet(config) as fleet:
             chaos = Chaos(fleet, stubs, random)
@@ -158,32 +163,35 @@ async def live(stubs: list[Stub], random: Random, outcomes: Counter[str]) -> Non
             if random.random() < 0.5:
                 raise RuntimeError("the block ends by an error")
     if waiting:
-        done, pending = await asyncio.wait(waiting, timeout=5.0)
+        _, pending = await asyncio.wait(waiting, timeout=5.0)
         assert not pending, "callers of a closed fleet wait"
-        defects = [t.exception() for t in done if not t.cancelled() and t.exception()]
-        assert not defects
-    outcomes.update(chaos.outcomes)
+    assert chaos.num_begun == chaos.outcomes.total() and not chaos.defects, chaos.defects
+    assert not any(r.lane.in_flight for r in fleet.pool.replicas) and not fleet.pool.router.waiting
+    return chaos.outcomes
 
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_nothing_waits_and_nothing_is_left(seed: int) -> None:
-    random = Random(seed)
-    stubs = [Stub(latency_s=0.002, max_loras=2, max_cpu_loras=4), Stub(max_loras=3),
-             Stub(routes=("/v1/completions",))]  # fmt: skip
-    outcomes: Counter[str] = Counter()
+    random, outcomes = Random(seed), Counter[str]()
+    stubs = [
+        Stub(latency_s=0.002, max_loras=2, max_cpu_loras=4),
+        Stub(max_loras=3),
+        Stub(routes=("/v1/completions",)),
+    ]
     before = asyncio.all_tasks()
-    async with asyncio.timeout(120):
-        async with serve(*stubs):
-            for _ in range(NUM_FLEETS):
-                for stub in stubs:
-                    await revive(stub)
-                    stub.failures.clear()
-                await live(stubs, random, outcomes)
-                for stub in stubs:
-                    await until(lambda stub=stub: not stub.num_connections)  # type: ignore[misc]
-                    assert set(stub.adapters) <= {THEIRS}, "adapters of a closed fleet"
-        await until(lambda: asyncio.all_tasks() == before)
+    async with asyncio.timeout(120), serve(*stubs):
+        urls = tuple(stub.url for stub in stubs)
+        config = FleetConfig(urls=urls, heal_s=0.3, max_in_flight=16, client=LIMITS)
+        for _ in range(NUM_FLEETS):
+            outcomes += await live(config, stubs, random)
+            for stub in stubs:
+                await revive(stub)
+        # What a fleet could not take back from a server that was ill, the next one does.
+        async with open_fleet(config):
+            pass
+        await until(lambda: not any(stub.num_connections for stub in stubs))
+        assert all(set(stub.adapters) == {THEIRS} for stub in stubs[:2])
+    await until(lambda: asyncio.all_tasks() == before)
     folders = {Path(path).parent for stub in stubs for path in stub.paths}
     assert folders and not [folder for folder in folders if folder.exists()]
-    assert outcomes["answered"] > 3 * outcomes["told"] > 0 and outcomes["cancelled"] > 0
-    assert outcomes["begun"] == outcomes.total() - outcomes["begun"]
+    assert min(outcomes[kind] for kind in ("answered", "told", "cancelled")) > 50
