@@ -319,10 +319,7 @@ async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
         heal_s=config.timeout,
     )
     async with open_fleet(settings) as fleet:
-        try:
-            yield fleet
-        finally:
-            await asyncio.gather(*(fleet.unload(ref) for ref in fleet.loaded))
+        yield fleet
 
 
 async def _wait_reachable(config: BackendConfig) -> None:

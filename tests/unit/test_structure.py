@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors"},
+    {"types", "errors", "model_names"},
     {"concurrency", "config"},
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},

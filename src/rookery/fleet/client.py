@@ -8,12 +8,14 @@ retries happen.
 | what goes wrong                              | is raised         | and then                      |
 |----------------------------------------------|-------------------|-------------------------------|
 | 429, 503: the server did not take it         | ServerBusy        | retried here, for `busy_s`    |
+| no file descriptor is free in this process   | ServerBusy        | retried here, for `busy_s`    |
 | no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
 | 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
 | 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
 """
 
 import asyncio
+import errno
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -28,10 +30,19 @@ from yarl import URL
 
 from rookery.config import Config
 from rookery.errors import AdapterError, FleetError
+from rookery.fleet.descriptors import connection_limit
 from rookery.fleet.inside.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.inside.token_route import PATH as TOKEN_ROUTE
 
-__all__ = ["Client", "ClientConfig", "ServerBusy", "ServerLost", "ServerRefusal", "open_session"]
+__all__ = [
+    "Client",
+    "ClientConfig",
+    "ServerBusy",
+    "ServerLost",
+    "ServerRefusal",
+    "max_calls",
+    "open_session",
+]
 
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
@@ -39,6 +50,9 @@ _JSON = "application/json"
 _BUSY = frozenset({429, 503})
 _NO_CREDIT = b"insufficient_quota"
 """OpenAI's word for an account without credit: also a 429, but waiting does not help."""
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_FOR_CALLS = 7 / 8
+"""Share of the connections for completions: health, adapters and metrics never wait behind them."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 
 
@@ -70,7 +84,7 @@ class ServerRefusal(FleetError):
 
 
 class _Busy(Exception):
-    """429 or 503: nothing was done, so the same server may be asked again."""
+    """Nothing was done, so the same server may be asked again."""
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
@@ -93,11 +107,17 @@ class ClientConfig(Config):
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A connection pool for any number of clients. Its size is bounded by who sends."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    """A connection pool for any number of clients, as large as the file descriptors allow."""
+    connector = aiohttp.TCPConnector(limit=connection_limit(), keepalive_timeout=KEEPALIVE_S)
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
         yield session
+
+
+def max_calls(session: aiohttp.ClientSession) -> int:
+    """Completions that may be in flight together over this session."""
+    limit = session.connector.limit if session.connector is not None else 0
+    return max(1, int(_FOR_CALLS * limit))
 
 
 class Client:
@@ -245,6 +265,8 @@ class Client:
     ) -> Any:
         limits = self._limits(limit_s or self.config.control_s)
         where = self._url(path)
+        if self._session.closed:
+            raise self._closed()
         try:
             async with self._session.request(
                 method, where, data=body, headers=self._headers, timeout=limits
@@ -255,8 +277,17 @@ class Client:
                     is_json = response.headers.get("Content-Type") == _JSON
                     return _decode(content, _JSON if is_json else response.content_type, where)
                 raise self._error(response, content, where)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._session.closed and task is not None and not task.cancelling():
+                # aiohttp cancels who waits for a connection, not the task.
+                raise self._closed() from None
+            raise
         except aiohttp.ClientConnectionError as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            if isinstance(error, aiohttp.ClientConnectorError) and error.errno in _NO_DESCRIPTOR:
+                said = "this process has no file descriptor left: raise `ulimit -n`"
+                raise _Busy(said, _FIRST_WAIT_S) from error
             raise ServerLost(
                 _unreachable(self.url, error), is_broken=True, was_sent=was_sent
             ) from error
@@ -270,6 +301,13 @@ class Client:
                 "model, raise request_s (completions) or control_s (the rest).",
                 is_broken=False,
             ) from None
+
+    def _closed(self) -> ServerLost:
+        return ServerLost(
+            f"The connection to {self.url} was closed here, by the end of its fleet or client.",
+            is_broken=True,
+            was_sent=False,
+        )
 
     def _limits(self, total_s: float) -> aiohttp.ClientTimeout:
         found = self._known_limits.get(total_s)
