@@ -1,16 +1,20 @@
 """Names of base models: one model has several, and adapters, folders and servers each use another.
 
-canonical_model("smollm2")                                -> "smollm2-135m-instruct"
-canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")    -> "smollm2-135m-instruct"
-canonical_model("/models/SmolLM2-135M-Instruct/")         -> "smollm2-135m-instruct"
-loadable_model("smollm2")                                 -> "HuggingFaceTB/SmolLM2-135M-Instruct"
+    canonical_model("smollm2")                               # "smollm2-135m-instruct"
+    canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")   # the same
+    canonical_model("/models/SmolLM2-135M-Instruct/")        # the same
+    loadable_model("smollm2")                                # "HuggingFaceTB/SmolLM2-135M-Instruct"
+    is_named("smollm2", model_names("/models/SmolLM2-135M-Instruct"))       # True
 """
 
 import re
 
-__all__ = ["canonical_model", "loadable_model"]
+__all__ = ["SMOLLM2", "canonical_model", "is_named", "loadable_model", "model_names"]
 
-_HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+SMOLLM2 = "SmolLM2-135M-Instruct"
+"""What `smollm2`, Rookery's short name for it, is called everywhere else."""
+
+_HUB_IDS = {"smollm2": f"HuggingFaceTB/{SMOLLM2}"}
 """Rookery's own names, and what transformers, peft and vLLM load as the same model."""
 
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?P<model>[^/]+)/snapshots/[^/]+$")
@@ -22,13 +26,22 @@ def canonical_model(name: str) -> str:
 
     It is the model's name without owner and folders, in lower case; "" stays "", not known.
     """
-    path = loadable_model(name).rstrip("/")
+    path = name.rstrip("/")
     cached = _HUB_CACHE.search(path)
-    if cached is not None:
-        path = cached["model"].rpartition("--")[2]
-    return path.rpartition("/")[2].lower()
+    last = cached["model"].rpartition("--")[2] if cached else path.rpartition("/")[2]
+    return loadable_model(last).rpartition("/")[2].lower()
 
 
 def loadable_model(name: str) -> str:
     """A name that other programs can load; names that are not Rookery's own stay as they are."""
     return _HUB_IDS.get(name.lower(), name)
+
+
+def model_names(*names: str) -> frozenset[str]:
+    """The folders and ids that one model goes by, each in its canonical form."""
+    return frozenset(canonical_model(name) for name in names if name)
+
+
+def is_named(name: str, names: frozenset[str]) -> bool:
+    """Whether `name` (a folder, an id, a short name) is one of a model's `model_names`."""
+    return canonical_model(name) in names

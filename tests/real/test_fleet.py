@@ -26,7 +26,6 @@ from rookery.fleet.fit import read_shapes
 from rookery.fleet.inside.arena import MANIFEST
 from rookery.fleet.operations import status
 from rookery.fleet.probe import read_metrics
-from rookery.fleet.staging import wire_name
 from rookery.fleet.update import update_weights
 from rookery.fleet.wire import Fields, encode_tokens
 from rookery.types import (
@@ -249,7 +248,7 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
     await fleet.unload(ref)
     for replica in fleet.pool.replicas:
         models = await replica.client.get("/v1/models")
-        assert wire_name(ref) not in [model["id"] for model in models["data"]]
+        assert fleet.wire_name(ref) not in [model["id"] for model in models["data"]]
 
 
 async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
@@ -260,7 +259,7 @@ async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
     folder = replica._staging.arena_folder(ref, adapter, dtype="float32")
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
-    body = encode_tokens(wire_name(ref), Fields(), [prompt], path=str(folder))
+    body = encode_tokens(fleet.wire_name(ref), Fields(), [prompt], path=str(folder))
     for _ in range(2):
         with pytest.raises(ServerRefusal, match="arena format 0"):
             await replica.client.generate(body)

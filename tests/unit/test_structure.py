@@ -19,7 +19,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
     {"types", "errors", "model_names"},
-    {"config"},
+    {"concurrency", "config"},
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},

@@ -43,6 +43,9 @@ _SCALE_TOLERANCE = 1e-12
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
 )
+_BASE_COPY = re.compile(r".*\.(?:lm_head|embed_tokens)\.base_layer\.weight")
+"""The base model's own output layer or embeddings, frozen: `save_pretrained` adds them when the
+output layer is adapted (`save_embedding_layers`). peft and vLLM have them from the base model."""
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 """Named initialisations that leave the base model as it is; the others (pissa, olora, corda,
 loftq) change the base weights, and their factors mean nothing on the original base."""
@@ -177,13 +180,14 @@ def _foreign_features(config: _PeftConfig) -> Iterable[tuple[bool, str, str]]:
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """All tensors, and the scales that `write_adapter` recorded."""
+    """All tensors of the adapter, and the scales that `write_adapter` recorded."""
     foreign = (OSError, ValueError, SafetensorError)
     with (
         boundary(AdapterError, f"{file} is not a readable safetensors file", foreign=foreign),
         safe_open(str(file), framework="pt") as handle,
     ):
-        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        keys = [key for key in handle.keys() if not _BASE_COPY.fullmatch(key)]  # noqa: SIM118
+        tensors = {key: handle.get_tensor(key) for key in keys}
         recorded = json.loads((handle.metadata() or {}).get(_SCALES, "{}"))
     return tensors, recorded
 
@@ -233,6 +237,12 @@ def _reason(key: str) -> str:
     if key.endswith(".bias"):
         return (
             "Biases are not supported: train the adapter again with bias='none', lora_bias=False."
+        )
+    if key.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return (
+            "It is a whole embedding or output layer, saved beside the LoRA factors: save the "
+            "adapter again with save_embedding_layers=False if that layer is the base model's own; "
+            "resized or trained ones are not supported."
         )
     return "Save the adapter with PeftModel.save_pretrained and one adapter only."
 

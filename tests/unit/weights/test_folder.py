@@ -280,6 +280,8 @@ A_KEY, B_KEY = f"base_model.model.{Q0}.lora_A.weight", f"base_model.model.{Q0}.l
         ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(1)}, "This is DoRA"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(1)}, "embeddings"),
         ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(1)}, "Biases"),
+        ({"base_model.model.model.embed_tokens.weight": torch.zeros(1)}, "save_embedding_layers"),
+        ({"base_model.model.lm_head.weight": torch.zeros(1)}, "save_embedding_layers"),
         ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(2, 16)}, "there twice"),
     ],
 )
@@ -289,6 +291,24 @@ def test_tensors_that_are_not_plain_lora_are_refused(
     folder = edit_tensors(write_adapter(uneven_adapter(), tmp_path / "x"), changes)
     with pytest.raises(AdapterError, match=sentence):
         read_adapter(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_adapted_output_layer_is_read_as_peft_saves_it(tmp_path: Path) -> None:
+    """peft adds the base model's own output layer to the file, which is no part of the adapter."""
+    folder = trained_folder(tmp_path / "head", target_modules=["q_proj", "lm_head"])
+    copied = "base_model.model.lm_head.base_layer.weight"
+    assert copied in load_file(folder / "adapter_model.safetensors")
+    adapter = read_adapter(folder)
+    assert {layer.rpartition(".")[2] for layer in adapter.factors} == {"q_proj", "lm_head"}
+    again = write_adapter(adapter, tmp_path / "again")
+    tokens = torch.tensor([[1, 2, 3]])
+    saved, written = (
+        PeftModel.from_pretrained(tiny_llama(), str(path))(tokens).logits
+        for path in (folder, again)
+    )
+    assert torch.equal(saved, written)
+    assert not torch.equal(saved, tiny_llama()(tokens).logits)
 
 
 def test_missing_and_unreadable_files_are_sentences(tmp_path: Path) -> None:
