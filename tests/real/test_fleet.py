@@ -189,6 +189,26 @@ async def test_scores_equal_the_embedded_engine_s(
             assert [t for t, _ in mine] == [t for t, _ in other]
 
 
+async def test_an_adapted_output_layer_says_what_the_embedded_engine_says(
+    fleet: Fleet, engine: EmbeddedEngine, prompts: list[tuple[int, ...]]
+) -> None:
+    """The model shares its output layer with its embeddings: its files hold none."""
+    generator = torch.Generator().manual_seed(7)
+    head = LoraFactors(
+        a=torch.randn(4, 576, generator=generator) * 0.05,
+        b=torch.randn(49152, 4, generator=generator) * 0.5,
+        scale=1.0,
+    )
+    adapter = make_adapter("head", base="smollm2", factors={"lm_head": head})
+    ref = await engine.load(adapter)
+    assert await fleet.load(adapter) == ref
+    wanted = [ScoreRequest(model=r, tokens=prompts[0], start=1) for r in (ref, fleet.base)]
+    [ours, plain], [theirs, _] = await fleet.score(wanted), await engine.score(wanted)
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+    assert ours.logprobs != pytest.approx(plain.logprobs, abs=0.1)
+    await fleet.unload(ref)
+
+
 async def test_the_extension_and_plain_http_load_the_same_adapter(
     fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:
@@ -276,19 +296,6 @@ async def test_verifying_a_real_server(fleet: Fleet) -> None:
     assert one.is_up and two.is_up and one.version and one.hit_rate is not None
 
 
-async def test_new_base_weights_arrive_or_are_reported_not_to(fleet: Fleet) -> None:
-    """vLLM on the CPU keeps the old output layer of tied models: the canary must say so."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
-    assert await update_weights(fleet, model) < CLOSE
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(1.05)
-    with pytest.raises(FleetError, match="computes with others"):
-        await update_weights(fleet, model)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.div_(1.05)
-    assert await update_weights(fleet, model) < CLOSE
-
-
 async def test_a_killed_server_loses_no_request_and_comes_back(
     fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:
@@ -350,3 +357,34 @@ async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: 
         rows = [(row["name"], row["mean"]) for row in report["rows"]]
         found[name] = report["winner"], rows, read_adapter(folder / "winner").version
     assert found["fleet"] == found["embedded"]
+
+
+async def test_new_base_weights_arrive_or_are_reported_not_to(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    """vLLM on the CPU keeps the old output layer of tied models: the canary must say so. The last
+    test of these servers: one that is started again has its first weights, and stays out."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
+    first = fleet.base
+    assert await update_weights(fleet, model) < CLOSE
+    assert fleet.base.version.startswith("smollm2+")
+    with pytest.raises(FleetError, match="base@smollm2 is not loaded"):
+        await fleet.sample([SampleRequest(model=first, prompt=prompts[0], params=GREEDY)])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.05)
+    with pytest.raises(FleetError, match=r"no server takes requests.*computes with others"):
+        await update_weights(fleet, model)
+    assert not any(replica.lane.is_open for replica in fleet.pool.replicas)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.div_(1.05)
+    assert await update_weights(fleet, model) < CLOSE
+    request = SampleRequest(model=fleet.base, prompt=prompts[0], params=GREEDY)
+    [[before]] = await fleet.sample([request])
+    victim = fleet.pool.replicas[0]
+    assert victim.local is not None
+    os.kill(victim.local.pid, signal.SIGKILL)
+    async with asyncio.timeout(600):
+        while not victim.excluded:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+    assert not victim.lane.is_open
+    assert (await fleet.sample([request] * 4))[3][0].tokens == before.tokens

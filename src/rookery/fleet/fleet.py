@@ -63,8 +63,8 @@ class FleetConfig(Config):
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the servers' key, if they have one."""
     adapter_folder: Path | None = None
-    """Where adapters are put for the servers: a folder that all of them see. By default in shared
-    memory, which servers on this machine see."""
+    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
+    folder that all of them see. By default in shared memory, which servers on this machine see."""
     resolver: bool = False
     """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
     in_place: bool = False

@@ -176,6 +176,7 @@ class Replica:
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
             is_answered = True
         except ServerRefusal as refusal:
+            is_answered = True
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
                 self.lane.resident.pop(call.ref, None)

@@ -112,7 +112,7 @@ async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
                 for url in sorted(left.servers)
             ]
             if all(await asyncio.gather(*(_clear(client, left.token) for client in asked))):
-                left.remove()
+                await asyncio.to_thread(left.remove)
 
 
 async def list_names(client: Client, token: str) -> list[str]:
