@@ -112,13 +112,14 @@ class Fleet:
         self._staging = staging
         self._served = ServedAdapters(retire=self._retire)
         self._turns = Turns()
+        folder = Path(self.capabilities.root)
+        shapes = read_shapes(folder)
         self._fit = Fit(
             base_names=base_names(config.name, model, self.capabilities.root),
             max_rank=self.capabilities.max_lora_rank,
-            shapes=read_shapes(Path(self.capabilities.root))
-            or next((r.layers for r in replicas if r.layers), {}),
+            shapes=shapes or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
-            head=read_head(Path(self.capabilities.root)),
+            head=read_head(folder) if shapes else None,
         )
 
     @property
