@@ -189,26 +189,6 @@ async def test_scores_equal_the_embedded_engine_s(
             assert [t for t, _ in mine] == [t for t, _ in other]
 
 
-async def test_an_adapted_output_layer_says_what_the_embedded_engine_says(
-    fleet: Fleet, engine: EmbeddedEngine, prompts: list[tuple[int, ...]]
-) -> None:
-    """The model shares its output layer with its embeddings: its files hold none."""
-    generator = torch.Generator().manual_seed(7)
-    head = LoraFactors(
-        a=torch.randn(4, 576, generator=generator) * 0.05,
-        b=torch.randn(49152, 4, generator=generator) * 0.5,
-        scale=1.0,
-    )
-    adapter = make_adapter("head", base="smollm2", factors={"lm_head": head})
-    ref = await engine.load(adapter)
-    assert await fleet.load(adapter) == ref
-    wanted = [ScoreRequest(model=r, tokens=prompts[0], start=1) for r in (ref, fleet.base)]
-    [ours, plain], [theirs, _] = await fleet.score(wanted), await engine.score(wanted)
-    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
-    assert ours.logprobs != pytest.approx(plain.logprobs, abs=0.1)
-    await fleet.unload(ref)
-
-
 async def test_the_extension_and_plain_http_load_the_same_adapter(
     fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:
@@ -262,6 +242,9 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
 ) -> None:
     with pytest.raises(AdapterError, match="rank 17, the servers take at most 16"):
         await fleet.load(_adapter("tall", seed=1, rank=17, targets=("q_proj",)))
+    head = LoraFactors(a=torch.zeros(2, 576), b=torch.zeros(49152, 2), scale=1.0)
+    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+        await fleet.load(make_adapter("head", base="smollm2", factors={"lm_head": head}))
     await _refuse_a_broken_arena(fleet, prompts[0])
     ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))
     await fleet.sample([SampleRequest(model=ref, prompt=prompts[0], params=GREEDY)])

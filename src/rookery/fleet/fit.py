@@ -40,6 +40,8 @@ class Fit:
     head: Shapes | None = None
     """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
     is not known, as servers do not tell: they judge it when they load it."""
+    has_wrong_head: bool = False
+    """vLLM on the CPU: base tokens get the output layer of the adapter in the last slot too."""
 
 
 def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
@@ -74,8 +76,14 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
                 f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
-        is_unknown = fit.head is None and layer.rpartition(".")[2] == _HEAD
-        if known and not is_unknown:
+        is_head = layer.rpartition(".")[2] == _HEAD
+        if is_head and fit.has_wrong_head:
+            raise AdapterError(
+                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                "requests for the base model too. Use servers on GPUs or the embedded engine, or "
+                "train the adapter without it."
+            )
+        if known and not (is_head and fit.head is None):
             _check_layer(who, layer, (a[1], b[0]), known)
     return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
 

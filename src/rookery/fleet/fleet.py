@@ -120,6 +120,7 @@ class Fleet:
             shapes=shapes or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
             head=read_head(folder) if shapes else None,
+            has_wrong_head=any(replica.capabilities.is_on_cpu for replica in replicas),
         )
 
     @property

@@ -117,6 +117,7 @@ class Replica:
             max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
+            is_on_cpu=found.is_on_cpu or self._is_cpu_with_adapters(),
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()

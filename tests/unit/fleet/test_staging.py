@@ -240,6 +240,8 @@ def test_an_adapted_output_layer_fits_by_the_vocabulary(size: int) -> None:
         with pytest.raises(AdapterError, match="maps 32 to 98; this model's maps 32 to 97"):
             check_fit(adapter, fit)
     assert check_fit(adapter, replace(fit, head=None)) is adapter, "left to the servers"
+    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+        check_fit(adapter, replace(fit, has_wrong_head=True))
 
 
 @pytest.mark.parametrize(
