@@ -80,7 +80,10 @@ class Trainer(Protocol):
 class Publisher(Protocol):
     """Hands a trainer's new weights to the samplers."""
 
-    async def publish(self, adapter: Adapter) -> ModelRef: ...
+    async def publish(self, adapter: Adapter) -> ModelRef:
+        """The version that names them; the one published under the same name before is retired
+        after its last request in flight."""
+        ...
 
 
 @runtime_checkable

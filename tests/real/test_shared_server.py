@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import Client, FleetConfig, LaunchConfig, open_fleet, open_session
 from rookery.fleet.launch import LocalServer, open_servers
-from rookery.types import LoraFactors, SampleRequest, SamplingParams, ScoreRequest
+from rookery.types import LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
@@ -119,33 +117,6 @@ async def test_four_clients_in_turn_leave_a_server_of_two_slots_as_it_was(
     assert len(set(said.values())) == 3, "the adapters make a difference"
     async with open_fleet(FleetConfig(name="smollm2", urls=(server.url,), max_loras=2)):
         assert await _listed(server.url) == []
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-async def test_an_adapted_output_layer_of_a_tied_model_is_served(
-    server: LocalServer, tmp_path: Path
-) -> None:
-    generator = torch.Generator().manual_seed(7)
-    head = LoraFactors(
-        a=torch.randn(4, 576, generator=generator) * 0.05,
-        b=torch.randn(49152, 4, generator=generator) * 0.5,
-        scale=1.0,
-    )
-    adapter = make_adapter("head", base="smollm2", factors={"lm_head": head})
-    folder = write_adapter(adapter, tmp_path / "head")
-    base = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
-    model = PeftModel.from_pretrained(base, str(folder)).eval()
-    tokens = (504, 3575, 282, 4649, 314, 260)
-    with torch.inference_mode():
-        rows = torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), dim=-1)
-    expected = [float(rows[i, token]) for i, token in enumerate(tokens[1:])]
-    async with open_fleet(FleetConfig(name="smollm2", urls=(server.url,), max_loras=2)) as fleet:
-        ref = await fleet.load(read_adapter(folder))
-        [adapted, plain] = await fleet.score(
-            [ScoreRequest(model=r, tokens=tokens, start=1) for r in (ref, fleet.base)]
-        )
-    assert adapted.logprobs == pytest.approx(expected, abs=2e-3)
-    assert adapted.logprobs != pytest.approx(plain.logprobs, abs=0.1)
 
 
 async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(

@@ -9,7 +9,7 @@ import difflib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rookery.errors import AdapterError
@@ -38,8 +38,11 @@ class Fit:
     shapes: Shapes
     targets: tuple[str, ...] = ()
     """The only kinds of layers that the servers adapt, such as q_proj; empty: all."""
-    head: Shapes = field(default_factory=dict)
-    """The output layer of a model whose weight files hold none, as it shares the embeddings'."""
+    head: Shapes | None = None
+    """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
+    is not known, as servers do not tell: they judge it when they load it."""
+    has_wrong_head: bool = False
+    """vLLM on the CPU: base tokens get the output layer of the adapter in the last slot too."""
 
 
 def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
@@ -58,7 +61,7 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
             f"{who} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
             f"with --max-lora-rank {adapter.rank} (launch.max_lora_rank), or reduce its rank."
         )
-    known = {**fit.shapes, **fit.head} if fit.shapes else {}
+    known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
     names = _by_plain_name(known)
     named: dict[str, LoraFactors] = {}
     for given, factors in adapter.factors.items():
@@ -74,7 +77,14 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
                 f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
-        if known:
+        is_head = layer.rpartition(".")[2] == _HEAD
+        if is_head and fit.has_wrong_head:
+            raise AdapterError(
+                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                "requests for the base model too. Use servers on GPUs or the embedded engine, or "
+                "train the adapter without it."
+            )
+        if known and not (is_head and fit.head is None):
             _check_layer(who, layer, (a[1], b[0]), known)
     return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
 

@@ -63,8 +63,8 @@ class FleetConfig(Config):
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the servers' key, if they have one."""
     adapter_folder: Path | None = None
-    """Where adapters are put for the servers: a folder that all of them see. By default in shared
-    memory, which servers on this machine see."""
+    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
+    folder that all of them see. By default in shared memory, which servers on this machine see."""
     resolver: bool = False
     """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
     in_place: bool = False
@@ -118,13 +118,15 @@ class Fleet:
         self._staging = staging
         self._served = ServedAdapters(retire=self._retire)
         self._turns = Turns()
+        folder = Path(self.capabilities.root)
+        shapes = read_shapes(folder)
         self._fit = Fit(
             base_names=base_names(config.name, model, self.capabilities.root),
             max_rank=self.capabilities.max_lora_rank,
-            shapes=read_shapes(Path(self.capabilities.root))
-            or next((r.layers for r in replicas if r.layers), {}),
+            shapes=shapes or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
-            head=read_head(Path(self.capabilities.root)),
+            head=read_head(folder) if shapes else None,
+            has_wrong_head=any(replica.capabilities.is_on_cpu for replica in replicas),
         )
 
     @property

@@ -117,6 +117,7 @@ class Replica:
             max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
+            is_on_cpu=found.is_on_cpu or self._is_cpu_with_adapters(),
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()
@@ -176,6 +177,7 @@ class Replica:
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
             is_answered = True
         except ServerRefusal as refusal:
+            is_answered = True
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
                 self.lane.resident.pop(call.ref, None)

@@ -84,7 +84,7 @@ class Residency:
         return await self._let_go([name], model=model)
 
     async def leave(self, *, model: str) -> None:
-        """Unregister all of them, and no more are loaded. Never raises: what is left is recorded."""
+        """Unregister all of them, and load no more. Never raises: what is left is recorded."""
         self._has_left = True
         if self._is_own or await self._let_go(sorted(self._names), model=model):
             self._owner.servers.discard(self._client.url)
@@ -126,7 +126,7 @@ async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
                 for url in sorted(left.servers)
             ]
             if all(await asyncio.gather(*(_clear(client, left.token) for client in asked))):
-                left.remove()
+                await asyncio.to_thread(left.remove)
 
 
 async def list_names(client: Client, token: str) -> list[str]:

@@ -40,7 +40,7 @@ _SCALE_TOLERANCE = 1e-12
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
 )
-_BASE_COPY = re.compile(r".*\.(?:lm_head|embed_tokens)\.base_layer\.weight")
+_BASE_COPY = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens)\.base_layer\.weight")
 """The base model's own output layer or embeddings, frozen: `save_pretrained` adds them when the
 output layer is adapted (`save_embedding_layers`). peft and vLLM have them from the base model."""
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})

@@ -239,6 +239,9 @@ def test_an_adapted_output_layer_fits_by_the_vocabulary(size: int) -> None:
     else:
         with pytest.raises(AdapterError, match="maps 32 to 98; this model's maps 32 to 97"):
             check_fit(adapter, fit)
+    assert check_fit(adapter, replace(fit, head=None)) is adapter, "left to the servers"
+    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+        check_fit(adapter, replace(fit, has_wrong_head=True))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,8 @@ def test_an_adapted_output_layer_fits_by_the_vocabulary(size: int) -> None:
 )
 def test_layers_are_sent_by_the_names_of_the_weight_files(given: str, of_files: str) -> None:
     """As transformers 5 and older ones, and weight files, name the layers of multimodal models."""
-    fit = Fit(base_names=frozenset(), max_rank=8, shapes={of_files: (32, 16), Q: (32, 32)})
+    shapes = {of_files: (32, 16), Q: (32, 32)}
+    fit = Fit(base_names=frozenset(), max_rank=8, shapes=shapes, head={})
     factors = LoraFactors(a=torch.zeros(2, 32), b=torch.zeros(16, 2), scale=1.0)
     adapter = make_adapter("a", base="", factors={given: factors})
     fitted = check_fit(adapter, fit)
