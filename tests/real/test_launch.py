@@ -119,7 +119,7 @@ async def test_nothing_is_left_of_a_start_whose_owner_is_killed(
         [ledger] = find_ledgers(tmp_path / "fleet")
         server = ledger.records[0].pid
         # The API process, Python's resource tracker, the engine.
-        await _until(lambda: len(group_members(server)) >= 3, 120)
+        await _until(lambda: len(group_members(server)) >= 3, 300)
     finally:
         owner.kill()
         await owner.wait()

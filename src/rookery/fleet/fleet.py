@@ -78,7 +78,7 @@ class FleetConfig(Config):
     batch: int = Field(default=32, ge=1)
     """Sequences per HTTP call at most."""
     heal_s: float = Field(default=300.0, ge=0)
-    """How long requests wait when no server is up."""
+    """How long requests wait when no server that takes them is up."""
     client: ClientConfig = ClientConfig()
 
     @model_validator(mode="after")

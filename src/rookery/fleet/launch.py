@@ -215,13 +215,13 @@ class LocalServer:
                 while group_members(process.pid):  # noqa: ASYNC110  no event tells
                     await asyncio.sleep(POLL_S)
         if was_alive:  # else its number may stand for another's group by now
-            self.kill()
+            kill_group(process.pid)
             await process.wait()
 
     def kill(self) -> None:
         """Force the whole group to end, now."""
-        if self._process is not None:
-            kill_group(self._process.pid)
+        if self.is_alive:
+            kill_group(self.pid)
 
     @property
     def _status(self) -> str:

@@ -84,7 +84,7 @@ class Residency:
         return await self._let_go([name], model=model)
 
     async def leave(self, *, model: str) -> None:
-        """Unregister all of them and load no more. Never raises: what is left is recorded."""
+        """Unregister all of them, and load no more. Never raises: what is left is recorded."""
         self._has_left = True
         if self._is_own or await self._let_go(sorted(self._names), model=model):
             self._owner.servers.discard(self._client.url)
