@@ -295,7 +295,7 @@ def test_adapters_reach_another_machine_by_a_folder_that_both_see(
     backend.register_lora_adapter("poet", folder)
     assert backend.generate_with_vllm([[1]], "poet", max_tokens=1)
     [path] = server.stub.adapters.values()
-    assert Path(path).parent == tmp_path / "shared"
+    assert tmp_path / "shared" in Path(path).parents
 
 
 def test_what_needs_torch_says_so(
