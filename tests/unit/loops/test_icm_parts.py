@@ -215,6 +215,16 @@ def test_relations_become_constraints() -> None:
     assert exclusive.num_violated((1, 1)) == 1 and exclusive.num_violated((0, 0)) == 0
 
 
+def test_constraints_that_contradict_one_another_name_the_items() -> None:
+    pair = [item("a", "q", answer="18"), item("b", "q", answer="18"), item("c")]
+    both = [
+        {"type": "exclusive", "count": "exactly_one"},
+        {"type": "equal_answer", "answer": "answer"},
+    ]
+    with pytest.raises(TaskError, match="the items a, b contradict one another: no labels keep"):
+        constraints(both, pair)
+
+
 def test_solutions_that_were_cut_off_may_be_left_free() -> None:
     texts = ["so A: 18", "and then 5 * 1", "A: 26"]
     solutions = [item(str(i), "q", solution=text) for i, text in enumerate(texts)]
@@ -346,6 +356,13 @@ def test_agreement_counts_tied_items_once() -> None:
     assert not found.is_chance and agree({0: 1}, {1: 1}, tied=[(0,), (1,)]) is None
     opposite = agree(labels, {i: 1 - x for i, x in labels.items()}, tied=[(i,) for i in range(8)])
     assert opposite is not None and opposite.is_inverse
+
+
+@pytest.mark.timeout(30)
+def test_agreement_of_a_hundred_thousand_items_costs_a_pass() -> None:
+    labels = {i: i % 2 for i in range(100_000)}
+    found = agree(labels, labels, tied=[(i, i + 1) for i in range(0, 100_000, 2)])
+    assert found is not None and found.interval.num_values == 50_000
 
 
 def evidence(**changes: Any) -> Evidence:

@@ -239,14 +239,15 @@ def open_problem(
             f"A batch of {len(items)} items makes prompts of {prompts.longest_tokens:,} tokens; "
             f"the model reads {bench.context_tokens:,}: write batch_size: {fits} or less."
         )
-    names = list(dict.fromkeys(item.group for item in items))
-    groups = tuple(names.index(item.group) for item in items)
-    members = [[i for i, own in enumerate(groups) if own == g] for g in range(len(names))]
-    order = TreeOrder(members)
+    members: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        members.setdefault(item.group, []).append(index)
+    places = {name: place for place, name in enumerate(members)}
+    order = TreeOrder(list(members.values()))
     return Problem(
         num_items=len(items),
         num_labels=len(config.data.labels),
-        groups=groups,
+        groups=tuple(places[item.group] for item in items),
         constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
         reader=SharedReader(
             bench.sampler, prompts=prompts, order=order, model=bench.model, store=store

@@ -117,12 +117,16 @@ class Siblings:
 
 
 def most_likely(reads: Sequence[Read], constraints: Constraints) -> Labels:
-    """Component by component, the consistent labels of the highest total log-probability."""
+    """Of the items that are tied together, the consistent labels of the highest log-probability."""
     labels: Labels = tuple(argmax_label(read) for read in reads)
-    for component in constraints.components:
-        options = list(constraints.consistent(labels, item=component[0]))
-        if options:
-            labels = max(options, key=lambda o: sum(reads[m][o[m]] for m in component))
+    seen: set[int] = set()
+    for item in labelled_items(labels):
+        if item not in seen:
+            tied = constraints.tied(labels, item)
+            seen.update(tied)
+            options = list(constraints.consistent(labels, item=item))
+            if options:
+                labels = max(options, key=lambda o: sum(reads[m][o[m]] for m in tied))
     return labels
 
 

@@ -83,7 +83,8 @@ def agree(
     if not both:
         return None
     share = sum(labels[i] == others[i] for i in both) / len(both)
-    num_free = sum(any(i in set(both) for i in own) for own in tied)
+    known = set(both)
+    num_free = sum(not known.isdisjoint(own) for own in tied)
     ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
     chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
     # Half a success is rounded towards chance.
