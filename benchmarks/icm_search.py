@@ -222,7 +222,7 @@ class Published:
     async def _odds(self, signs: NDArray[np.int64], items: Sequence[int]) -> NDArray[np.float64]:
         labels = _labels(signs)
         reads = await self._reader.read([(labels, item) for item in items])
-        return np.array([true - false for true, false in reads])
+        return np.array([read[0] - read[1] for read in reads if read is not None])
 
     async def _utility(self, signs: NDArray[np.int64]) -> float:
         self._num_evaluations += 1

@@ -16,7 +16,7 @@ from functools import partial
 from math import comb
 
 from rookery.search.consistency import Allowed, Rule, assignments
-from rookery.search.labelling import UNLABELLED, Labels, relabel
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
 
 __all__ = [
     "AsymmetricPair",
@@ -221,6 +221,19 @@ class Constraints:
             for member, value in zip(members, values, strict=True):
                 option[member] = value
             yield tuple(option)
+
+    def fewest(self, labels: Labels, label: int) -> int:
+        """How many of the labelled items must carry the label, whatever the others do.
+
+        Of an exclusive pair of which exactly one is true, one carries each label.
+        """
+        least, seen = 0, set[int]()
+        for item in labelled_items(labels):
+            if item not in seen:
+                tied = self.tied(labels, item)
+                seen.update(tied)
+                least += min((own.count(label) for own in self._assignments(tied)), default=0)
+        return least
 
     def _assignments(self, members: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         own = self._own[self._component[members[0]][0]] if members else []
