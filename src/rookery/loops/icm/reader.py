@@ -251,28 +251,26 @@ class SharedReader:
                 del self._in_flight[key]
 
     async def _answer(self, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
-        """An answer to each. What fails is asked for by itself, and once more of a live engine."""
+        """An answer to each. What fails is asked for by itself, twice, while the engine lives."""
         answers = await _ask(self._sampler, requests)
-        for is_last in (False, True):
+        for _ in range(2):
             failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
-            if not failed:
-                break
-            if is_last and not await self._is_engine_alive():
-                raise next(answer for answer in answers if isinstance(answer, Exception))
             alone = await asyncio.gather(*(_ask(self._sampler, [requests[i]]) for i in failed))
             for i, [answer] in zip(failed, alone, strict=True):
                 answers[i] = answer
+            if any(isinstance(answer, Exception) for answer in answers):
+                await self._require_live_engine()
         return answers
 
-    async def _is_engine_alive(self) -> bool:
-        """Whether one of the shortest contexts there are is answered: an item by itself."""
+    async def _require_live_engine(self) -> None:
+        """Raise unless one of the shortest contexts there are is answered: an item by itself."""
         blank = (UNLABELLED,) * len(self._prompts.items)
         for item in range(min(NUM_PROBES, len(blank))):
             request = _request(self._prompts, self._order, self._model, (blank, item))
             [answer] = await _ask(self._sampler, [request])
             if not isinstance(answer, Exception):
-                return True
-        return False
+                return
+        raise answer
 
     def _key(self, context: Context) -> str:
         labels, target = context
