@@ -1,10 +1,10 @@
 """Names of base models: one model has several, and adapters, folders and servers each use another.
 
-    canonical_model("smollm2")                               # "smollm2-135m-instruct"
-    canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")   # the same
-    canonical_model("/models/SmolLM2-135M-Instruct/")        # the same
-    loadable_model("smollm2")                                # "HuggingFaceTB/SmolLM2-135M-Instruct"
-    is_named("smollm2", model_names("/models/SmolLM2-135M-Instruct"))       # True
+canonical_model("smollm2")                               # "smollm2-135m-instruct"
+canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")   # the same
+canonical_model("/models/SmolLM2-135M-Instruct/")        # the same
+loadable_model("smollm2")                                # "HuggingFaceTB/SmolLM2-135M-Instruct"
+is_named("smollm2", model_names("/models/SmolLM2-135M-Instruct"))       # True
 """
 
 import re

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from rookery.config import Config, parse_config
-from rookery.errors import FleetError
+from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
 from rookery.fleet.loop_thread import LoopThread
 from rookery.fleet.staging import as_safetensors
@@ -97,7 +97,9 @@ class _Backend:
         """Run on the fleet's loop; a server that is gone is a ConnectionError, as documented."""
         try:
             return self.client.run(lambda: work(self.fleet))
-        except ServerLost as lost:
+        except (ServerLost, FleetDownError) as lost:
+            if self.client.is_closed:  # by the program itself, not by the server
+                raise
             raise ConnectionError(str(lost)) from lost
 
 

@@ -150,12 +150,9 @@ async def _evolve(
         check_tasks(evaluator, inputs.tasksets, context_tokens=engine.context_tokens)
         with open_run() as run, resumable(run.path):
             result = await _search(run, config, inputs, engine, founders)
-            warnings = dict.fromkeys([*inputs.notes, *result.report["warnings"]])
-            report = {**result.report, "warnings": list(warnings)}
-            run.write_json("report.json", report)
-            run.write_text("report.html", render_page(report))
+            run.write_text("report.html", render_page(result.report))
             run.finish("finished")
-    return report, run.path
+    return result.report, run.path
 
 
 def _share_cores(config: "GenomeConfig") -> None:

@@ -46,6 +46,10 @@ class LoopThread(Generic[Resource]):
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def wait_open(self) -> Resource:
         """The resource; raises what opening it raised, FleetDownError when `close` came first."""
         try:

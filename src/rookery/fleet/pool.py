@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from rookery.errors import FleetError, RookeryError, boundary
+from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
 from rookery.fleet.client import ServerLost
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.replica import Replica
@@ -88,7 +88,7 @@ class Pool:
             work.cancel()
             await asyncio.wait([work])
         if self._end_reason != CLOSED:
-            raise FleetError(self._end_reason)
+            raise FleetDownError(self._end_reason)
 
     def close(self, reason: str) -> None:
         """Tell all who wait, now or later; the first reason stays."""
@@ -97,12 +97,12 @@ class Pool:
         for call in list(self._answers):
             said = CLOSED_MEANWHILE if self._end_reason == CLOSED else self._end_reason
             self.router.drop(call)
-            self._settle(call, FleetError(said))
+            self._settle(call, FleetDownError(said))
 
     def require_open(self) -> None:
-        """FleetError unless calls can be served from here and now."""
+        """FleetDownError unless calls can be served from here and now."""
         if self._end_reason:
-            raise FleetError(self._end_reason)
+            raise FleetDownError(self._end_reason)
         if asyncio.get_running_loop() is not self._loop:
             raise FleetError(
                 "This fleet was opened on another event loop and answers there only: open one "
@@ -319,4 +319,4 @@ class Pool:
                 said = f"{kind} {how}. {states}"
                 for call in [c for c in self.router.waiting if c.is_base == is_base]:
                     self.router.drop(call)
-                    self._settle(call, ServerLost(said, is_broken=True))
+                    self._settle(call, FleetDownError(said))

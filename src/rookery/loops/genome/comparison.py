@@ -58,6 +58,7 @@ def compare(
                 "lead": difference(name, winner, "lead"),
                 "by_source": complete_means(own, tasks),
                 "num_failed": sum(task.id not in own for task in tasks),
+                "small": "" if mean is None else mean.small,
             }
         )
     return rows

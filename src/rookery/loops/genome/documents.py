@@ -130,6 +130,7 @@ def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:
         *_warn_of_winner(parts, ending),
         *_warn_of_failures(parts, ending),
         *_warn_of_splits(parts.tasksets),
+        *_warn_of_small_samples(ending.rows),
     ]
 
 
@@ -182,9 +183,15 @@ def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
     return warnings
 
 
+def _warn_of_small_samples(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    reasons = dict.fromkeys(row["small"] for row in rows if row["small"])
+    return [f"Read the intervals with care: {reason}." for reason in reasons]
+
+
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     warnings = []
     for taskset in tasksets:
+        warnings += taskset.notes
         if not taskset.split("select"):
             warnings.append(
                 f"{taskset.name} has no select tasks: the choice among finalists sees its search "

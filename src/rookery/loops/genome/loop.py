@@ -28,7 +28,7 @@ from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import pair_plans
-from rookery.tasks.taskset import Taskset
+from rookery.tasks.taskset import Taskset, join_splits
 from rookery.types import Adapter
 
 __all__ = ["GenomeResult", "evolve"]
@@ -53,6 +53,7 @@ async def evolve(
     watcher: Watcher = UNWATCHED,
 ) -> GenomeResult:
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
+    tasksets = join_splits(tasksets)
     check_inputs(config, founders=founders, tasksets=tasksets, engine=engine)
     check_tasks(evaluator, tasksets, context_tokens=engine.context_tokens)
     parts = assemble(

@@ -51,7 +51,7 @@ class GaStage(Config):
     archive: ArchiveConfig | None = None
     """Quality-diversity: the best of every cell; features are named after tasksets."""
     archive_parents: int = Field(default=2, ge=0)
-    """How many of the archive join the population each generation."""
+    """How many of the archive are parents each generation, of a child each, beside the members."""
 
     @property
     def num_candidates(self) -> int:
@@ -153,12 +153,12 @@ def _recall(
     context: StageContext,
     generation: int,
 ) -> list[Population]:
-    """Let some of the archive join each population as members."""
+    """Let some of the archive be parents of each population's next generation."""
     recalled = []
     for k, population in enumerate(populations):
         rng = stream(context.seed, "archive", k, generation)
         ids = grid.sample(archive, count=config.archive_parents, rng=rng)
-        newcomers = [
+        guests = [
             Candidate(
                 id=id,
                 generation=population.generation,
@@ -168,5 +168,5 @@ def _recall(
             )
             for id in ids
         ]
-        recalled.append(ga.immigrate(population, newcomers, config=config.population))
+        recalled.append(ga.invite(population, guests))
     return recalled
