@@ -74,6 +74,7 @@ class Stub:
     adapters: dict[str, str] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
     """Of all adapters that were ever loaded."""
+    num_loads_begun: int = 0
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -225,9 +226,15 @@ class Stub:
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
-        document = await request.json()
+        # As in vLLM, a load that has begun is done, whether or not its client is still there.
+        return await asyncio.shield(self._do_load(await request.json(), self._runner))
+
+    async def _do_load(self, document: dict[str, str], runner: web.AppRunner) -> web.Response:
         name = document["lora_name"]
+        self.num_loads_begun += 1
         await asyncio.sleep(self.load_s)
+        if runner is not self._runner or not self.is_up:
+            return _error(500, "killed meanwhile")
         if self.refuse_load:
             return _error(500, self.refuse_load)
         if name in self.adapters:

@@ -174,7 +174,7 @@ async def live(config: FleetConfig, stubs: list[Stub], random: Random) -> Counte
 async def test_nothing_waits_and_nothing_is_left(seed: int) -> None:
     random, outcomes = Random(seed), Counter[str]()
     stubs = [
-        Stub(latency_s=0.002, max_loras=2, max_cpu_loras=4),
+        Stub(latency_s=0.002, load_s=0.005, max_loras=2, max_cpu_loras=4),
         Stub(max_loras=3),
         Stub(routes=("/v1/completions",)),
     ]

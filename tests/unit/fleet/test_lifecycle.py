@@ -1,6 +1,7 @@
 """Every caller of a fleet is told at once: closing, defects, lost servers. Real HTTP."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 import pytest
@@ -38,6 +39,31 @@ async def test_closing_tells_callers_in_flight_and_waiting() -> None:
             for caller in callers:
                 with pytest.raises(FleetError, match="closed while this request was waiting"):
                     await caller
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+async def test_a_load_that_is_under_way_leaves_nothing_behind(is_called: bool) -> None:
+    """Whether a request needs the adapter, or its caller loads it on a server that must judge."""
+    stub = Stub(load_s=0.3)
+    async with serve(stub), AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(open_fleet(FleetConfig(urls=(stub.url,))))
+        work: Coroutine[object, object, object]
+        if is_called:
+            ref = await fleet.load(make_small("a"))
+            stub.adapters.clear()
+            await fleet.pool.replicas[0].reconnect(lambda _: None)
+            work = fleet.sample(requests(ref, 1))
+        else:
+            work = fleet.load(make_small("a"))
+        before = stub.num_loads_begun
+        caller = asyncio.create_task(work)
+        await until(lambda: stub.num_loads_begun > before)
+        await stack.aclose()
+        await asyncio.wait([caller])
+        await until(lambda: stub.loads.total() == stub.num_loads_begun)
+        assert not stub.adapters
+        if is_called:
+            assert isinstance(caller.exception(), FleetError)
 
 
 async def test_a_closed_fleet_says_so() -> None:
