@@ -18,26 +18,22 @@ wait are told at once and later calls are refused.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from pydantic import Field
-from transformers import AutoTokenizer
 
 from rookery.config import Config
 from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
-from rookery.embedded.folders import resolve_model
 from rookery.embedded.pool import memory_bytes
-from rookery.errors import EngineError, ModelError, RookeryError, boundary
-from rookery.slots import SlottedModel, load_model
-from rookery.slots.linear import can_pack
+from rookery.errors import EngineError, RookeryError
+from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.types import (
     Adapter,
@@ -48,7 +44,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine", "run_engine"]
+__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -318,73 +314,6 @@ def _is_short_memory(error: Exception) -> bool:
     """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-@asynccontextmanager
-async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
-    """Load the model and keep the engine running inside the block."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch sees no GPU here: write cpu or auto.")
-    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        folder = await _run_in(thread, resolve_model, config.model)
-        model = await _run_in(
-            thread, load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
-        )
-        if can_pack(device=model.device, dtype=model.dtype):
-            await _run_in(thread, model.pack)
-        with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
-            tokenizer = await _run_in(thread, AutoTokenizer.from_pretrained, folder.path)
-
-        def detokenize(tokens: Sequence[int]) -> str:
-            text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-            return text
-
-        engine = EmbeddedEngine(
-            model, config=config, detokenize=detokenize, name=folder.name, thread=thread
-        )
-        async with _driven(engine):
-            yield engine
-
-
-@asynccontextmanager
-async def run_engine(
-    model: SlottedModel,
-    *,
-    config: EngineConfig,
-    detokenize: Callable[[Sequence[int]], str],
-    name: str,
-) -> AsyncIterator[EmbeddedEngine]:
-    """Keep an engine over a model that is loaded already running inside the block."""
-    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        engine = EmbeddedEngine(
-            model, config=config, detokenize=detokenize, name=name, thread=thread
-        )
-        async with _driven(engine):
-            yield engine
-
-
-@asynccontextmanager
-async def _driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
-    driver = asyncio.create_task(engine.drive(), name="rookery-engine")
-    try:
-        yield
-    finally:
-        engine.close()
-        await driver  # the step in progress runs to its end
-
-
-async def _run_in(
-    thread: Executor,
-    function: Callable[Given, Answer],
-    *args: Given.args,
-    **kwargs: Given.kwargs,
-) -> Answer:
-    return await asyncio.get_running_loop().run_in_executor(
-        thread, partial(function, *args, **kwargs)
     )
 
 
