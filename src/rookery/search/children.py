@@ -127,9 +127,15 @@ def plan_children(
     config: ChildrenConfig,
     at: Birth,
     seed: int,
+    num_guests: int = 0,
 ) -> tuple[ChildPlan, ...]:
-    """`count` plans, or none when every operator needs more living parents than there are."""
-    if not _feasible(config, scores):
+    """`count` plans, or none when every operator needs more living parents than there are.
+
+    The last `num_guests` members are not selected from: the first child has the first of them as a
+    parent, the second child the second, and so on, as far as there are children.
+    """
+    num_hosts = len(members) - num_guests
+    if not _feasible(config, scores[:num_hosts]):
         return ()
     plans: list[ChildPlan] = []
     made: set[object] = set()
@@ -137,7 +143,8 @@ def plan_children(
         name = f"{at.prefix}g{at.generation:03d}-c{index:02d}"
         for attempt in range(ATTEMPTS):
             rng = stream(seed, "child", name, attempt)
-            recipe = _recipe(scores, config=config, rng=rng)
+            guest = num_hosts + index if index < num_guests else None
+            recipe = _recipe(scores, num_hosts=num_hosts, guest=guest, config=config, rng=rng)
             if recipe.mutation is not None or recipe not in made:
                 break
         made.add(recipe)
@@ -166,16 +173,26 @@ class _Recipe:
 
 
 def _recipe(
-    scores: Sequence[float | None], *, config: ChildrenConfig, rng: np.random.Generator
+    scores: Sequence[float | None],
+    *,
+    num_hosts: int,
+    guest: int | None,
+    config: ChildrenConfig,
+    rng: np.random.Generator,
 ) -> _Recipe:
-    """Operator, parents, weights and mutation of one child, drawn in this order."""
-    operators = _feasible(config, scores)
+    """Operator, parents, weights and mutation of one child, drawn in this order.
+
+    A guest takes the place of the last parent drawn.
+    """
+    hosts = scores[:num_hosts]
+    operators = _feasible(config, hosts)
     operator = operators[_pick([operator.share for operator in operators], rng)]
+    count = 1 if isinstance(operator, MutationConfig) else operator.num_parents
+    picked = select(config.selection, hosts, count=count, rng=rng, distinct=count > 1)
+    if guest is not None:
+        picked = (*picked[:-1], guest)
     if isinstance(operator, MutationConfig):
-        parents = select(config.selection, scores, count=1, rng=rng)
-        return _Recipe(None, parents, (1.0,), operator.name)
-    count = operator.num_parents
-    picked = select(config.selection, scores, count=count, rng=rng, distinct=True)
+        return _Recipe(None, picked, (1.0,), operator.name)
     # The fittest first; the sort keeps the order of the draw among equals.
     parents = tuple(sorted(picked, key=lambda index: -(scores[index] or 0.0)))
     part = _shares(scores)

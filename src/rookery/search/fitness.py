@@ -7,10 +7,14 @@ Bigger is better everywhere. A failed evaluation has no score, never a low one.
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rookery.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
+
+from rookery.errors import ConfigError, TaskError
 from rookery.search.ranks import tied_ranks
 
 __all__ = [
@@ -21,6 +25,7 @@ __all__ = [
     "fitness_of",
     "fitness_ranks",
     "rank_key",
+    "score_factors",
 ]
 
 
@@ -83,6 +88,24 @@ def fitness_of(
         objectives=tuple(means[name] for name in weights),
         violation=math.fsum(max(0.0, floor - means[name]) for name, floor in floors.items()),
     )
+
+
+def score_factors(
+    sources: Sequence[str], *, weights: Mapping[str, float] | None
+) -> NDArray[np.float64]:
+    """By task, such that the mean of factor * reward is the score of `fitness_of`.
+
+    `sources` are the tasks' sources; without weights every task counts alike. Two
+    sources of weight 1 with 1 and 3 tasks: factors 2 and 2/3.
+    """
+    if weights is None:
+        return np.ones(len(sources))
+    sizes = Counter(sources)
+    total = math.fsum(weights[source] for source in sizes)
+    if total <= 0:
+        raise TaskError("The search split holds no tasks of a taskset with a weight above 0.")
+    by_source = {s: weights[s] / total * len(sources) / size for s, size in sizes.items()}
+    return np.array([by_source[source] for source in sources])
 
 
 def rank_key(fitness: Fitness) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from rookery.errors import ConfigError
 from rookery.search.candidate import ChildPlan
 from rookery.search.parents import convex_weights
 from rookery.search.streams import shuffled, stream, stream_seed
@@ -23,7 +24,10 @@ def pair_plans(
 ) -> tuple[ChildPlan, ...]:
     """`count` merges of two: every pair once before any comes again, weights always fresh."""
     if len(set(ids)) < 2:
-        raise ValueError(f"Got the founders {list(ids)}: a pair needs two different ones.")
+        raise ConfigError(
+            f"Got the founders {list(ids)}: a pair needs two different ones. Give more, "
+            "or write init.use: adapters."
+        )
     pairs = shuffled(list(combinations(ids, 2)), rng=stream(seed, "pairs"))
     plans = []
     for index in range(count):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from rookery.config import Config
+from rookery.errors import ConfigError
 from rookery.search.selection.elites import elites
 
 __all__ = ["Islands", "IslandsConfig", "Migration", "is_due", "migrate", "migrations", "settle"]
@@ -48,7 +49,7 @@ class Migration:
 def settle(ids: Sequence[str], *, config: IslandsConfig) -> Islands:
     """Deal the ids out in turn: island k gets ids k, k + K, k + 2 K, ..."""
     if len(ids) < config.num_islands:
-        raise ValueError(
+        raise ConfigError(
             f"Got {len(ids)} candidates for {config.num_islands} islands: each needs one. "
             "Lower num_islands or start with more candidates."
         )

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["WeightRule", "convex_weights", "parent_weights"]
+__all__ = ["WeightRule", "convex_weights", "may_be_negative", "parent_weights"]
 
 WeightRule = Literal["extrapolate", "fitness", "free", "random", "uniform"]
 
@@ -39,6 +39,11 @@ def parent_weights(
         return (1.0 / count,) * count
     floored = [max(share / total, MIN_SHARE) for share in shares]
     return tuple(share / sum(floored) for share in floored)
+
+
+def may_be_negative(rule: WeightRule, *, reach: float) -> bool:
+    """Whether the rule gives weights below 0, which not every merge takes."""
+    return rule == "extrapolate" and reach > 0
 
 
 def convex_weights(count: int, *, rng: np.random.Generator) -> tuple[float, ...]:

@@ -40,6 +40,7 @@ __all__ = [
     "ask",
     "found",
     "immigrate",
+    "invite",
     "references",
     "tell",
 ]
@@ -91,6 +92,8 @@ class Population:
     """Evaluations so far, founders and failures included."""
     island: str = ""
     """Prefix of the ids of its children; populations that share ids need different ones."""
+    guests: tuple[Candidate, ...] = ()
+    """Parents of the next generation that are no members."""
 
     @property
     def num_stale(self) -> int:
@@ -129,12 +132,14 @@ def ask(population: Population, *, config: PopulationConfig, seed: int) -> tuple
             prefix=prefix,
         )
         moves = plan_moves(population.members, config=config.swarm, at=at, seed=seed)
+    parents = (*population.members, *population.guests)
     children = plan_children(
-        population.members,
-        _scores([member.fitness for member in population.members], config),
+        parents,
+        _scores([parent.fitness for parent in parents], config),
         config=config.children,
         at=Birth(generation=generation, prefix=prefix),
         seed=seed,
+        num_guests=len(population.guests),
     )
     return (*moves, *children)
 
@@ -159,7 +164,7 @@ def tell(
     moved = {p.moved_from for p in plans if p.moved_from and not fitness[p.id].is_failed}
     left = moved - {pool[index].id for index in best}
     pool = [candidate for candidate in pool if candidate.id not in left]
-    following = replace(population, generation=population.generation + 1)
+    following = replace(population, generation=population.generation + 1, guests=())
     return _settle(following, pool, children, config=config, seed=seed)
 
 
@@ -178,12 +183,24 @@ def immigrate(
     return replace(marked, members=tuple(c for index, c in enumerate(pool) if index in kept))
 
 
+def invite(population: Population, guests: Sequence[Candidate]) -> Population:
+    """The population with guests: each is a parent of one child of the next generation, whatever
+    its fitness, and gone after it unless invited again.
+
+    So an archive's elites take part where `immigrate` would push them out at once. Members and
+    failed candidates are left out; evaluations are counted where they were made.
+    """
+    present = {member.id for member in population.members}
+    welcome = {g.id: g for g in guests if g.id not in present and not g.fitness.is_failed}
+    return replace(population, guests=tuple(welcome.values()))
+
+
 def references(population: Population) -> frozenset[str]:
     """Every id that plans of this population may name: what must be kept to carry them out."""
     trails = [member.trail for member in population.members if member.trail is not None]
     marks = [mark for mark in (population.best, population.worst) if mark is not None]
     return frozenset(
-        [member.id for member in population.members]
+        [parent.id for parent in (*population.members, *population.guests)]
         + [id for trail in trails for id in (trail.best, trail.previous)]
         + [mark.id for mark in marks]
     )

@@ -3,29 +3,35 @@
     race = start(["a", "b", "c"], tasks, config=RaceConfig(), rng=stream(seed, "race", generation))
     while race.asks:
         rewards = evaluate(race.asks)       # for each candidate a reward per task asked for
-        race = tell(race, rewards)
+        tell(race, rewards)
     race.leader, race.estimates
 
 **The promise.** The tasks come in random order. A candidate that evaluating everybody on every
 task would place among the best `keep` is dropped with probability at most 1 - `confidence`,
-however many blocks are looked at.
+however many blocks are looked at. The order is that of `fitness.rank_key`: those who keep all
+floors by score, then those who do not by violation.
 
-**The test.** For each pair, the differences d_1, d_2, ... of their rewards are drawn without
-replacement from the differences on all T tasks. If their total is not above 0, then after t of
-them, with sum S, the next has mean at most m = -S / (T - t). A gambler who stakes the share f of
-her wealth on "more than m" multiplies it by 1 + f (d - m) / (range + m) each time; under that
-hypothesis her wealth grows to 1 / alpha with probability at most alpha, at any time (Ville).
-`STAKES` are played side by side and averaged; alpha = (1 - confidence) / (candidates - 1) covers
-all rivals of one candidate. When S exceeds what the remaining tasks can give back the hypothesis
-is impossible, not only unlikely: that claim needs no chance at all.
+**The rule.** A rival counts against a candidate when it is proven to end above it:
+  - the rival keeps every floor, and the candidate misses one or has the lower score; or
+  - the candidate's violation will exceed the rival's for certain, whatever the remaining tasks.
+A candidate is dropped when `keep` rivals count against it. Proofs are sequential tests
+(`sequential.MeanTests`): of a pair's differences, for the score; of a candidate's rewards on a
+source, for a floor. At most keep - 1 rivals end above a candidate among the best `keep`, so
+dropping it takes a false proof. The tests share 1 - confidence: the rivals' scores get all of it,
+or half when there are floors, whose tests get the other half.
 
-Tasksets with weights race on contributions: reward times the task's weight, scaled so that their
-mean is the score, with `high` the largest contribution.
+**Asking ahead.** Looks are made after every `block` tasks, in order, however many answers are told
+at once. Answers beyond a look wait for theirs; a dropped candidate's count only if it comes back.
+So what is dropped, and when, depends neither on `wave` nor on which answers arrive together.
+
+**Cost.** A reward is multiplied into its candidate's tests against the best
+max(`NUM_RIVALS`, 2 * keep) rivals so far, and not looked at again, but when rivals are picked anew:
+each time the number of tasks has doubled.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -33,16 +39,18 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config
+from rookery.errors import ConfigError, TaskError
+from rookery.search.fitness import score_factors
+from rookery.search.floors import FloorTests, violation_of
+from rookery.search.rivals import RivalTests
+from rookery.search.sequential import two_sum
 from rookery.search.streams import shuffled
 
-__all__ = ["STAKES", "Dropped", "Race", "RaceConfig", "start", "tell"]
+__all__ = ["Dropped", "Race", "RaceConfig", "start", "tell"]
 
-STAKES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-"""Shares of the largest safe stake. The best one for a pair is (wins - losses) / (wins + losses)
-of the tasks on which they differ; averaging over ten costs at most a factor 10 of wealth."""
-
-TOLERANCE = 1e-9
-"""Relative rounding allowance of sums of rewards: a lead must exceed it to be certain."""
+NUM_RIVALS = 64
+"""Rivals that are followed at least. Fewer tests than the confidence pays for are always sound:
+they only drop later. What any other rival would prove, one of the best 64 nearly always does."""
 
 
 class RaceConfig(Config):
@@ -56,8 +64,8 @@ class RaceConfig(Config):
     """Drop a candidate only when this many others are better: 1 looks for the winner, the size of
     the population for the survivors."""
     block: int = Field(default=16, ge=1)
-    """Tasks between two looks. Looks cost no confidence: small blocks drop earlier, large ones
-    fill the engine better."""
+    """Tasks between two looks. Looks cost no confidence: small blocks drop earlier. Several blocks
+    are asked for at once where one does not fill the engine."""
     low: float = 0.0
     """The smallest possible reward."""
     high: float = 1.0
@@ -84,15 +92,40 @@ class Dropped:
     """Tasks it had rewards for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """The race as a value. Rewards are in the order of `tasks`, which is random."""
+    """One race, owned and changed by whoever started it. Made by `start`.
 
-    config: RaceConfig
-    candidates: tuple[str, ...]
-    tasks: tuple[str, ...]
-    rewards: Mapping[str, tuple[float, ...]]
-    dropped: Mapping[str, Dropped]
+    To resume a race start it again and tell the same answers.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[str],
+        tasks: Sequence[str],
+        *,
+        config: RaceConfig,
+        factors: NDArray[np.float64],
+        wave: int,
+    ) -> None:
+        """`tasks` in the order of the race; the score is the mean of reward times factor."""
+        self.config = config
+        self.candidates = tuple(candidates)
+        self.tasks = tuple(tasks)
+        self.dropped: dict[str, Dropped] = {}
+        self._wave = wave
+        self._factors = factors
+        self._index = {id: row for row, id in enumerate(self.candidates)}
+        count = len(self.candidates)
+        self._rewards = np.full((count, len(self.tasks)), np.nan)
+        self._scores = np.full((count, len(self.tasks)), np.nan)
+        self._told = np.zeros(count, dtype=int)
+        """Answers there; NaN from where the candidate failed."""
+        self._seen = np.zeros(count, dtype=int)
+        """Answers that were looked at."""
+        self._totals = np.zeros((2, count))
+        """Sums of the scores seen: what was rounded off is in the second row."""
+        self._rivals: RivalTests | None = None
+        self._floors: FloorTests | None = None
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -103,43 +136,186 @@ class Race:
     def asks(self) -> dict[str, tuple[str, ...]]:
         """The tasks to evaluate each live candidate on next; empty when the race is over.
 
-        Everybody is asked for the same block, but for a candidate that came back after a rival
-        failed: it is also asked for what it missed.
+        Everybody is asked for the same whole blocks, as many as make `wave` answers; a candidate
+        that came back after a rival failed is also asked for what it missed.
         """
-        seen = max((len(self.rewards[id]) for id in self.live), default=0)
-        end = seen + self.config.block
-        asks = {id: self.tasks[len(self.rewards[id]) : end] for id in self.live}
+        live = self._live()
+        open_rows = live[self._told[live] < len(self.tasks)]
+        if not len(open_rows):
+            return {}
+        block = self.config.block
+        num_blocks = max(1, -(-self._wave // (block * len(open_rows))))
+        end = int(self._seen[live].max()) + num_blocks * block
+        asks = {self.candidates[row]: self.tasks[self._told[row] : end] for row in open_rows}
         return {id: tasks for id, tasks in asks.items() if tasks}
+
+    @property
+    def rewards(self) -> dict[str, tuple[float, ...]]:
+        """Each candidate's rewards that were looked at, in the order of `tasks`."""
+        rows = zip(self.candidates, self._rewards, self._seen, strict=True)
+        return {id: tuple(row[:seen].tolist()) for id, row, seen in rows}
 
     @property
     def num_evaluations(self) -> int:
         """Rewards used so far; without racing it is candidates times tasks at the end."""
-        return sum(len(rewards) for rewards in self.rewards.values())
+        return int(self._seen.sum())
 
     @property
     def leader(self) -> str | None:
-        """The live candidate with the highest mean, the earlier one on a tie.
-
-        None when all failed.
-        """
-        return max(self.live, key=lambda id: _mean(self.rewards[id]), default=None)
+        """The live candidate that is ahead, the earlier one on a tie; None when all failed."""
+        row = self._leader()
+        return None if row is None else self.candidates[row]
 
     @property
     def estimates(self) -> dict[str, float | None]:
-        """Each candidate's mean on all tasks asked so far; None for failed ones.
+        """Each candidate's score on all tasks asked so far; None for failed ones.
 
         A dropped one saw a prefix only: its estimate is the leader's mean on everything plus
         their mean difference on that prefix, so that easy or hard tasks at the start cancel out.
         """
-        best = self.rewards[self.leader] if self.leader is not None else ()
-        return {id: self._estimate(id, best=best) for id in self.candidates}
+        leader = self._leader()
+        best = [] if leader is None else self._scores[leader, : self._seen[leader]].tolist()
+        prefix = {int(seen): _mean(best[:seen]) for seen in set(self._seen.tolist())}
+        return {
+            id: self._estimate(row, best=_mean(best), prefix=prefix)
+            for row, id in enumerate(self.candidates)
+        }
 
-    def _estimate(self, candidate: str, *, best: tuple[float, ...]) -> float | None:
-        own = self.rewards[candidate]
-        fate = self.dropped.get(candidate)
-        if not own or not best or (fate is not None and fate.reason == "failed"):
+    def _estimate(self, row: int, *, best: float, prefix: Mapping[int, float]) -> float | None:
+        fate, seen = self.dropped.get(self.candidates[row]), int(self._seen[row])
+        if not seen or best == -math.inf or (fate is not None and fate.reason == "failed"):
             return None
-        return _mean(own) if fate is None else _mean(best) + _mean(own) - _mean(best[: len(own)])
+        mean = _mean(self._scores[row, :seen].tolist())
+        return mean if fate is None else best + mean - prefix[seen]
+
+    def _live(self) -> NDArray[np.int64]:
+        is_live = np.ones(len(self.candidates), dtype=bool)
+        is_live[[self._index[id] for id in self.dropped]] = False
+        return np.flatnonzero(is_live)
+
+    def _order(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows as they stand, best first: less violation, then the higher mean."""
+        means = np.full(len(rows), -math.inf)
+        np.divide(self._totals[0, rows], self._seen[rows], out=means, where=self._seen[rows] > 0)
+        if self._floors is None:
+            return rows[np.argsort(-means, kind="stable")]
+        violation = self._floors.standing(self._seen).so_far[rows]
+        return rows[np.lexsort((np.where(violation > 0, 0.0, -means), violation))]
+
+    def _leader(self) -> int | None:
+        order = self._order(self._live())
+        return int(order[0]) if len(order) else None
+
+    def open_tests(self, sources: Sequence[str], floors: Mapping[str, float]) -> None:
+        """Prepare to drop candidates, if there are enough to drop one; `sources` by task."""
+        config, count = self.config, len(self.candidates)
+        if not config.enabled or config.keep >= count:
+            return
+        alpha = (1.0 - config.confidence) / (2.0 if floors else 1.0)
+        self._rivals = RivalTests(
+            self._scores.shape,
+            num_followed=max(NUM_RIVALS, 2 * config.keep),
+            span=(config.high - config.low) * float(self._factors.max()),
+            alpha=alpha / (count - 1),
+        )
+        if floors:
+            self._floors = FloorTests(
+                sources,
+                floors=floors,
+                num_candidates=count,
+                limits=(config.low, config.high),
+                alpha=alpha / (count * len(floors)),
+            )
+
+    def know(self, id: str, rewards: Mapping[str, float], *, violation: float) -> None:
+        """The candidate's rewards on every task, and by how much it misses floors with them."""
+        self.take(id, [rewards[task] for task in self.tasks])
+        if self._floors is not None:
+            self._floors.know(self._index[id], violation=violation)
+
+    def take(self, id: str, rewards: Sequence[float | None] | None) -> None:
+        """Keep a candidate's next rewards until they are looked at; None is a failure."""
+        row = self._index.get(id)
+        if row is None:
+            raise ValueError(f"Got rewards of {id}: the race is of {sorted(self.candidates)}.")
+        told = int(self._told[row])
+        values = np.array([None] if rewards is None else list(rewards), dtype=np.float64)
+        if told + len(values) > len(self.tasks):
+            room = len(self.tasks) - told
+            raise ValueError(f"Got {len(values)} rewards of {id}: {room} tasks are open.")
+        failed = np.flatnonzero(np.isnan(values))
+        end = told + (int(failed[0]) if len(failed) else len(values))
+        values = values[: end - told]
+        _check_range(values, id=id, tasks=self.tasks[told:end], config=self.config)
+        self._rewards[row, told:end] = values
+        self._scores[row, told:end] = values * self._factors[told:end]
+        self._told[row] = len(self.tasks) if len(failed) else end
+
+    def look(self) -> bool:
+        """Look at the next block if every live candidate's answers are there; else False."""
+        live = self._live()
+        if not len(live):
+            return False
+        end = min(int(self._seen[live].max()) + self.config.block, len(self.tasks))
+        if (self._seen[live] == end).all() or (self._told[live] < end).any():
+            return False
+        first = int(self._seen[live].min())
+        is_missing = np.isnan(self._rewards[live, first:end])
+        has_failed = (is_missing & (np.arange(first, end) >= self._seen[live, None])).any(axis=1)
+        for row in live[has_failed]:
+            id = self.candidates[row]
+            self.dropped[id] = Dropped(reason="failed", num_tasks=int(self._seen[row]))
+        self._see(live[~has_failed], end=end)
+        if self._rivals is not None:
+            self._judge(self._rivals, is_settled=not has_failed.any())
+        return True
+
+    def _see(self, rows: NDArray[np.int64], *, end: int) -> None:
+        before = self._seen.copy()
+        for first in np.unique(before[rows]):
+            group = rows[before[rows] == first]
+            for column in self._scores[group, first:end].T:
+                self._totals[:, group] = two_sum(self._totals[:, group], column)
+            if self._floors is not None:
+                self._floors.see(self._rewards[group, first:end], rows=group, first=int(first))
+        if self._rivals is not None:
+            self._rivals.see(self._scores, rows=rows, seen=before, end=end)
+        self._seen[rows] = end
+
+    def _judge(self, rivals: RivalTests, *, is_settled: bool) -> None:
+        """Drop the hopeless, never the leader; unless `is_settled`, the dropped may come back."""
+        order = self._order(self._live())
+        rivals.follow(order, scores=self._scores, seen=self._seen)
+        failed = {id: fate for id, fate in self.dropped.items() if fate.reason == "failed"}
+        judged = dict(self.dropped if is_settled else failed)
+        beaten, certain = self._counts(rivals, failed=[self._index[id] for id in failed])
+        # Once a candidate has seen every task nothing is left to save, and its mean is complete.
+        is_spared = (beaten < self.config.keep) | (self._seen == len(self.tasks))
+        is_spared[order[:1]] = True
+        for row in np.flatnonzero(~is_spared):
+            id = self.candidates[row]
+            is_certain = certain[row] >= self.config.keep
+            fate = Dropped(
+                reason="impossible" if is_certain else "beaten", num_tasks=int(self._seen[row])
+            )
+            judged.setdefault(id, self.dropped.get(id, fate))
+        # Proofs hold with high probability, not always: they may go round in a circle.
+        self.dropped = failed if len(judged) == len(self.candidates) else judged
+
+    def _counts(
+        self, rivals: RivalTests, *, failed: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many rivals are proven, and how many are certain, to end above each candidate."""
+        is_proven, is_certain = rivals.is_proven, rivals.is_certain
+        if self._floors is not None:
+            standing = self._floors.standing(self._seen)
+            is_worse = standing.least[:, None] > standing.most
+            misses = standing.is_infeasible[:, None]
+            is_proven = (standing.is_feasible & (is_proven | misses)) | is_worse
+            is_certain = ((standing.most == 0.0) & is_certain) | is_worse
+        is_rival = np.ones(len(self.candidates), dtype=bool)
+        is_rival[list(failed)] = False
+        return is_proven[:, is_rival].sum(axis=1), is_certain[:, is_rival].sum(axis=1)
 
 
 def start(
@@ -148,117 +324,77 @@ def start(
     *,
     config: RaceConfig,
     rng: np.random.Generator,
+    sources: Mapping[str, str] | None = None,
+    weights: Mapping[str, float] | None = None,
+    floors: Mapping[str, float] | None = None,
+    known: Mapping[str, Mapping[str, float]] | None = None,
+    wave: int = 0,
 ) -> Race:
-    """A race of all candidates over the tasks in random order."""
+    """A race of all candidates over the tasks in random order.
+
+    `sources` names each task's source. With `weights` the score is the weighted mean of the
+    sources' means, else the mean of all rewards. `floors` are means on a source that candidates
+    must not fall below. Candidates in `known` have a reward for every task: they race along and
+    are not asked. `wave` is the number of answers to ask for at least at a time, which should be
+    what fills the engine.
+    """
     for what, ids in (("candidates", candidates), ("tasks", tasks)):
         if not ids or len(set(ids)) != len(ids):
             raise ValueError(f"Got {len(ids)} {what}: a race needs at least one and no id twice.")
-    return Race(
-        config=config,
-        candidates=tuple(candidates),
-        tasks=shuffled(tasks, rng=rng),
-        rewards=dict.fromkeys(candidates, ()),
-        dropped={},
+    sources = sources or dict.fromkeys(tasks, "")
+    missing = sorted(set(floors or {}) - {sources[task] for task in tasks})
+    if missing:
+        raise ConfigError(
+            f"There is a floor on {missing[0]!r}, and no task of that source is searched on: "
+            "remove the floor, or give that taskset tasks of the search split."
+        )
+    order = shuffled(tasks, rng=rng)
+    named = [sources[task] for task in order]
+    race = Race(
+        candidates, order, config=config, factors=score_factors(named, weights=weights), wave=wave
     )
+    race.open_tests(named, floors or {})
+    for id, rewards in (known or {}).items():
+        by_source = [(sources[task], rewards[task]) for task in tasks]
+        race.know(id, rewards, violation=violation_of(by_source, floors or {}))
+    while race.look():
+        pass
+    return race
 
 
-def tell(race: Race, block: Mapping[str, Sequence[float] | None]) -> Race:
-    """The race after one block: for each candidate asked its rewards in the order asked.
+def tell(race: Race, told: Mapping[str, Sequence[float | None] | None]) -> Race:
+    """Hand over answers and make every look that they complete; the same race, changed.
 
-    None in place of the rewards says that the candidate's evaluation failed: it is out, and so
-    is what it proved about others. Who was dropped on its account alone comes back.
+    For each candidate its next rewards in the order asked, as many as have arrived. None in place
+    of a reward, or of all of them, says that it could not be measured: the candidate fails when
+    that task is looked at. It is out then, and so is what it proved about others: who was dropped
+    on its account alone comes back.
     """
-    _check(race, block)
-    rewards = dict(race.rewards)
-    dropped = dict(race.dropped)
-    for id, told in block.items():
-        if told is None:
-            dropped[id] = Dropped(reason="failed", num_tasks=len(rewards[id]))
-        else:
-            rewards[id] += tuple(float(reward) for reward in told)
-    after = replace(race, rewards=rewards, dropped=dropped)
-    if not race.config.enabled:
-        return after
-    return _judge(after, is_settled=None not in block.values())
-
-
-def _judge(race: Race, *, is_settled: bool) -> Race:
-    """Drop the hopeless, never the leader; unless `is_settled`, who was dropped may come back."""
-    failed = {id: fate for id, fate in race.dropped.items() if fate.reason == "failed"}
-    judged = dict(race.dropped if is_settled else failed)
-    table = _table(race)
-    for row, id in enumerate(race.candidates):
-        # Once a candidate has seen every task nothing is left to save, and its mean is complete.
-        is_complete = len(race.rewards[id]) == len(race.tasks)
-        if id in judged or id == race.leader or is_complete:
-            continue
-        rivals = [r for r, rival in enumerate(race.candidates) if rival not in {id, *failed}]
-        reason = _verdict(race, table[rivals] - table[row])
-        if reason is not None:
-            judged[id] = race.dropped.get(id) or Dropped(
-                reason=reason, num_tasks=len(race.rewards[id])
-            )
-    # Proofs hold with high probability, not always: they may go round in a circle.
-    is_empty = len(judged) == len(race.candidates)
-    return replace(race, dropped=failed if is_empty else judged)
-
-
-def _table(race: Race) -> NDArray[np.float64]:
-    """Rewards [candidates, tasks seen], NaN where a candidate has none."""
-    longest = max(len(rewards) for rewards in race.rewards.values())
-    table = np.full((len(race.candidates), longest), np.nan)
-    for row, id in enumerate(race.candidates):
-        table[row, : len(race.rewards[id])] = race.rewards[id]
-    return table
-
-
-def _verdict(race: Race, lead: NDArray[np.float64]) -> Literal["beaten", "impossible"] | None:
-    """Whether at least `keep` rivals are better, given their lead [rivals, tasks], NaN unseen."""
-    span = race.config.high - race.config.low
-    is_seen = ~np.isnan(lead)
-    lead = np.where(is_seen, lead, 0.0)
-    sums = np.cumsum(lead, axis=1)
-    left = len(race.tasks) - np.arange(1, lead.shape[1] + 1)
-    surplus = np.where(is_seen, sums - span * left, -np.inf)
-    is_certain = (surplus > TOLERANCE * span * len(race.tasks)).any(axis=1)
-    if np.count_nonzero(is_certain) >= race.config.keep:
-        return "impossible"
-    alpha = (1.0 - race.config.confidence) / max(1, len(race.candidates) - 1)
-    means = -(sums - lead) / (left + 1)
-    wealth = _log_wealth(np.where(is_seen, lead - means, 0.0), room=span + means, span=span)
-    is_beaten = is_certain | (wealth >= -math.log(alpha)).any(axis=1)
-    return "beaten" if np.count_nonzero(is_beaten) >= race.config.keep else None
-
-
-def _log_wealth(
-    surprise: NDArray[np.float64], *, room: NDArray[np.float64], span: float
-) -> NDArray[np.float64]:
-    """[rivals, tasks]: log of the gambler's wealth after each task, averaged over the stakes."""
-    # Where the hypothesis leaves no room to be wrong there is no stake to place.
-    has_room = room > TOLERANCE * span
-    gains = np.divide(surprise, room, out=np.zeros_like(surprise), where=has_room)
-    logs = np.cumsum(np.log1p(STAKES[:, None, None] * gains), axis=2)
-    top = logs.max(axis=0)
-    mixture: NDArray[np.float64] = top + np.log(np.exp(logs - top).mean(axis=0))
-    return mixture
+    for id, rewards in told.items():
+        race.take(id, rewards)
+    while race.look():
+        pass
+    return race
 
 
 def _mean(rewards: Sequence[float]) -> float:
     return math.fsum(rewards) / len(rewards) if rewards else -math.inf
 
 
-def _check(race: Race, block: Mapping[str, Sequence[float] | None]) -> None:
-    asks = race.asks
-    if set(block) != set(asks):
-        raise ValueError(f"Got rewards of {sorted(block)}: the race asked for {sorted(asks)}.")
-    low, high = race.config.low, race.config.high
-    for id, rewards in block.items():
-        if rewards is None:
-            continue
-        if len(rewards) != len(asks[id]):
-            raise ValueError(f"Got {len(rewards)} rewards of {id}: {len(asks[id])} were asked.")
-        if not all(low <= reward <= high for reward in rewards):
-            raise ValueError(
-                f"A reward of {id} lies outside {low} to {high}: set low and high of the race to "
-                "the smallest and the largest reward the scorer can give."
-            )
+def _check_range(
+    values: NDArray[np.float64], *, id: str, tasks: Sequence[str], config: RaceConfig
+) -> None:
+    is_wrong = ~np.isfinite(values)
+    if config.enabled:
+        is_wrong |= (values < config.low) | (values > config.high)
+    if not is_wrong.any():
+        return
+    place = int(np.argmax(is_wrong))
+    what = f"The reward of {id} on the task {tasks[place]} is {values[place]}"
+    if not np.isfinite(values[place]):
+        raise TaskError(f"{what}: a reward is a finite number.")
+    raise TaskError(
+        f"{what}, outside {config.low} to {config.high}, within which candidates are raced: write "
+        "the smallest and the largest reward the scorer can give as race.low and race.high, or "
+        "race: {enabled: false}, which needs neither."
+    )

@@ -6,6 +6,12 @@
 
 Rewards are aligned by task. `Strata` names the source of each task: means are taken per source
 first, and resampling stays within a source.
+
+**Small samples.** A bootstrap knows only what its sample shows: two right answers give [1, 1], and
+for eight sources of two tasks it holds the truth in 80 % of cases instead of 95 %. So an interval
+reaches as far as Student's does for the same values and `PRIOR` more at the ends of what a value
+can be (Agresti and Coull 1998), the spread of each source drawn towards that of all, with
+Satterthwaite's degrees of freedom. From some hundred values on the two agree.
 """
 
 import math
@@ -18,6 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Bootstrap", "Interval", "Strata", "bootstrap_mean", "paired_difference", "wilson"]
+
+PRIOR = 4.0
+"""Values that are added, half of them at each end: Agresti and Coull's two successes and two
+failures."""
+
+POOLED = 2.0
+"""How many values' worth of the spread of all sources counts in the spread of each."""
+
+MIN_VALUES = 30
+"""With fewer values in all, or fewer than `MIN_PER_SOURCE` of one source, an interval rests as much
+on what values can be as on those seen."""
+
+MIN_PER_SOURCE = 5
 
 CHUNK = 1 << 21
 """Draws held in memory at a time: 16 MiB of indices."""
@@ -70,6 +89,12 @@ class Interval:
     confidence: float
     method: Literal["bca", "percentile", "wilson"]
     num_values: int
+    small: str = ""
+    """Why the sample is too small to rely on it; empty when it is not."""
+
+    @property
+    def is_small(self) -> bool:
+        return bool(self.small)
 
     @property
     def is_above_zero(self) -> bool:
@@ -83,15 +108,16 @@ def bootstrap_mean(
     rng: np.random.Generator,
     strata: Strata | None = None,
     bootstrap: Bootstrap = DEFAULT,
+    limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
     """Interval of the mean; with strata of the weighted mean of the sources' means.
 
-    When all values of each source are equal the interval has no width: the data show no spread.
-    For right-or-wrong answers near 0 or 1 `wilson` is the honest choice.
+    `limits` are the smallest and the largest possible value; values beyond widen them.
     """
-    parts, shares = _parts(values, strata)
+    sources = _sources(values, strata)
+    parts, shares = [source.values for source in sources], [source.share for source in sources]
     means = np.array([part.mean() for part in parts])
-    estimate = float(shares @ means)
+    estimate = float(np.array(shares) @ means)
     resampled = np.zeros(bootstrap.num_resamples)
     for part, share in zip(parts, shares, strict=True):
         resampled += share * _resample(part, num_resamples=len(resampled), rng=rng)
@@ -102,13 +128,17 @@ def bootstrap_mean(
         influence = np.concatenate([w / len(x) * (x - m) for x, w, m in centred])
         tails = _bca_tails(tails, resampled, estimate=estimate, influence=influence)
     low, high = np.quantile(resampled, tails)
+    least, most = min(limits[0], *values), max(limits[1], *values)
+    counted = [source for source in sources if source.share > 0]
+    around = _student(counted, ends=(least, most), confidence=bootstrap.confidence)
     return Interval(
         estimate=estimate,
-        low=min(float(low), estimate),
-        high=max(float(high), estimate),
+        low=max(least, min(float(low), around[0], estimate)),
+        high=min(most, max(float(high), around[1], estimate)),
         confidence=bootstrap.confidence,
         method=bootstrap.method,
         num_values=len(values),
+        small=_why_small(counted),
     )
 
 
@@ -119,15 +149,22 @@ def paired_difference(
     rng: np.random.Generator,
     strata: Strata | None = None,
     bootstrap: Bootstrap = DEFAULT,
+    limits: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
-    """Interval of the mean of ours - theirs, task by task: hard tasks do not widen it."""
+    """Interval of the mean of ours - theirs, task by task: hard tasks do not widen it.
+
+    `limits` are the smallest and the largest possible reward.
+    """
     if len(ours) != len(theirs):
         raise ValueError(
             f"Got {len(ours)} and {len(theirs)} rewards: a paired difference needs the same tasks "
             "in the same order."
         )
     differences = np.subtract(ours, theirs).tolist()
-    return bootstrap_mean(differences, rng=rng, strata=strata, bootstrap=bootstrap)
+    reach = limits[1] - limits[0]
+    return bootstrap_mean(
+        differences, rng=rng, strata=strata, bootstrap=bootstrap, limits=(-reach, reach)
+    )
 
 
 def wilson(*, successes: int, trials: int, confidence: float = 0.95) -> Interval:
@@ -153,25 +190,24 @@ def wilson(*, successes: int, trials: int, confidence: float = 0.95) -> Interval
     )
 
 
-def _parts(
-    values: Sequence[float], strata: Strata | None
-) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
-    """The values of each source and the sources' shares, which sum to 1."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    values: NDArray[np.float64]
+    share: float
+    """Of the score; all shares sum to 1."""
+
+
+def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
     strata = strata or Strata(names=("all",) * len(values))
-    if len(strata.names) != len(values) or not np.isfinite(values).all():
+    if len(strata.names) != len(values) or not len(values) or not np.isfinite(values).all():
         raise ValueError(
             f"Got {len(values)} values of {len(strata.names)} named sources: "
-            "each value is finite and has one."
+            "there is at least one value, and each is finite and has a source."
         )
     parts: dict[str, list[float]] = {}
     for name, value in zip(strata.names, values, strict=True):
         parts.setdefault(name, []).append(float(value))
-    small = sorted(name for name, part in parts.items() if len(part) < 2)
-    if small or not parts:
-        raise ValueError(
-            f"An interval needs at least two values of each source, {small} has fewer: "
-            "one shows no spread."
-        )
     weights = strata.weights or dict.fromkeys(parts, 1.0)
     raw = np.array([weights.get(name, 0.0) for name in parts])
     if raw.min() < 0 or raw.sum() <= 0:
@@ -179,7 +215,59 @@ def _parts(
             f"Got the weights {dict(weights)} for the sources {sorted(parts)}: they are 0 or "
             "above and at least one is above 0."
         )
-    return [np.array(part) for part in parts.values()], raw / raw.sum()
+    shares = (raw / raw.sum()).tolist()
+    return [
+        _Source(name, np.array(part), share)
+        for (name, part), share in zip(parts.items(), shares, strict=True)
+    ]
+
+
+def _why_small(sources: Sequence[_Source]) -> str:
+    total = sum(len(source.values) for source in sources)
+    least = min(sources, key=lambda source: len(source.values))
+    if total < MIN_VALUES:
+        return f"it is of {total} tasks, and takes at least {MIN_VALUES}"
+    if len(least.values) < MIN_PER_SOURCE:
+        return f"{least.name} has {len(least.values)} tasks, and takes at least {MIN_PER_SOURCE}"
+    return ""
+
+
+def _student(
+    sources: Sequence[_Source], *, ends: tuple[float, float], confidence: float
+) -> tuple[float, float]:
+    """Student's interval with `PRIOR` values more at the ends."""
+    counts = np.array([len(source.values) for source in sources], dtype=np.float64)
+    shares = np.array([source.share for source in sources])
+    squares = np.array([((s.values - s.values.mean()) ** 2).sum() for s in sources])
+    estimate = math.fsum(source.share * source.values.mean() for source in sources)
+    # As many values of one source would give a mean as exact as these.
+    num_like = 1.0 / float((shares**2 / counts).sum())
+    low, high = ends
+    added = PRIOR / 2 * ((low - estimate) ** 2 + (high - estimate) ** 2)
+    pooled = float(squares.sum() + added) / (float((counts - 1).sum()) + PRIOR)
+    # Values that spread less than right-or-wrong ones of the same mean pull the centre less.
+    largest = (estimate - low) * (high - estimate)
+    pull = PRIOR * min(1.0, pooled / largest) if largest > 0 else PRIOR
+    centre = (num_like * estimate + pull * (low + high) / 2) / (num_like + pull)
+    degrees = counts - 1 + POOLED
+    parts = shares**2 * (squares + POOLED * pooled) / degrees / counts
+    variance = float(parts.sum()) * num_like / (num_like + pull)
+    freedom = float(parts.sum()) ** 2 / float((parts**2 / degrees).sum())
+    half = _student_quantile(0.5 + confidence / 2, freedom=freedom) * math.sqrt(variance)
+    return centre - half, centre + half
+
+
+def _student_quantile(share: float, *, freedom: float) -> float:
+    """By Cornish and Fisher's expansion: within 1 % at 95 % from two degrees of freedom on."""
+    z = NormalDist().inv_cdf(share)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
 def _resample(

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rookery.errors import ModelError, boundary
+from rookery.model_names import model_names
 from rookery.slots.attention import ATTENTION, CausalAttend, Heads
 from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
@@ -39,17 +40,13 @@ def load_model(
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
     _check_parts(model, folder)
-    known = {folder.name, getattr(config, "_name_or_path", "") or "", *names}
+    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
     with boundary(
         ModelError,
         f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
         remedy={Exception: "Serve this model with vLLM."},
     ):
-        return _slotted(
-            model,
-            names=frozenset(name.rsplit("/", 1)[-1].lower() for name in known if name),
-            folder=folder,
-        )
+        return _slotted(model, names=model_names(*known), folder=folder)
 
 
 def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:

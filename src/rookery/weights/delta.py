@@ -8,7 +8,7 @@ O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
 
 import torch
 
-__all__ = ["inner_products", "low_rank", "singular", "truncate"]
+__all__ = ["inner_products", "low_rank", "singular", "truncate", "truncate_dense"]
 
 _POWER_STEPS = 2
 """Power iterations of `low_rank`. The start spans the parents. For what TIES makes of two trained
@@ -45,11 +45,25 @@ def truncate(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tens
     turn, root = turn[..., :kept], values[..., :kept].sqrt()
     new_a = ((inverse @ turn) * root.unsqueeze(-2)).mT.to(a.dtype) @ a
     new_b = b @ ((core @ turn) * _reciprocal(root).unsqueeze(-2)).to(b.dtype)
-    missing = rank - kept
-    if missing > 0:
-        new_a = torch.nn.functional.pad(new_a, (0, 0, 0, missing))
-        new_b = torch.nn.functional.pad(new_b, (0, missing))
-    return new_a, new_b
+    return _padded(new_a, new_b, rank=rank)
+
+
+def truncate_dense(matrix: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best approximation of the given rank of a dense [..., out, in] matrix, as `truncate`'s.
+
+    For a sum of so many adapters that their stacked factors have more rows than the matrix: what
+    `truncate` costs grows with the cube of their number, this does not grow.
+    """
+    num_out, num_in = matrix.shape[-2:]
+    if num_out > num_in:
+        b, a = truncate_dense(matrix.mT, rank=rank)
+        return a.mT, b.mT
+    axes, lengths = _principal(_products(matrix))
+    kept = min(rank, num_out)
+    turn, root = axes[..., :kept], lengths[..., :kept].sqrt().unsqueeze(-2)
+    a = (turn * _reciprocal(root)).mT.to(matrix.dtype) @ matrix
+    b = (turn * root).to(matrix.dtype)
+    return _padded(a, b, rank=rank)
 
 
 def low_rank(
@@ -64,10 +78,25 @@ def low_rank(
     extra = max(0, width - start.shape[-2])
     # Rows of the matrix itself stand in for missing directions: no randomness is needed.
     fill = matrix[..., :extra, :] if extra else start[..., :0, :]
-    basis = _orthonormal(matrix @ torch.cat([start, fill], dim=-2).mT)
+    start = torch.cat([_without_zeros(start, matrix), fill], dim=-2)
+    basis = _orthonormal(matrix @ start.mT)
     for _ in range(_POWER_STEPS):
         basis = _orthonormal(matrix @ _orthonormal(matrix.mT @ basis))
     return truncate(basis.mT @ matrix, basis, rank=rank)
+
+
+def _without_zeros(start: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Zeros that fill a smaller rank span nothing: rows of the matrix take their place."""
+    rows = torch.arange(start.shape[-2], device=matrix.device) % matrix.shape[-2]
+    is_zero = (start == 0).all(dim=-1, keepdim=True)
+    return torch.where(is_zero, matrix[..., rows, :], start)
+
+
+def _padded(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    missing = rank - a.shape[-2]
+    if missing <= 0:
+        return a, b
+    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
 
 
 def inner_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@
 
 `sigma` travels with the candidate: give the parent's, keep the child's. With `adapt` above 0 it
 changes by a log-normal step before it is used, so that step sizes are selected with the weights.
+A `sigma` of the method is used instead, for all candidates alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +34,8 @@ class GaussianConfig(Config):
     """Probability that a candidate is changed at all."""
     gene_rate: float = Field(default=1.0, ge=0, le=1)
     """Probability that one number of a changed candidate is changed."""
-    sigma: float = Field(default=0.1, ge=0)
-    """Standard deviation of the noise, of a candidate that carries none of its own."""
+    sigma: float | None = Field(default=None, ge=0)
+    """Standard deviation of the noise, for every candidate; null takes the candidate's own."""
     relative: bool = True
     """Count sigma in standard deviations of each tensor; false takes it as it is."""
     adapt: float = Field(default=0.0, ge=0)
@@ -49,8 +50,9 @@ class SvdConfig(Config):
     """Probability that a candidate is changed at all."""
     gene_rate: float = Field(default=1.0, ge=0, le=1)
     """Probability that one layer of a changed candidate is changed."""
-    sigma: float = Field(default=0.1, ge=0)
-    """Size of the change: of the log of each singular value, and of each rotation in radians."""
+    sigma: float | None = Field(default=None, ge=0)
+    """Size of the change, of the log of each singular value and of each rotation in radians, for
+    every candidate; null takes the candidate's own."""
     mode: Literal["values", "rotation", "both"] = "both"
     """values: stretch the directions. rotation: turn which input direction goes to which output."""
     adapt: float = Field(default=0.0, ge=0)
@@ -59,6 +61,8 @@ class SvdConfig(Config):
 
 MutateConfig = Annotated[GaussianConfig | SvdConfig, Field(discriminator="type")]
 
+_SIGMA = 0.1
+"""The strength where neither the method nor the candidate has one."""
 _SIGMA_RANGE = (1e-6, 10.0)
 """A self-adapted sigma stays within: below nothing changes, above nothing of the parent is left."""
 
@@ -80,7 +84,7 @@ def mutate(
     Every layer draws from its own stream: the change of one does not depend on the others.
     """
     rng = stream("mutate", *key)
-    old = method.sigma if sigma is None else sigma
+    old = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
     if rng.random() >= method.candidate_rate:
         return Mutation(adapter=adapter, sigma=old, is_mutated=False)
     new = _adapted(old, method.adapt, rng)

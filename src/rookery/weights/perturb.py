@@ -7,7 +7,8 @@ A member of the population is eight bytes of seed; its noise is drawn again when
 known. Memory is one layer of noise at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from rookery.types import Adapter, LoraFactors
 from rookery.weights.draws import Key, normal, stream
 from rookery.weights.version import make_adapter
 
-__all__ = ["accumulate", "perturb"]
+__all__ = ["accumulate", "perturb", "rounded", "unrounded"]
 
 
 def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
@@ -30,14 +31,28 @@ def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
 
 def accumulate(adapter: Adapter, *, seeds: Sequence[Key], amounts: Sequence[float]) -> Adapter:
     """The adapter plus sum_i amounts[i] * eps(seeds[i]), summed in float32 in the given order."""
+    return rounded(unrounded(adapter.factors, seeds=seeds, amounts=amounts), like=adapter)
+
+
+def unrounded(
+    factors: Mapping[str, LoraFactors], *, seeds: Sequence[Key], amounts: Sequence[float]
+) -> dict[str, LoraFactors]:
+    """The sum of `accumulate` in float32. Going on from it later gives the same bits as one sum."""
     if len(seeds) != len(amounts):
         raise AdapterError(
             f"Got {len(seeds)} seeds and {len(amounts)} amounts; give one amount per seed."
         )
-    factors = {
-        layer: _moved(layer, lora, seeds, amounts) for layer, lora in adapter.factors.items()
-    }
-    return make_adapter(adapter.name, base=adapter.base, factors=factors)
+    return {layer: _moved(layer, lora, seeds, amounts) for layer, lora in factors.items()}
+
+
+def rounded(factors: Mapping[str, LoraFactors], *, like: Adapter) -> Adapter:
+    """An adapter of these factors, in the dtypes, and with the name and base, of another."""
+    cast = {
+        layer: replace(lora, a=lora.a.to(like.factors[layer].a.dtype),
+                       b=lora.b.to(like.factors[layer].b.dtype))
+        for layer, lora in factors.items()
+    }  # fmt: skip
+    return make_adapter(like.name, base=like.base, factors=cast)
 
 
 def _moved(
@@ -51,4 +66,4 @@ def _moved(
         rng = stream("perturb", layer, *seed)
         a.add_(normal(rng, a.shape).to(a.device), alpha=amount)
         b.add_(normal(rng, b.shape).to(b.device), alpha=amount)
-    return LoraFactors(a=a.to(lora.a.dtype), b=b.to(lora.b.dtype), scale=lora.scale)
+    return LoraFactors(a=a, b=b, scale=lora.scale)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.errors import ConfigError
 from rookery.search.islands import (
     Islands,
     IslandsConfig,
@@ -24,7 +25,7 @@ SCORES = {"a": 0.9, "b": 0.1, "c": None, "d": 0.2, "e": 0.5, "f": 0.6}
 
 def test_settling_deals_out_in_turn() -> None:
     assert settle("abcde", config=RING).members == (("a", "d"), ("b", "e"), ("c",))
-    with pytest.raises(ValueError, match="Lower num_islands"):
+    with pytest.raises(ConfigError, match="Lower num_islands"):
         settle("ab", config=RING)
 
 

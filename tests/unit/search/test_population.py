@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rookery.errors import ConfigError
 from rookery.search.candidate import Candidate, ChildPlan
 from rookery.search.children import (
     Birth,
@@ -27,6 +28,7 @@ from rookery.search.population import (
     ask,
     found,
     immigrate,
+    invite,
     references,
     tell,
 )
@@ -264,7 +266,7 @@ def test_founders_are_paired_before_pairs_repeat() -> None:
     assert plans[3].weights != plans[0].weights
     assert plans == pair_plans(["a", "b", "c"], count=5, seed=1, merge="ties")
     assert {plan.merge for plan in plans} == {"ties"}
-    with pytest.raises(ValueError, match="two different"):
+    with pytest.raises(ConfigError, match="two different"):
         pair_plans(["a"], count=1, seed=0)
 
 
@@ -309,3 +311,45 @@ def test_islands_have_their_own_ids_and_draws() -> None:
 def test_wrong_configs_are_refused(build) -> None:
     with pytest.raises(ValidationError):
         build()
+
+
+def test_a_guest_is_a_parent_for_one_generation_however_low_its_score() -> None:
+    config = PopulationConfig(size=4, children=ChildrenConfig(count=6))
+    population = found(
+        {f"m{i}": Fitness(score=0.8 + i / 100) for i in range(4)}, config=config, seed=0
+    )
+    low = Candidate(id="low", generation=0, fitness=Fitness(score=0.1), sigma=0.2)
+    pushed_out = immigrate(population, [low], config=config)
+    assert "low" not in {member.id for member in pushed_out.members}
+    plain = ask(population, config=config, seed=0)
+    failed = Candidate(id="failed", generation=0, fitness=FAILED, sigma=0.2)
+    invited = invite(population, [population.members[0], low, failed])
+    assert [guest.id for guest in invited.guests] == ["low"]
+    assert "low" in references(invited)
+    plans = ask(invited, config=config, seed=0)
+    assert ["low" in plan.parents for plan in plans] == [True] + [False] * 5
+    assert [plan.parents for plan in plans[1:]] == [plan.parents for plan in plain[1:]]
+    assert load(Population, dump(invited)) == invited
+    fitness = {plan.id: Fitness(score=0.5) for plan in plans}
+    after = tell(invited, fitness, config=config, seed=0)
+    assert after.guests == ()
+    assert "low" not in references(after)
+    assert after.members == population.members
+    assert after.num_evaluated == population.num_evaluated + 6
+
+
+@pytest.mark.parametrize("objective", ["score", "pareto"])
+def test_more_guests_than_children(objective) -> None:
+    config = PopulationConfig(size=4, objective=objective, children=ChildrenConfig(count=3))
+    population = found(
+        {f"m{i}": Fitness(score=0.8, objectives=(0.8, 0.8)) for i in range(4)}, config=config,
+        seed=0,
+    )  # fmt: skip
+    guests = [
+        Candidate(id=f"x{i}", generation=0, fitness=Fitness(score=0.1, objectives=(0.1, 0.1)),
+                  sigma=0.2)
+        for i in range(5)
+    ]  # fmt: skip
+    plans = ask(invite(population, guests), config=config, seed=0)
+    assert all(f"x{i}" in plan.parents for i, plan in enumerate(plans))
+    assert all(len(set(plan.parents)) == len(plan.parents) for plan in plans)

@@ -132,3 +132,12 @@ def test_dtype_is_kept() -> None:
     for method in (GaussianConfig(gene_rate=0.5), SvdConfig()):
         mutated = mutate(adapter, method=method, key=(1,)).adapter
         assert {f.b.dtype for f in mutated.factors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", [GaussianConfig, SvdConfig])
+def test_a_sigma_of_the_method_is_obeyed_by_every_candidate(kind) -> None:
+    adapter = made(3)
+    fixed = mutate(adapter, method=kind(sigma=0.3), key=(1,), sigma=0.01)
+    own = mutate(adapter, method=kind(), key=(1,), sigma=0.3)
+    assert fixed.sigma == 0.3
+    assert fixed.adapter.version == own.adapter.version

@@ -6,8 +6,9 @@ adapter = nursery.adapter("g003-c07")        # the same bits every time
 rebuild(lineage_document, founders, "g003-c07")
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from pydantic import TypeAdapter
 
 from rookery.errors import AdapterError, boundary
 from rookery.search.candidate import ChildPlan
-from rookery.types import Adapter
+from rookery.types import Adapter, LoraFactors
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
 from rookery.weights.mutate import MutateConfig, mutate
-from rookery.weights.perturb import accumulate
+from rookery.weights.perturb import rounded, unrounded
 
 __all__ = ["Drift", "Nursery", "Recipe", "check_device", "rebuild"]
 
@@ -27,19 +28,28 @@ _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
 _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write made_on: cpu"
 }
+_FORMAT = 2
+"""Of lineage documents. In those without one a mutation's sigma was written and not used."""
 _MOVE = LinearConfig(normalise=False)
 """A move of a swarm is a linear combination whose weights mean what they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES."""
+    """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES.
+
+    A centre is the centre before it plus one update, a trial is a centre plus one noise: the chain
+    costs as much per step at any step.
+    """
 
     id: str
     generation: int
     parent: str
     seeds: tuple[int, ...]
     amounts: tuple[float, ...]
+    is_chained: bool = False
+    """The parent is a drift, and its numbers are taken before they are rounded to its dtype: small
+    updates add up as if they were made at once."""
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -55,6 +65,11 @@ class Drift:
 
 
 Recipe = ChildPlan | Drift
+
+_RECIPES: Mapping[str, TypeAdapter[Any]] = {
+    "ChildPlan": TypeAdapter(ChildPlan),
+    "Drift": TypeAdapter(Drift),
+}
 
 
 class Nursery:
@@ -78,6 +93,10 @@ class Nursery:
         self._rank = rank
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, Adapter] = {}
+        self._unrounded: dict[str, Mapping[str, LoraFactors]] = {}
+        """In float32, the drifts that others are chained to."""
+        self._chained: set[str] = set()
+        """Drifts that others are chained to."""
         self._versions = {name: adapter.version for name, adapter in founders.items()}
 
     @property
@@ -91,16 +110,52 @@ class Nursery:
 
     def plan(self, recipes: Iterable[Recipe]) -> None:
         """Learn how to make candidates; nothing is made yet."""
-        self._recipes.update({recipe.id: recipe for recipe in recipes})
+        for recipe in recipes:
+            self._recipes[recipe.id] = recipe
+            if isinstance(recipe, Drift) and recipe.is_chained:
+                self._chained.add(recipe.parent)
 
     def adapter(self, candidate: str) -> Adapter:
         """The candidate's weights, named after it; made again if they were let go."""
         if candidate in self._founders:
             return replace(self._founders[candidate], name=candidate)
-        if candidate not in self._made:
-            self._made[candidate] = self._make(self._recipes[candidate])
-            self._versions[candidate] = self._made[candidate].version
+        for name in self.missing(candidate):
+            self._made[name] = self._make(self._recipes[name])
+            self._versions[name] = self._made[name].version
         return self._made[candidate]
+
+    def maker(self, candidate: str) -> Callable[[], Adapter]:
+        """Makes the candidate when called, in any thread."""
+        return partial(self.adapter, candidate)
+
+    def version(self, candidate: str) -> str | None:
+        """Its content hash; None for one that was never made."""
+        return self._versions.get(candidate)
+
+    def num_distinct(self, candidates: Iterable[str]) -> int:
+        """How many there are, of equal weights one; those that could not be made count each."""
+        return len({self._versions.get(name, f"unmade/{name}") for name in candidates})
+
+    def missing(self, candidate: str) -> list[str]:
+        """What must be made to have the candidate: its ancestors that are not at hand, each after
+        its parents, then itself."""
+        order: dict[str, None] = {}
+        stack = [candidate]
+        while stack:
+            name = stack[-1]
+            if name in order or self._is_at_hand(name):
+                stack.pop()
+                continue
+            parents = self._recipes[name].parents
+            waiting = [p for p in parents if p not in order and not self._is_at_hand(p)]
+            stack.extend(reversed(waiting))
+            if not waiting:
+                order[stack.pop()] = None
+        return list(order)
+
+    def _is_at_hand(self, name: str) -> bool:
+        is_made = name in self._made and (name not in self._chained or name in self._unrounded)
+        return is_made or name in self._founders
 
     def effort(self, candidate: str) -> int:
         """What making it takes, from 0, nothing, to 3, whole layers, which take by far the longest;
@@ -115,12 +170,18 @@ class Nursery:
 
     def keep(self, candidates: Iterable[str]) -> None:
         """Let every adapter go but these."""
-        kept = set(candidates)
-        self._made = {name: adapter for name, adapter in self._made.items() if name in kept}
+        self.forget((self._made.keys() | self._unrounded.keys()) - set(candidates))
+
+    def forget(self, candidates: Iterable[str]) -> None:
+        """Let these adapters go; they are made again when they are needed."""
+        for name in candidates:
+            self._made.pop(name, None)
+            self._unrounded.pop(name, None)
 
     def lineage(self) -> dict[str, Any]:
         """Everything `rebuild` needs beside the founders' weights."""
         return {
+            "format": _FORMAT,
             "rank": self._rank,
             "device": self._device,
             "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
@@ -138,9 +199,7 @@ class Nursery:
     def _make(self, recipe: Recipe) -> Adapter:
         parents = [self.adapter(parent) for parent in recipe.parents]
         if isinstance(recipe, Drift):
-            seeds = [(seed,) for seed in recipe.seeds]
-            drifted = accumulate(parents[0], seeds=seeds, amounts=recipe.amounts)
-            return replace(drifted, name=recipe.id)
+            return self._drift(recipe, parents[0])
         adapter = parents[0]
         if recipe.merge is not None:
             method = _MOVE if recipe.merge == "move" else self._merge(recipe.merge)
@@ -159,6 +218,14 @@ class Nursery:
             key = (recipe.seed_key, "mutation")
             adapter = mutate(adapter, method=change, key=key, sigma=recipe.sigma).adapter
         return replace(adapter, name=recipe.id)
+
+    def _drift(self, recipe: Drift, parent: Adapter) -> Adapter:
+        start = self._unrounded[recipe.parent] if recipe.is_chained else parent.factors
+        seeds = [(seed,) for seed in recipe.seeds]
+        moved = unrounded(start, seeds=seeds, amounts=recipe.amounts)
+        if recipe.id in self._chained:
+            self._unrounded[recipe.id] = moved
+        return replace(rounded(moved, like=parent), name=recipe.id)
 
     def _merge(self, name: str) -> MergeConfig:
         if name not in self._merges:
@@ -187,10 +254,13 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
         if name not in known or known[name].version != version:
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+    unused = {} if "format" in lineage else {"sigma": None}
     nursery = Nursery(
         known,
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
-        mutations={n: _MUTATE.validate_python(m) for n, m in lineage["mutations"].items()},
+        mutations={
+            n: _MUTATE.validate_python({**m, **unused}) for n, m in lineage["mutations"].items()
+        },
         rank=lineage["rank"],
         device=lineage.get("device", "cpu"),
     )
@@ -198,14 +268,23 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
     for entry in lineage["candidates"]:
         fields = dict(entry)
         versions[fields["id"]] = fields.pop("version")
-        kind = {"ChildPlan": ChildPlan, "Drift": Drift}[fields.pop("kind")]
-        nursery.plan([TypeAdapter(kind).validate_python(fields)])
+        nursery.plan([_RECIPES[fields.pop("kind")].validate_python(fields)])
     if candidate not in versions:
         raise AdapterError(f"{candidate!r} is not in this lineage of {len(versions)} candidates.")
-    adapter = nursery.adapter(candidate)
+    adapter = _make_alone(nursery, candidate)
     if adapter.version != versions[candidate]:
         raise AdapterError(
             f"{candidate} came out as {adapter.version}, the run recorded {versions[candidate]}: "
             "rebuild it with the versions of torch and numpy that made it."
         )
     return adapter
+
+
+def _make_alone(nursery: Nursery, candidate: str) -> Adapter:
+    """The candidate, each ancestor let go after the last one that needs it was made."""
+    order = nursery.missing(candidate)
+    last_use = {p: name for name in order for p in nursery.recipes[name].parents}
+    for name in order:
+        nursery.adapter(name)
+        nursery.forget(p for p in nursery.recipes[name].parents if last_use[p] == name)
+    return nursery.adapter(candidate)

@@ -7,7 +7,7 @@ from rookery.weights.merge.dare_ties import DareTiesConfig
 from rookery.weights.merge.extrapolate import ExtrapolateConfig
 from rookery.weights.merge.layerwise import LayerwiseConfig
 from rookery.weights.merge.linear import LinearConfig
-from rookery.weights.merge.method import MergeConfig, is_dense
+from rookery.weights.merge.method import MergeConfig, check_operator, is_dense
 from rookery.weights.merge.slerp import SlerpConfig
 from rookery.weights.merge.ties import TiesConfig
 
@@ -23,6 +23,7 @@ __all__ = [
     "Space",
     "TiesConfig",
     "change_rank",
+    "check_operator",
     "is_dense",
     "merge",
     "merge_stack",

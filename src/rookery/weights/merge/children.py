@@ -7,7 +7,8 @@
 In delta space a child is the best approximation of rank `rank` to what the operator makes of
 delta W. Linear, slerp, layerwise and extrapolate never build delta W: their cost per layer is
 O((in + out) * (n * rank)^2) for n parents. TIES and DARE build it, a few children of one layer at
-a time: O(in * out * n * rank), about a hundred times as much.
+a time: O(in * out * n * rank), about a hundred times as much. So does a sum of so many parents that
+it takes less time: the cost of one more parent is the same for any number of them.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ import torch
 
 from rookery.errors import AdapterError
 from rookery.types import Adapter
-from rookery.weights.delta import inner_products, low_rank, truncate
+from rookery.weights.delta import inner_products, low_rank, truncate, truncate_dense
 from rookery.weights.draws import Key
 from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross
@@ -31,6 +32,9 @@ from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack,
 
 __all__ = ["change_rank", "merge", "merge_stack"]
 
+_FEW_PARENTS = 8
+"""So many parents or fewer have their stacked factors cut, so that their children keep their bits
+whatever the layer."""
 _BATCH_NUMBERS = 1 << 22
 """Factors that are brought back to a rank together: 16 MB of each parent, and twice as doubles."""
 _PATCH_NUMBERS = 1 << 24
@@ -112,23 +116,41 @@ def _weigh_deltas(
         by_num_parents[len(cross.parents)].append(child)
     for made in by_num_parents.values():
         chosen = [crosses[child] for child in made]
-        for layers in _alike(population, num_children=len(made)):
-            parts = [_combined(population, chosen, method, layer) for layer in layers]
+        num_parents, rank = len(chosen[0].parents), population.layout.rank
+        crowded = [
+            layer
+            for layer in population.layout.layers
+            if _is_crowded(layer, num_parents=num_parents, rank=rank)
+        ]
+        for layer in crowded:
+            for child, cross in zip(made, chosen, strict=True):
+                (a,), (b,) = _combined(population, [cross], method, layer.name)
+                new_a, new_b = truncate_dense(b @ a, rank=children.layout.rank)
+                children.a(layer.name)[child] = new_a
+                children.b(layer.name)[child] = new_b
+        others = [layer for layer in population.layout.layers if layer not in crowded]
+        for layers in _alike(others, num_rows=len(made) * rank):
+            parts = [_combined(population, chosen, method, name) for name in layers]
             a, b = map(torch.stack, zip(*parts, strict=True))
             new_a, new_b = truncate(a, b, rank=children.layout.rank)
-            for layer, own_a, own_b in zip(layers, new_a, new_b, strict=True):
-                children.a(layer)[made] = own_a
-                children.b(layer)[made] = own_b
+            for name, own_a, own_b in zip(layers, new_a, new_b, strict=True):
+                children.a(name)[made] = own_a
+                children.b(name)[made] = own_b
 
 
-def _alike(population: Stack, *, num_children: int) -> Iterator[list[str]]:
+def _is_crowded(layer: LayerShape, *, num_parents: int, rank: int) -> bool:
+    """Whether the parents' stacked factors have more rows than delta W itself."""
+    return num_parents > _FEW_PARENTS and num_parents * rank > min(layer.num_in, layer.num_out)
+
+
+def _alike(layers: Sequence[LayerShape], *, num_rows: int) -> Iterator[list[str]]:
     """Layers of one shape, by name: as many together as fit a batch. A call costs more than a small
-    layer's numbers."""
+    layer's numbers, `num_rows` for each input and output."""
     by_shape: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for layer in population.layout.layers:
+    for layer in layers:
         by_shape[layer.num_in, layer.num_out].append(layer.name)
     for (num_in, num_out), names in by_shape.items():
-        numbers = num_children * population.layout.rank * (num_in + num_out)
+        numbers = num_rows * (num_in + num_out)
         size = max(1, _BATCH_NUMBERS // numbers)
         yield from (names[first : first + size] for first in range(0, len(names), size))
 
@@ -169,8 +191,8 @@ class _Dense(NamedTuple):
     layer: str
     child: int
     matrix: torch.Tensor
-    start: torch.Tensor
-    """The parents' a, which nearly span what is kept."""
+    start: torch.Tensor | None
+    """The parents' a, which nearly span what is kept; None where they are too many to help."""
 
 
 def _blend_deltas(
@@ -222,24 +244,29 @@ def _num_at_a_time(population: Stack, *, numbers: int) -> int:
 
 
 def _unpacked(population: Stack, patch: _Patch, matrices: torch.Tensor) -> Iterator[_Dense]:
-    layer = patch.layer.name
+    layer, rank = patch.layer.name, population.layout.rank
     for i, (cross, matrix) in enumerate(zip(patch.crosses, matrices, strict=True)):
-        start = population.a(layer)[list(cross.parents)].flatten(0, 1)
+        start = None
+        if not _is_crowded(patch.layer, num_parents=len(cross.parents), rank=rank):
+            start = population.a(layer)[list(cross.parents)].flatten(0, 1)
         yield _Dense(layer, patch.first + i, matrix, start)
 
 
 def _of_one_shape(found: Sequence[_Dense]) -> list[list[_Dense]]:
-    groups: dict[tuple[torch.Size, torch.Size], list[_Dense]] = defaultdict(list)
+    groups: dict[tuple[torch.Size, torch.Size | None], list[_Dense]] = defaultdict(list)
     for one in found:
-        groups[one.matrix.shape, one.start.shape].append(one)
+        groups[one.matrix.shape, None if one.start is None else one.start.shape].append(one)
     return list(groups.values())
 
 
 def _cut(group: Sequence[_Dense], children: Stack) -> None:
     """Fill the children's factors."""
-    matrices, starts = [one.matrix for one in group], [one.start for one in group]
+    matrices = [one.matrix for one in group]
+    starts = [one.start for one in group if one.start is not None]
     rank = children.layout.rank
-    if len(group) == 1:
+    if not starts:
+        factors = [truncate_dense(matrix, rank=rank) for matrix in matrices]
+    elif len(group) == 1:
         factors = [low_rank(matrices[0], rank=rank, start=starts[0])]
     else:
         a, b = low_rank(torch.stack(matrices), rank=rank, start=torch.stack(starts))

@@ -6,7 +6,7 @@ from typing import Literal
 from rookery.errors import AdapterError
 from rookery.weights.draws import Key
 
-__all__ = ["Cross", "Space", "normalised", "require_parents", "shares"]
+__all__ = ["Cross", "Space", "Takes", "normalised", "require_parents", "shares"]
 
 Space = Literal["delta", "factor"]
 """Where parents are combined: on delta W = b @ a itself, or on a and b apart.
@@ -56,9 +56,27 @@ def shares(cross: Cross) -> tuple[float, ...]:
     return normalised(cross)
 
 
-def require_parents(cross: Cross, *, least: int, most: int | None, method: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takes:
+    """What an operator is defined for; asked before a run, and again of each child."""
+
+    least: int = 1
+    """Parents."""
+    most: int | None = None
+    """None: any number."""
+    is_convex: bool = False
+    """Weights are parts of a whole: none may be negative."""
+
+    @property
+    def parents(self) -> str:
+        """In words."""
+        if self.most is None:
+            return f"at least {self.least}"
+        return f"{self.least}" if self.most == self.least else f"{self.least} to {self.most}"
+
+
+def require_parents(cross: Cross, *, takes: Takes, method: str) -> None:
     """AdapterError unless the number of parents is one the operator is defined for."""
     num = len(cross.parents)
-    if num < least or (most is not None and num > most):
-        allowed = f"{least}" if most == least else f"at least {least}"
-        raise AdapterError(f"`{method}` got {num} parents; it needs {allowed}.")
+    if num < takes.least or (takes.most is not None and num > takes.most):
+        raise AdapterError(f"`{method}` got {num} parents; it needs {takes.parents}.")

@@ -5,7 +5,7 @@ nothing changes: the mean over keys is the linear combination.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from rookery.config import Config
 from rookery.weights.draws import Key, stream
 from rookery.weights.merge.blend import Blend, Drop, Floats, Integers
 from rookery.weights.merge.blocks import BLOCK, blocks, each
-from rookery.weights.merge.cross import Cross, Space, normalised
+from rookery.weights.merge.cross import Cross, Space, Takes, normalised
 from rookery.weights.merge.engines import open_rows
 from rookery.weights.merge.rows import Rows
 
@@ -31,6 +31,7 @@ _STEPS = 1 << 16
 
 
 class DareConfig(Config):
+    takes: ClassVar[Takes] = Takes()
     type: Literal["dare"] = "dare"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""

@@ -1,13 +1,13 @@
 """DARE-TIES: drop random entries of each parent as DARE does, then elect signs as TIES does."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.weights.merge.cross import Cross, Space, shares
+from rookery.weights.merge.cross import Cross, Space, Takes, shares
 from rookery.weights.merge.dare import drop_rows
 from rookery.weights.merge.rows import Rows
 
@@ -15,6 +15,7 @@ __all__ = ["DareTiesConfig", "dare_ties"]
 
 
 class DareTiesConfig(Config):
+    takes: ClassVar[Takes] = Takes(is_convex=True)
     type: Literal["dare_ties"] = "dare_ties"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""

@@ -3,16 +3,17 @@
 Convex combinations never leave the hull of the founders; this does.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rookery.config import Config
-from rookery.weights.merge.cross import Cross, Space, require_parents, shares
+from rookery.weights.merge.cross import Cross, Space, Takes, require_parents, shares
 from rookery.weights.merge.gram import Gram
 
 __all__ = ["ExtrapolateConfig", "extrapolate"]
 
 
 class ExtrapolateConfig(Config):
+    takes: ClassVar[Takes] = Takes(least=2, is_convex=True)
     type: Literal["extrapolate"] = "extrapolate"
     space: Space = "delta"
     """Combine delta W (exact) or the two factors apart."""
@@ -22,6 +23,6 @@ class ExtrapolateConfig(Config):
 
 def extrapolate(method: ExtrapolateConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:  # noqa: ARG001
     """The first parent is the one to go past; the weights of the others average them."""
-    require_parents(cross, least=2, most=None, method=method.type)
+    require_parents(cross, takes=method.takes, method=method.type)
     others = Cross(parents=cross.parents[1:], weights=cross.weights[1:])
     return (1 + method.step, *(-method.step * share for share in shares(others)))

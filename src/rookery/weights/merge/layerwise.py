@@ -1,11 +1,11 @@
 """Layer-wise: every block of the model takes one parent, or its own mixture of them."""
 
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rookery.config import Config
 from rookery.weights.draws import stream
-from rookery.weights.merge.cross import Cross, Space, shares
+from rookery.weights.merge.cross import Cross, Space, Takes, shares
 from rookery.weights.merge.gram import Gram
 
 __all__ = ["LayerwiseConfig", "layerwise"]
@@ -14,6 +14,7 @@ _BLOCK = re.compile(r"^.*?\.\d+(?=\.)")
 
 
 class LayerwiseConfig(Config):
+    takes: ClassVar[Takes] = Takes(is_convex=True)
     type: Literal["layerwise"] = "layerwise"
     space: Space = "delta"
     """Combine delta W (exact) or the two factors apart; the same thing when `mode` is pick."""

@@ -13,7 +13,7 @@ from rookery.weights.merge.linear import LinearConfig, linear
 from rookery.weights.merge.slerp import SlerpConfig, slerp
 from rookery.weights.merge.ties import TiesConfig, ties
 
-__all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig", "is_dense"]
+__all__ = ["BLENDS", "UNIFORM", "WEIGHINGS", "MergeConfig", "check_operator", "is_dense"]
 
 MergeConfig = Annotated[
     LinearConfig
@@ -44,3 +44,23 @@ BLENDS: Mapping[str, Callable[..., None]] = {"ties": ties, "dare": dare, "dare_t
 def is_dense(method: MergeConfig) -> bool:
     """Whether it builds the dense delta W of every layer."""
     return method.space == "delta" and method.type in BLENDS
+
+
+def check_operator(
+    method: MergeConfig, *, name: str, num_parents: int, has_negative_weights: bool
+) -> None:
+    """ValueError with a sentence unless every child of so many parents, with such weights, can be
+    made: for the check of a config, before anything runs. `name` is the operator's in the config.
+    """
+    takes = method.takes
+    if num_parents < takes.least or (takes.most is not None and num_parents > takes.most):
+        raise ValueError(
+            f"the crossover {name!r} ({method.type}) has num_parents: {num_parents}, and takes "
+            f"{takes.parents}: write another number, or another crossover such as linear"
+        )
+    if takes.is_convex and has_negative_weights:
+        raise ValueError(
+            f"the crossover {name!r} ({method.type}) is given weights that can be negative, and "
+            "takes parts of a whole: write weights: fitness, uniform or random, or use linear to "
+            "go beyond the parents"
+        )

@@ -5,10 +5,10 @@ the size of the update. In delta space the angle is between the two delta W.
 """
 
 from math import acos, sin
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rookery.config import Config
-from rookery.weights.merge.cross import Cross, Space, require_parents, shares
+from rookery.weights.merge.cross import Cross, Space, Takes, require_parents, shares
 from rookery.weights.merge.gram import Gram
 
 __all__ = ["SlerpConfig", "slerp"]
@@ -19,6 +19,7 @@ digits, or undefined, and the formula divides by almost nothing."""
 
 
 class SlerpConfig(Config):
+    takes: ClassVar[Takes] = Takes(least=2, most=2, is_convex=True)
     type: Literal["slerp"] = "slerp"
     space: Space = "delta"
     """Combine delta W (exact) or the two factors apart."""
@@ -30,7 +31,7 @@ def slerp(method: SlerpConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]
     The arc is taken between the directions, its length between the lengths: with lengths 1 and 3
     and shares (0.5, 0.5) the child has length 2.
     """
-    require_parents(cross, least=2, most=2, method=method.type)
+    require_parents(cross, takes=method.takes, method=method.type)
     first, second = shares(cross)
     products = gram.products()
     length_1, length_2 = float(products[0, 0]) ** 0.5, float(products[1, 1]) ** 0.5

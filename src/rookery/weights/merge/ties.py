@@ -8,7 +8,7 @@ divided once, over the parents that take part: equal parents give the parent.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.weights.merge.blend import Blend, Trim
 from rookery.weights.merge.blocks import each
-from rookery.weights.merge.cross import Cross, Space, shares
+from rookery.weights.merge.cross import Cross, Space, Takes, shares
 from rookery.weights.merge.engines import open_rows
 from rookery.weights.merge.rows import Rows
 
@@ -25,6 +25,7 @@ __all__ = ["TiesConfig", "ties"]
 
 
 class TiesConfig(Config):
+    takes: ClassVar[Takes] = Takes(is_convex=True)
     type: Literal["ties"] = "ties"
     space: Space = "delta"
     """Combine delta W (dense, then the best low-rank approximation) or the two factors apart."""

@@ -1,0 +1,126 @@
+"""Merges of many parents: as exact as of few, and no operator is asked for what it cannot make."""
+
+import time
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from weights.made import best_of_rank, dense, made
+
+from rookery.errors import AdapterError
+from rookery.search.parents import WeightRule, may_be_negative, parent_weights
+from rookery.search.streams import stream
+from rookery.types import Adapter, LoraFactors
+from rookery.weights import make_adapter
+from rookery.weights.delta import low_rank
+from rookery.weights.merge import (
+    DareConfig,
+    LinearConfig,
+    MergeConfig,
+    TiesConfig,
+    check_operator,
+    merge,
+)
+
+TYPES = ["linear", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
+RULES: list[WeightRule] = ["extrapolate", "fitness", "free", "random", "uniform"]
+WIDE = {"model.layers.0.a": (24, 40), "model.layers.0.b": (40, 24), "model.layers.1.a": (90, 90)}
+
+
+def test_a_sum_of_more_ranks_than_a_layer_has_is_the_best_of_its_rank() -> None:
+    parents = [made(seed, rank=4, shapes=WIDE) for seed in range(14)]
+    weights = [0.1 * index - 0.4 for index in range(14)]
+    child = merge(parents, weights=weights, method=LinearConfig(normalise=False), rank=6)
+    for layer in WIDE:
+        deltas = [dense(parent, shapes=WIDE)[layer] for parent in parents]
+        total = sum(
+            (weight * delta for weight, delta in zip(weights, deltas, strict=True)),
+            torch.zeros_like(deltas[0]),
+        )
+        assert torch.allclose(
+            dense(child, shapes=WIDE)[layer], best_of_rank(total, 6), atol=1e-3 * total.abs().max()
+        )
+
+
+def test_ties_of_many_parents_is_close_to_the_best_of_its_rank() -> None:
+    parents = [made(seed, rank=4, shapes=WIDE) for seed in range(14)]
+    weights = [1.0] * 14
+    exact = merge(parents, weights=weights, method=TiesConfig(), rank=90)
+    child = merge(parents, weights=weights, method=TiesConfig(), rank=6)
+    for layer, target in dense(exact, shapes=WIDE).items():
+        least = (target - best_of_rank(target, 6)).norm()
+        assert (dense(child, shapes=WIDE)[layer] - target).norm() < 1.01 * least
+
+
+def test_the_cost_of_a_merge_does_not_grow_with_the_cube_of_its_parents() -> None:
+    shapes = {"model.layers.0.a": (192, 192)}
+
+    def seconds(count: int) -> float:
+        parents = [made(seed, rank=8, shapes=shapes) for seed in range(count)]
+        best = 9.0
+        for _ in range(3):
+            began = time.process_time()
+            merge(parents, weights=[1.0] * count, method=LinearConfig(), rank=8)
+            best = min(best, time.process_time() - began)
+        return best
+
+    # Four times the parents took 40 times as long.
+    assert seconds(256) < 8 * seconds(64)
+
+
+def mixed(seed: int, ranks: tuple[int, ...]) -> Adapter:
+    """A rank of its own in each layer."""
+    rng = torch.Generator().manual_seed(seed)
+    factors = {
+        layer: LoraFactors(
+            a=torch.randn(rank, num_in, generator=rng),
+            b=torch.randn(num_out, rank, generator=rng),
+            scale=1.0,
+        )
+        for (layer, (num_in, num_out)), rank in zip(WIDE.items(), ranks, strict=True)
+    }
+    return make_adapter(f"mixed{seed}", base="tiny", factors=factors)
+
+
+@pytest.mark.parametrize("method", [TiesConfig(density=0.5), DareConfig(density=0.5)])
+def test_ranks_that_differ_from_layer_to_layer_lose_nothing(method: MergeConfig) -> None:
+    """The smaller ranks are filled with zeros, which span nothing."""
+    parents = [mixed(0, (1, 1, 12)), mixed(1, (1, 12, 1))]
+    exact = merge(parents, weights=[0.5, 0.5], method=method, rank=90, key=(1,))
+    child = merge(parents, weights=[0.5, 0.5], method=method, rank=12, key=(1,))
+    for layer, target in dense(exact, shapes=WIDE).items():
+        least = (target - best_of_rank(target, 12)).norm()
+        assert (dense(child, shapes=WIDE)[layer] - target).norm() < 1.02 * least
+
+
+def test_low_rank_together_is_low_rank_of_each() -> None:
+    rng = torch.Generator().manual_seed(0)
+    matrices = torch.randn(3, 30, 40, generator=rng)
+    start = torch.randn(3, 14, 40, generator=rng)
+    start[1, 2:] = 0
+    a, b = low_rank(matrices, rank=6, start=start)
+    for index, matrix in enumerate(matrices):
+        own_a, own_b = low_rank(matrix, rank=6, start=start[index])
+        assert torch.allclose(b[index] @ a[index], own_b @ own_a, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("num_parents", [2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_config_that_passes_can_be_carried_out(kind: str, num_parents: int, rule) -> None:
+    method: MergeConfig = TypeAdapter(MergeConfig).validate_python({"type": kind})
+    negative = may_be_negative(rule, reach=0.5)
+    try:
+        check_operator(method, name=kind, num_parents=num_parents, has_negative_weights=negative)
+        fits = True
+    except ValueError as error:
+        assert "takes" in str(error) and "write" in str(error)
+        fits = False
+    weights = parent_weights(rule, shares=[0.5] * num_parents, reach=0.5, rng=stream(1))
+    parents = [made(seed) for seed in range(num_parents)]
+    try:
+        merge(parents, weights=weights, method=method, key=(1,))
+        is_made = True
+    except AdapterError:
+        is_made = False
+    assert fits == is_made
