@@ -1,13 +1,8 @@
 """The embedded engine: a `Sampler` in this process, no server and no GPU needed."""
 
-from rookery.embedded.engine import (
-    EmbeddedEngine,
-    EngineConfig,
-    EngineStats,
-    open_engine,
-    run_engine,
-)
+from rookery.embedded.engine import EmbeddedEngine, EngineConfig, EngineStats
 from rookery.embedded.folders import ModelFolder, resolve_model
+from rookery.embedded.opening import open_engine, run_engine
 
 __all__ = [
     "EmbeddedEngine",

@@ -1,18 +1,31 @@
 """Requests -> jobs: everything that can be wrong with a request is said before it is queued."""
 
+from dataclasses import dataclass
+
 from rookery.embedded.batcher import SampleJob, ScoreJob
 from rookery.embedded.prefill import Prompt
 from rookery.errors import EngineError
 from rookery.slots import ModelShape
 from rookery.types import SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
-__all__ = ["sample_job", "score_job"]
+__all__ = ["Limits", "sample_job", "score_job"]
 
 
-def sample_job(request: SampleRequest, *, slot: int | None, shape: ModelShape) -> SampleJob:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What no request can exceed: the model's context, and the memory of the device."""
+
+    shape: ModelShape
+    memory_bytes: int
+    token_bytes: int
+    """What one cached token takes."""
+
+
+def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> SampleJob:
     """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
+    shape = limits.shape
     _check_params(request.params, shape)
-    _check_prompt(request.prompt, shape, reserve=1)
+    _check_prompt(request.prompt, limits, reserve=1)
     return SampleJob(
         request=request,
         prompt=Prompt(tokens=request.prompt, slot=slot),
@@ -20,9 +33,9 @@ def sample_job(request: SampleRequest, *, slot: int | None, shape: ModelShape) -
     )
 
 
-def score_job(request: ScoreRequest, *, slot: int | None, shape: ModelShape) -> ScoreJob:
-    _check_prompt(request.tokens, shape, reserve=0)
-    _check_tokens(request.labels, shape)
+def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> ScoreJob:
+    _check_prompt(request.tokens, limits, reserve=0)
+    _check_tokens(request.labels, limits.shape)
     if not 1 <= request.start <= len(request.tokens):
         raise EngineError(
             f"A score request starts at {request.start} of {len(request.tokens)} tokens; it may "
@@ -31,13 +44,22 @@ def score_job(request: ScoreRequest, *, slot: int | None, shape: ModelShape) -> 
     return ScoreJob(request=request, prompt=Prompt(tokens=request.tokens, slot=slot))
 
 
-def _check_prompt(tokens: TokenIds, shape: ModelShape, *, reserve: int) -> None:
+def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
     if not tokens:
         raise EngineError("A request has no prompt tokens; give at least one.")
+    shape = limits.shape
     limit = shape.context_tokens - reserve
     if len(tokens) > limit:
         raise EngineError(
-            f"A prompt has {len(tokens)} tokens; this model reads at most {limit}: shorten it."
+            f"A prompt has {len(tokens)} tokens; this model reads at most {limit}: "
+            f"{shape.beyond_context}."
+        )
+    needed_bytes = len(tokens) * limits.token_bytes
+    if needed_bytes > limits.memory_bytes:
+        raise EngineError(
+            f"A prompt has {len(tokens)} tokens, whose keys and values take "
+            f"{needed_bytes / 2**30:.3g} GiB; this device has "
+            f"{limits.memory_bytes / 2**30:.3g} GiB: shorten it, or load the model in bfloat16."
         )
     _check_tokens(tokens, shape)
 

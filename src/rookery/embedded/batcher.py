@@ -4,7 +4,8 @@
                      \\-> SampleJob: ready --a row is free--> decoding --stop or length--> answered
 
 One `step` is one prefill pass over what waits and one decoding step over all rows. Everything
-here is synchronous and belongs to one thread; `engine.py` drives it.
+here is synchronous and belongs to one thread; `engine.py` drives it. All of it runs in torch's
+inference mode: tensors made there may be written nowhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,6 +88,7 @@ class Batcher:
         self._model = model
         self._detokenize = detokenize
         self._prefill_tokens = prefill_tokens
+        self._max_rows = max_rows
         self._decode = DecodeBatch(model, max_rows=max_rows)
         self._waiting: list[Job] = []
         self._ready: list[SampleJob] = []
@@ -94,22 +96,40 @@ class Batcher:
         """In row order."""
         self._left: list[Job] = []
 
-    def add(self, jobs: Sequence[Job]) -> None:
+    def _add(self, jobs: Sequence[Job]) -> None:
         """Queue jobs. Sorted, so that those that share a prefix are computed close in time."""
         self._waiting.extend(sorted(jobs, key=lambda job: job.prompt.tokens))
         self.prefill.stats.requested_tokens += sum(len(job.prompt.tokens) for job in jobs)
 
-    def drop(self, jobs: Sequence[Job]) -> None:
+    def _drop(self, jobs: Sequence[Job]) -> None:
         """Forget jobs nobody waits for any more."""
         gone = set(map(id, jobs))
         for row in reversed(range(len(self._decoding))):
             if id(self._decoding[row].job) in gone:
                 self._remove_row(row)
-        for queue in (self._waiting, self._ready):
-            for job in [job for job in queue if id(job) in gone]:
-                self.prefill.release(job.prompt)
-                queue.remove(job)  # type: ignore[arg-type]
+        self._waiting = [job for job in self._waiting if id(job) not in gone]
+        self._ready = [job for job in self._ready if id(job) not in gone]
+        for job in jobs:
+            self.prefill.release(job.prompt)
 
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget all jobs and all prefixes, and give back the memory that grew with them."""
+        self._waiting, self._ready, self._decoding = [], [], []
+        self._decode = DecodeBatch(self._model, max_rows=self._max_rows)
+        self.prefill.set_cut(self.prefill.cut)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Forget every prefix that no job needs."""
+        self.prefill.clear()
+
+    @torch.inference_mode()
+    def forget(self, slot: int) -> None:
+        """Forget the prefixes of a slot that no job uses."""
+        self.prefill.forget(slot)
+
+    @torch.inference_mode()
     def set_cut(self, cut: int) -> None:
         """Move the border between trunk and branches; prompts that wait start over."""
         for job in self._waiting:
@@ -122,9 +142,15 @@ class Batcher:
         return not (self._waiting or self._ready or self._decoding)
 
     @torch.inference_mode()
-    def step(self) -> list[Job]:
-        """Advance everything once; returns the jobs that are answered."""
+    def step(self, added: Sequence[Job], dropped: Sequence[Job]) -> list[Job]:
+        """Take jobs in, forget others, advance the rest once; returns the jobs that are answered.
+
+        An answered job has left: it holds no memory and no row.
+        """
         self._left = []
+        self._add(added)
+        if dropped:
+            self._drop(dropped)
         if self._waiting:
             self.prefill.advance(
                 [job.prompt for job in self._admissible()], budget=self._prefill_tokens
@@ -133,6 +159,9 @@ class Batcher:
         self._start_sequences()
         if self._decoding:
             self._decode_once()
+        failed = [job for job in self._left if isinstance(job.result, EngineError)]
+        if failed:
+            self._drop(failed)
         return self._left
 
     def _admissible(self) -> list[Job]:

@@ -27,7 +27,7 @@ class DecodeBatch:
     def __init__(self, model: SlottedModel, *, max_rows: int) -> None:
         self._model = model
         self._max_rows = max_rows
-        self._pool = self._make_pool(_GROWTH)
+        self._pool = self._make_pool(1, _GROWTH)
         self._lengths: list[int] = []
         self._slots: list[int | None] = []
         self._plan: SlotRows | None = None
@@ -44,8 +44,8 @@ class DecodeBatch:
     def add(self, keys_and_values: torch.Tensor, *, slot: int | None) -> int:
         """Start a row from a prompt's [layers, 2, KV, tokens, D]; returns its number."""
         length = keys_and_values.shape[3]
-        self._reserve(length + 1)
         row = len(self._lengths)
+        self._reserve(row + 1, max(length, *self._lengths, 0) + 1)
         self._pool[:, :, row, :, :length] = keys_and_values
         self._lengths.append(length)
         self._slots.append(slot)
@@ -59,8 +59,9 @@ class DecodeBatch:
             length = self._lengths[last]
             self._pool[:, :, row, :, :length] = self._pool[:, :, last, :, :length]
             self._lengths[row], self._slots[row] = length, self._slots[last]
-        # Masked keys are read: nothing of an ended row, NaN least of all, may stay behind.
-        self._pool[:, :, last, :, : self._lengths[last]] = 0
+        # Masked keys are read: nothing of an ended row, NaN least of all, may stay behind. One more
+        # than its length: a step that failed had written that far.
+        self._pool[:, :, last, :, : self._lengths[last] + 1] = 0
         self._lengths.pop()
         self._slots.pop()
         self._is_planned = False
@@ -69,7 +70,7 @@ class DecodeBatch:
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Feed one token to every row, in row order; returns logits [rows, vocabulary]."""
         device = self._pool.device
-        self._reserve(max(self._lengths) + 1)
+        self._reserve(len(self._lengths), max(self._lengths) + 1)
         positions = torch.tensor(self._lengths, device=device)
         attend = _PoolAttend(self._pool, positions)
         rows = self._slot_rows()
@@ -96,21 +97,27 @@ class DecodeBatch:
             self._is_planned = True
         return self._plan
 
-    def _make_pool(self, num_tokens: int) -> torch.Tensor:
+    def _make_pool(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """[layers, 2, rows, KV, tokens, D], zeros: masked keys are read, so they must be finite."""
         shape = self._model.shape
         like = torch.empty(0, dtype=self._model.dtype, device=self._model.device)
-        rows = (self._max_rows, shape.num_kv_heads, num_tokens, shape.head_dim)
+        rows = (num_rows, shape.num_kv_heads, num_tokens, shape.head_dim)
         return zero_pages((shape.num_layers, 2, *rows), like=like)
 
-    def _reserve(self, num_tokens: int) -> None:
-        have = self._pool.shape[4]
-        if num_tokens <= have:
+    def _reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room. Both sides are sized by what is in use: a long row alone takes one row."""
+        have_rows, have_tokens = self._pool.shape[2], self._pool.shape[4]
+        if num_rows <= have_rows and num_tokens <= have_tokens:
             return
-        old = self._pool
-        self._pool = self._make_pool(-(-max(num_tokens, have * 3 // 2) // _GROWTH) * _GROWTH)
-        rows = len(self._lengths)
-        self._pool[:, :, :rows, :, :have] = old[:, :, :rows]
+        if num_tokens > have_tokens:
+            num_tokens = max(num_tokens, have_tokens * 3 // 2)
+        pool = self._make_pool(
+            min(1 << (num_rows - 1).bit_length(), self._max_rows),
+            -(-num_tokens // _GROWTH) * _GROWTH,
+        )
+        rows, tokens = len(self._lengths), max(self._lengths, default=0)
+        pool[:, :, :rows, :, :tokens] = self._pool[:, :, :rows, :, :tokens]
+        self._pool = pool
 
 
 class _PoolAttend:

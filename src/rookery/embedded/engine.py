@@ -6,36 +6,34 @@
 
 | stage    | consumes          | produces       | waits for                             |
 |----------|-------------------|----------------|---------------------------------------|
-| callers  | requests          | jobs in inbox  | their jobs' answers                   |
-| driver   | inbox             | answers        | the inbox, while nothing is in flight |
+| callers  | requests          | jobs in calls  | their jobs' answers                   |
+| driver   | jobs              | answers        | new jobs, while nothing is in flight  |
 | a thread | one batcher step  | answered jobs  | nothing                               |
 
-Only the thread that runs a step, or the driver between two steps, touches the batcher. That one
-thread does all the arithmetic, from loading the weights on: torch keeps a team of workers for every
-thread that computes, and with more workers than cores each call waits for them to wake up.
+One thread does all the arithmetic, from loading the weights on, and nothing else touches tensors:
+torch keeps a team of workers for every thread that computes, and with more workers than cores each
+call waits for them to wake up. When the engine is closed or stops at an unexpected error, all who
+wait are told at once and later calls are refused.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from pydantic import Field
-from transformers import AutoTokenizer
 
 from rookery.config import Config
-from rookery.embedded.admission import sample_job, score_job
-from rookery.embedded.batcher import Batcher, Job
-from rookery.embedded.folders import resolve_model
-from rookery.errors import EngineError, ModelError, boundary
-from rookery.slots import SlottedModel, load_model
-from rookery.slots.linear import can_pack
+from rookery.embedded.admission import Limits, sample_job, score_job
+from rookery.embedded.batcher import Batcher
+from rookery.embedded.calls import Calls
+from rookery.embedded.pool import memory_bytes
+from rookery.errors import EngineError, RookeryError
+from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.types import (
     Adapter,
@@ -46,7 +44,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats", "open_engine", "run_engine"]
+__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -75,7 +73,7 @@ class EngineConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Tokens since the start."""
+    """Tokens since the start, and what is held now."""
 
     requested_tokens: int
     """Prompt tokens as asked for."""
@@ -84,25 +82,19 @@ class EngineStats:
     trunk_tokens: int
     """Prompt tokens computed below the first adapted layer: once for all models."""
     decoded_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values are held now, once per model and once below them."""
+    num_in_flight: int
+    """Requests that are being computed now, or wait for it."""
 
 
 @dataclass(slots=True)
 class _Served:
-    """A loaded adapter: its slot, how often it was loaded, what is in flight on it."""
+    """A loaded adapter: its slot, the lowest layer it adapts, how often it was loaded."""
 
     slot: int
-    adapter: Adapter
+    first_layer: int
     num_loads: int = 1
-    num_in_flight: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One `sample` or `score` call: its jobs and who waits for them."""
-
-    jobs: list[Job]
-    done: asyncio.Future[None]
-    num_open: int
 
 
 class EmbeddedEngine:
@@ -121,21 +113,25 @@ class EmbeddedEngine:
         self.config = config
         self._model = model
         self._thread = thread
+        token_bytes = model.shape.token_bytes(model.dtype)
+        self._limits = Limits(
+            shape=model.shape,
+            memory_bytes=memory_bytes(model.device),
+            token_bytes=token_bytes,
+        )
         self._batcher = Batcher(
             model,
             detokenize=detokenize,
             max_rows=config.max_rows,
             prefill_tokens=config.prefill_tokens,
-            cache_tokens=int(config.cache_gib * 2**30 / model.shape.token_bytes(model.dtype)),
+            cache_tokens=int(config.cache_gib * 2**30 / token_bytes),
         )
         self._served: dict[ModelRef, _Served] = {}
-        self._calls: dict[int, _Call] = {}
-        # Filled by callers, drained by the driver between steps; bounded by the callers, each of
-        # which waits for its own call before it makes another.
-        self._inbox: list[_Call] = []
-        self._dropped: list[_Call] = []
-        self._wake = asyncio.Event()
+        self._calls = Calls()
         self._between_steps = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._ended = ""
+        """Why nothing is served any more; empty while the engine runs."""
 
     @property
     def stats(self) -> EngineStats:
@@ -145,6 +141,8 @@ class EmbeddedEngine:
             prompt_tokens=stats.branch_tokens,
             trunk_tokens=stats.trunk_tokens,
             decoded_tokens=self._batcher.num_decoded,
+            cached_tokens=self._batcher.prefill.num_cached,
+            num_in_flight=self._calls.num_in_flight,
         )
 
     @property
@@ -172,63 +170,71 @@ class EmbeddedEngine:
         return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        jobs = [sample_job(r, slot=self._slot(r.model), shape=self._model.shape) for r in requests]
-        await self._submit(list(jobs))
+        self._require_running()
+        jobs = [sample_job(r, slot=self._slot(r.model), limits=self._limits) for r in requests]
+        await self._calls.answered(jobs)
         return [_answer(job.result) for job in jobs]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        jobs = [score_job(r, slot=self._slot(r.model), shape=self._model.shape) for r in requests]
-        await self._submit(list(jobs))
+        self._require_running()
+        jobs = [score_job(r, slot=self._slot(r.model), limits=self._limits) for r in requests]
+        await self._calls.answered(jobs)
         return [_answer(job.result) for job in jobs]
 
     async def load(self, adapter: Adapter) -> ModelRef:
         """Check the adapter against the model, then give it a slot."""
         ref = ModelRef(name=adapter.name, version=adapter.version)
         async with self._between_steps:
+            self._require_running()
             served = self._served.get(ref)
             if served is not None:
                 served.num_loads += 1
                 return ref
-            self._model.bank.check(adapter, max_rank=self.config.max_rank)
             used = {s.slot for s in self._served.values()}
             slot = next(i for i in range(len(used) + 1) if i not in used)
-            await _run_in(self._thread, self._model.bank.put, slot, adapter)
-            self._batcher.prefill.forget(slot)
-            self._served[ref] = _Served(slot=slot, adapter=adapter)
-            self._place_cut()
+            num_layers = self._model.shape.num_layers
+            first = first_adapted_layer(list(adapter.factors), num_layers=num_layers)
+            cut = min([first, *(s.first_layer for s in self._served.values())])
+            await self._compute(self._put, slot, adapter, cut)
+            self._served[ref] = _Served(slot=slot, first_layer=first)
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
         async with self._between_steps:
+            self._require_running()
             served = self._known(ref)
             if served is None:
                 raise EngineError("The base model cannot be unloaded.")
             served.num_loads -= 1
-            self._retire()
+            await self._retire()
 
     async def reset_prefix_cache(self) -> None:
         """Forget every prefix nothing in flight needs: what is asked next is computed anew."""
         async with self._between_steps:
-            self._batcher.prefill.clear()
+            self._require_running()
+            await self._compute(self._batcher.clear)
 
-    def _retire(self) -> None:
+    async def _retire(self) -> None:
         """Free the slots of adapters that are unloaded and have nothing in flight.
 
         Called between steps only. The cut stays: lowering it would forget every prefix.
         """
         for ref, served in list(self._served.items()):
-            if served.num_loads <= 0 and served.num_in_flight == 0:
+            if served.num_loads <= 0 and not self._calls.uses(ref):
                 del self._served[ref]
-                self._batcher.prefill.forget(served.slot)
-                self._model.bank.clear(served.slot)
+                await self._compute(self._free, served.slot)
 
-    def _place_cut(self) -> None:
-        """Let the trunk end below the first adapted layer of any adapter."""
-        names = [name for s in self._served.values() for name in s.adapter.factors]
-        cut = first_adapted_layer(names, num_layers=self._model.shape.num_layers)
+    def _put(self, slot: int, adapter: Adapter, cut: int) -> None:
+        """Fill a free slot, and let the trunk end below the first adapted layer of any adapter."""
+        self._model.bank.check(adapter, max_rank=self.config.max_rank)
+        self._model.bank.put(slot, adapter)
         current = self._batcher.prefill.cut
         if cut < current or (cut > current and self._batcher.is_idle):
             self._batcher.set_cut(cut)
+
+    def _free(self, slot: int) -> None:
+        self._batcher.forget(slot)
+        self._model.bank.clear(slot)
 
     def _known(self, ref: ModelRef) -> _Served | None:
         if ref == self.base:
@@ -243,145 +249,85 @@ class EmbeddedEngine:
         served = self._known(ref)
         return None if served is None else served.slot
 
-    async def _submit(self, jobs: list[Job]) -> None:
-        """Queue the jobs of one call and wait until all are answered."""
-        if not jobs:
-            return
-        call = _Call(jobs, asyncio.get_running_loop().create_future(), len(jobs))
-        refs = [job.request.model for job in jobs if job.request.model != self.base]
-        for ref in refs:
-            self._served[ref].num_in_flight += 1
-        self._inbox.append(call)
-        self._wake.set()
-        try:
-            await call.done
-        except asyncio.CancelledError:
-            self._dropped.append(call)
-            self._wake.set()
-            raise
-        finally:
-            for ref in refs:
-                self._served[ref].num_in_flight -= 1
-            self._wake.set()  # the driver frees slots that were unloaded meanwhile
+    def _require_running(self) -> None:
+        if self._ended:
+            raise EngineError(self._ended)
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("Call the engine from the event loop that opened it, not another.")
+
+    def close(self) -> None:
+        """Tell everyone who waits, and refuse what comes later. `open_engine` calls this."""
+        self._end(_CLOSED)
+
+    def _end(self, message: str) -> None:
+        if not self._ended:
+            self._ended = message
+            self._calls.end(message)
 
     async def drive(self) -> None:
-        """Run steps while there is work; `open_engine` keeps this going."""
-        while True:
-            await self._wake.wait()
-            async with self._between_steps:
-                self._take_calls()
-                if self._batcher.is_idle:
-                    self._wake.clear()
-                    continue
-                try:
-                    answered = await _run_in(self._thread, self._batcher.step)
-                except (RuntimeError, MemoryError) as error:
-                    self._fail_all(error)
-                    continue
-            for job in answered:
-                self._answer(job)
+        """Run steps while there is work, until the engine ends; `open_engine` keeps this going."""
+        try:
+            while not self._ended:
+                await self._calls.changed.wait()
+                async with self._between_steps:
+                    if not self._ended:
+                        await self._retire()
+                        await self._step()
+        except EngineError as error:
+            self._end(str(error))
+        finally:
+            self._end(_CLOSED)
 
-    def _take_calls(self) -> None:
-        self._retire()
-        for call in self._inbox:
-            self._calls.update({id(job): call for job in call.jobs})
-        self._batcher.add([job for call in self._inbox for job in call.jobs])
-        self._inbox.clear()
-        for call in self._dropped:
-            self._batcher.drop(call.jobs)
-            for job in call.jobs:
-                self._calls.pop(id(job), None)
-        self._dropped.clear()
-
-    def _answer(self, job: Job) -> None:
-        call = self._calls.pop(id(job), None)
-        if call is None:
+    async def _step(self) -> None:
+        """One step of the batcher, and its answers to those who wait for them."""
+        added, dropped = self._calls.take()
+        if not (added or dropped) and self._batcher.is_idle:
+            self._calls.changed.clear()
             return
-        call.num_open -= 1
-        if call.num_open == 0 and not call.done.done():
-            call.done.set_result(None)
+        try:
+            answered = await self._compute(self._batcher.step, added, dropped)
+        except EngineError as error:
+            self._require_running()
+            await self._compute(self._batcher.reset)
+            self._calls.fail(str(error))
+            return
+        self._calls.leave([*answered, *dropped])
 
-    def _fail_all(self, error: Exception) -> None:
-        """A step died (out of memory, a kernel error): every job in flight gets that answer."""
-        logger.error("an engine step failed: %s", error)
-        calls = {id(call): call for call in self._calls.values()}.values()
-        for call in calls:
-            self._batcher.drop(call.jobs)
-            if not call.done.done():
-                call.done.set_exception(
-                    EngineError(
-                        f"The engine failed: {error}. If memory is short lower max_rows, "
-                        "prefill_tokens or cache_gib."
-                    )
-                )
-        self._calls.clear()
+    async def _compute(
+        self, function: Callable[Given, Answer], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Answer:
+        """Run what touches tensors in the engine's thread.
 
-
-@asynccontextmanager
-async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
-    """Load the model and keep the engine running inside the block."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch sees no GPU here: write cpu or auto.")
-    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        folder = await _run_in(thread, resolve_model, config.model)
-        model = await _run_in(
-            thread, load_model, folder.path, device=device, dtype=config.dtype, names=folder.names
-        )
-        if can_pack(device=model.device, dtype=model.dtype):
-            await _run_in(thread, model.pack)
-        with boundary(ModelError, f"The tokenizer of {config.model} cannot be loaded"):
-            tokenizer = await _run_in(thread, AutoTokenizer.from_pretrained, folder.path)
-
-        def detokenize(tokens: Sequence[int]) -> str:
-            text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-            return text
-
-        engine = EmbeddedEngine(
-            model, config=config, detokenize=detokenize, name=folder.name, thread=thread
-        )
-        async with _driven(engine):
-            yield engine
+        It runs to its end there although the caller is cancelled. Short memory is an error of this
+        call; after any other unexpected error nothing computed is to be trusted: the engine ends.
+        """
+        running = self._loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except RookeryError:
+            raise
+        except Exception as error:
+            detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            if _is_short_memory(error):
+                raise EngineError(
+                    f"The engine's memory is short: {detail}. Ask for less at once, or lower "
+                    "max_rows, prefill_tokens or cache_gib."
+                ) from error
+            logger.exception("the engine stops")
+            self._end(
+                f"The engine stopped at an unexpected error, {type(error).__name__}: {detail}. "
+                "Leave its block and open a new one."
+            )
+            raise EngineError(self._ended) from error
 
 
-@asynccontextmanager
-async def run_engine(
-    model: SlottedModel,
-    *,
-    config: EngineConfig,
-    detokenize: Callable[[Sequence[int]], str],
-    name: str,
-) -> AsyncIterator[EmbeddedEngine]:
-    """Keep an engine over a model that is loaded already running inside the block."""
-    with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
-        engine = EmbeddedEngine(
-            model, config=config, detokenize=detokenize, name=name, thread=thread
-        )
-        async with _driven(engine):
-            yield engine
+_CLOSED = "The engine is closed: await every call inside its `async with` block."
 
 
-@asynccontextmanager
-async def _driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
-    driver = asyncio.create_task(engine.drive(), name="rookery-engine")
-    try:
-        yield
-    finally:
-        driver.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await driver
-
-
-async def _run_in(
-    thread: Executor,
-    function: Callable[Given, Answer],
-    *args: Given.args,
-    **kwargs: Given.kwargs,
-) -> Answer:
-    return await asyncio.get_running_loop().run_in_executor(
-        thread, partial(function, *args, **kwargs)
+def _is_short_memory(error: Exception) -> bool:
+    """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 

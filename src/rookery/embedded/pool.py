@@ -5,12 +5,21 @@ Places need not lie together: attention gathers them by index.
 """
 
 import math
+import os
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-__all__ = ["TokenPool", "zero_pages"]
+__all__ = ["TokenPool", "memory_bytes", "zero_pages"]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the device, taken or free: what needs more can never be held."""
+    if device.type == "cuda":
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return total
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
@@ -55,11 +64,13 @@ class TokenPool:
         self._num_free += len(places)
 
     def _grow(self, missing: int) -> None:
+        """More places. Where memory is too short for them all, nothing has changed."""
         have = len(self._free)
         extra = max(missing, have // 2)
         room = self.kv.new_zeros(*self.kv.shape[:3], extra, self.kv.shape[4])
-        self.kv = torch.cat([self.kv, room], dim=3)
-        self.hidden = torch.cat([self.hidden, self.hidden.new_zeros(extra, self.hidden.shape[1])])
+        kv = torch.cat([self.kv, room], dim=3)
+        hidden = torch.cat([self.hidden, self.hidden.new_zeros(extra, self.hidden.shape[1])])
+        self.kv, self.hidden = kv, hidden
         free = torch.empty(have + extra, dtype=torch.long)
         free[: self._num_free] = self._free[: self._num_free]
         free[self._num_free : self._num_free + extra] = torch.arange(have, have + extra)

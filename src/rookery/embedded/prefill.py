@@ -73,11 +73,16 @@ class Prefill:
 
     def set_cut(self, cut: int) -> None:
         """Forget everything and put the border between trunk and branches at layer `cut`."""
+        trunk, branch = self._make_pool(cut), self._make_pool(self._model.shape.num_layers - cut)
         self.cut = cut
-        self._trunk_pool = self._make_pool(cut)
-        self._branch_pool = self._make_pool(self._model.shape.num_layers - cut)
+        self._trunk_pool, self._branch_pool = trunk, branch
         self._trunk = PrefixTree(self._trunk_pool)
         self._branches: dict[int | None, PrefixTree] = {}
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens held now, those of the trunk and of each branch."""
+        return self._trunk_pool.num_taken + self._branch_pool.num_taken
 
     def clear(self) -> None:
         """Forget every prefix that no work in progress needs."""
@@ -85,10 +90,11 @@ class Prefill:
             tree.clear()
 
     def forget(self, slot: int) -> None:
-        """Drop a slot's branch: its weights are about to change."""
+        """Drop a slot's branch: its weights are about to change. No prompt may be in it."""
         branch = self._branches.pop(slot, None)
         if branch is not None:
             branch.clear()
+            assert not branch.root.children, "a prompt is still in the branch"
 
     def _make_pool(self, layers: int) -> TokenPool:
         shape = self._model.shape
@@ -142,7 +148,7 @@ class Prefill:
         for node in (prompt.leaf, prompt.trunk):
             if node is not None:
                 node.pins -= 1
-        prompt.leaf = prompt.trunk = None
+        prompt.leaf = prompt.trunk = prompt.pools = None
 
     def hidden(self, prompt: Prompt, start: int) -> torch.Tensor:
         """What the last layer made of the tokens from `start` to the end: [tokens, hidden]."""

@@ -95,13 +95,15 @@ def _forward(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    attend: Attend,
+    attend: Attend | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """The signature transformers calls; `attend` travels through the layers' keyword arguments."""
     del attention_mask
+    if attend is None:
+        raise TypeError("they do not pass keyword arguments on to their attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     heads = Heads(layer=layer, scale=scaling, softcap=softcap, window=sliding_window)
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)

@@ -8,11 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rookery.errors import ModelError, boundary
 from rookery.model_names import model_names
-from rookery.slots.attention import ATTENTION, CausalAttend
+from rookery.slots.attention import ATTENTION, CausalAttend, Heads
 from rookery.slots.model import SlottedModel
-from rookery.slots.probe import agree, gap, probe_tokens
+from rookery.slots.positions import PositionEncoding
+from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
 __all__ = ["load_model"]
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_model(
@@ -37,14 +40,29 @@ def load_model(
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
     _check_parts(model, folder)
-    tokens = probe_tokens(vocab_size=config.get_text_config().vocab_size, device=model.device)
+    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
+    with boundary(
+        ModelError,
+        f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
+        remedy={Exception: "Serve this model with vLLM."},
+    ):
+        return _slotted(model, names=model_names(*known), folder=folder)
+
+
+def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:
+    """The model with slots, once a probe came out of it as out of transformers."""
+    text = model.config.get_text_config()
+    context_tokens = PositionEncoding(model.get_decoder()).fixed_tokens(
+        text.max_position_embeddings
+    )
+    probe = Probe(text.vocab_size, context_tokens, device=model.device)
     with torch.inference_mode():
-        expected = model(tokens[None]).logits[0].float()
+        expected = model(probe.tokens, position_ids=probe.positions).logits.flatten(0, 1).float()
     _check_finite(model, expected, folder)
     model.set_attn_implementation(ATTENTION)
-    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
-    slotted = SlottedModel(model, names=model_names(*known))
-    _check_probe(slotted, tokens, expected, folder)
+    slotted = SlottedModel(model, names=names)
+    heads = _check_probe(slotted, probe, expected, folder)
+    _check_windows(model, heads, folder)
     return slotted
 
 
@@ -72,14 +90,28 @@ def _check_finite(model: PreTrainedModel, logits: torch.Tensor, folder: Path) ->
 
 
 def _check_probe(
-    model: SlottedModel, tokens: torch.Tensor, expected: torch.Tensor, folder: Path
-) -> None:
-    attend = CausalAttend([len(tokens)], device=model.device)
-    positions = torch.arange(len(tokens), device=model.device)
+    model: SlottedModel, probe: Probe, expected: torch.Tensor, folder: Path
+) -> list[Heads]:
+    attend = HeadsSeen(CausalAttend(probe.lengths, device=model.device))
     with torch.inference_mode():
-        got = model.logits(model.layers(model.embed(tokens), positions, attend=attend))
+        hidden = model.embed(probe.tokens.flatten())
+        hidden = model.layers(hidden, probe.positions.flatten(), attend=attend)
+        got = model.logits(hidden)
     if not agree(got, expected, dtype=model.dtype):
         raise ModelError(
             f"{folder}: this architecture's forward pass does more than the embedded engine "
             f"drives (probe logits differ by {gap(got, expected):.3g}). Serve this model with vLLM."
         )
+    return attend.heads
+
+
+def _check_windows(model: PreTrainedModel, heads: list[Heads], folder: Path) -> None:
+    """The probe is shorter than most windows: what each layer may see is compared by itself."""
+    text = model.config.get_text_config()
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        window = text.sliding_window if kind == "sliding_attention" else None
+        if kind not in _LAYER_TYPES or heads[index].window != window:
+            raise ModelError(
+                f"{folder}: layer {index} is of the type {kind}, which the embedded engine would "
+                f"run with a window of {heads[index].window} tokens. Serve this model with vLLM."
+            )

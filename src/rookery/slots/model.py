@@ -10,7 +10,6 @@ their order is driven from here, a model whose forward pass does more than embed
 head is found out when it is loaded: a probe runs through both and must agree.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.bank import SlotBank
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
 from rookery.slots.linear import ActiveRows, SlottedLinear
-from rookery.slots.probe import HeadsSeen, agree, probe_tokens
+from rookery.slots.positions import PositionEncoding
+from rookery.slots.probe import HeadsSeen, Probe, agree
 from rookery.slots.rows import SlotRows
 
 __all__ = ["ModelShape", "SlottedModel", "first_adapted_layer"]
@@ -42,6 +42,8 @@ class ModelShape:
     vocab_size: int
     context_tokens: int
     eos_tokens: tuple[int, ...]
+    beyond_context: str = "shorten it"
+    """What to do with more tokens than `context_tokens`, as the end of a sentence."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """What one cached token takes: its keys and values of all layers and a hidden state."""
@@ -55,15 +57,13 @@ class SlottedModel:
     def __init__(self, model: PreTrainedModel, *, names: frozenset[str]) -> None:
         self.device = model.device
         self.dtype = model.dtype
-        self.shape = _shape(model)
         self._model = model
         self._decoder: Any = model.get_decoder()
+        self._positions = PositionEncoding(self._decoder)
+        self.shape = _shape(model, self._positions)
         self._norm: Any = getattr(
             self._decoder, "norm", getattr(self._decoder, "final_layernorm", None)
         )
-        self._layer_types: list[str] | None = None
-        if "layer_type" in inspect.signature(self._decoder.rotary_emb.forward).parameters:
-            self._layer_types = self._decoder.config.layer_types
         self._softcap: float | None = getattr(self._decoder.config, "final_logit_softcapping", None)
         self._active = ActiveRows()
         self._fused: list[FusedLayer] | None = None
@@ -98,13 +98,13 @@ class SlottedModel:
 
     def _agreeing_fusion(self) -> list[FusedLayer] | None:
         """The layers fused, if that computes what transformers' own layers compute."""
-        tokens = probe_tokens(vocab_size=self.shape.vocab_size, device=self.device)
-        positions = torch.arange(len(tokens), device=self.device)
-        attend = HeadsSeen(CausalAttend([len(tokens)], device=self.device))
+        probe = Probe(self.shape.vocab_size, self.shape.context_tokens, device=self.device)
+        attend = HeadsSeen(CausalAttend(probe.lengths, device=self.device))
         indices = range(self.shape.num_layers)
         with torch.inference_mode():
-            hidden = self.embed(tokens)
-            rope = self._rope(hidden[None], positions[None])
+            hidden = self.embed(probe.tokens.flatten())
+            positions = probe.positions.flatten()
+            rope = self._positions(hidden[None], positions[None])
             expected = self._run(hidden, indices, positions, rope, attend)
             fused = fuse(self._decoder.layers, attend.heads, active=self._active)
             if fused is None or any(c.shape[-1] != self.shape.head_dim for c, _ in rope.values()):
@@ -127,7 +127,7 @@ class SlottedModel:
         span: range | None = None,
     ) -> torch.Tensor:
         """Run the layers of `span` (all of them by default) over packed rows."""
-        rope = self._rope(hidden[None], positions[None])
+        rope = self._positions(hidden[None], positions[None])
         indices = span if span is not None else range(self.shape.num_layers)
         with self._rows(rows):
             if self._fused is not None:
@@ -148,7 +148,7 @@ class SlottedModel:
                 states,
                 attention_mask=None,
                 position_ids=positions[None],
-                position_embeddings=rope[self._layer_type(index)],
+                position_embeddings=rope[self._positions.kind(index)],
                 past_key_values=None,
                 attend=attend,
             )
@@ -164,11 +164,8 @@ class SlottedModel:
     ) -> torch.Tensor:
         rotations = {kind: Rotation(cos, sin) for kind, (cos, sin) in rope.items()}
         for index in indices:
-            hidden = layers[index](hidden, rotations[self._layer_type(index)], attend)
+            hidden = layers[index](hidden, rotations[self._positions.kind(index)], attend)
         return hidden
-
-    def _layer_type(self, index: int) -> str:
-        return self._layer_types[index] if self._layer_types else ""
 
     def logits(self, hidden: torch.Tensor, *, rows: SlotRows | None = None) -> torch.Tensor:
         """Final norm and head: [rows, hidden] -> float32 [rows, vocabulary]."""
@@ -177,12 +174,6 @@ class SlottedModel:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
-
-    def _rope(self, states: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        rotary = self._decoder.rotary_emb
-        if self._layer_types is None:
-            return {"": rotary(states, positions)}
-        return {kind: rotary(states, positions, kind) for kind in set(self._layer_types)}
 
     @contextmanager
     def _rows(self, rows: SlotRows | None) -> Iterator[None]:
@@ -199,8 +190,10 @@ def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) ->
     return min(found, default=num_layers)
 
 
-def _shape(model: PreTrainedModel) -> ModelShape:
+def _shape(model: PreTrainedModel, positions: PositionEncoding) -> ModelShape:
     config = model.config.get_text_config()
+    declared: int = config.max_position_embeddings
+    context_tokens = positions.fixed_tokens(declared)
     heads = config.num_attention_heads
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
@@ -211,6 +204,10 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        context_tokens=config.max_position_embeddings,
+        context_tokens=context_tokens,
+        beyond_context="shorten it"
+        if context_tokens == declared
+        else "shorten it, or serve the model with vLLM; in longer sequences its position encoding "
+        "changes for every token",
         eos_tokens=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
     )

@@ -1,18 +1,29 @@
-"""A short pass that two ways of running a model must agree on."""
+"""A short pass that two ways of running a model must agree on.
+
+It reads the first positions of the context and its last ones: layers that treat positions in
+another way from some point on differ there.
+"""
 
 import torch
 
 from rookery.slots.attention import Attend, Heads
 
-__all__ = ["HeadsSeen", "agree", "gap", "probe_tokens"]
+__all__ = ["HeadsSeen", "Probe", "agree", "gap"]
 
 _NUM_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """How far results may differ: other kernels sum in another order, a wrong pass is far off."""
 
 
-def probe_tokens(*, vocab_size: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(_NUM_TOKENS, device=device) % vocab_size
+class Probe:
+    """Two sequences of the same tokens, [2, tokens]: at the start of the context and at its end."""
+
+    def __init__(self, vocab_size: int, context_tokens: int, *, device: torch.device) -> None:
+        first = torch.arange(_NUM_TOKENS, device=device)
+        last = first + max(0, context_tokens - _NUM_TOKENS)
+        self.tokens = (first % vocab_size).expand(2, -1)
+        self.positions = torch.stack((first, last))
+        self.lengths = [_NUM_TOKENS, _NUM_TOKENS]
 
 
 def gap(got: torch.Tensor, expected: torch.Tensor) -> float:

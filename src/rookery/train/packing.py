@@ -95,7 +95,7 @@ def _complaint(datum: Datum, shape: ModelShape) -> str:
     if len(input_tokens(datum)) > shape.context_tokens:
         return (
             f"has {len(input_tokens(datum))} tokens to read; this model reads at most "
-            f"{shape.context_tokens}: shorten it"
+            f"{shape.context_tokens}: {shape.beyond_context}"
         )
     wrong = next((token for token in datum.tokens if not 0 <= token < shape.vocab_size), None)
     if wrong is not None:

@@ -1,0 +1,105 @@
+"""The calls that wait for answers: every one ends with its answers or with a sentence.
+
+    callers: await calls.answered(jobs)        driver: added, dropped = calls.take()
+                                                       calls.leave(jobs)    # answered or dropped
+                                                       calls.fail(message)  # all that were taken
+
+A job counts as in flight until `leave` or `fail`, also when its caller was cancelled: until then
+the batcher may hold memory for it and compute with its adapter.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rookery.embedded.batcher import Job
+from rookery.errors import EngineError
+from rookery.types import ModelRef
+
+__all__ = ["Calls"]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One `sample` or `score` call: its jobs and who waits for them."""
+
+    jobs: Sequence[Job]
+    done: asyncio.Future[None]
+    num_open: int
+
+
+class Calls:
+    """Belongs to one event loop. Bounded by the callers: each waits before it calls again."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        """Set whenever the driver has something to see to; the driver clears it."""
+        self._by_job: dict[int, _Call] = {}
+        self._num_jobs: Counter[ModelRef] = Counter()
+        # Filled by callers, drained by the driver's `take`.
+        self._added: list[_Call] = []
+        self._dropped: list[_Call] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """Jobs that have not left."""
+        return len(self._by_job)
+
+    def uses(self, ref: ModelRef) -> bool:
+        """Whether a job of this model is in flight."""
+        return ref in self._num_jobs
+
+    async def answered(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs and wait until all have their results."""
+        if not jobs:
+            return
+        call = _Call(jobs, asyncio.get_running_loop().create_future(), len(jobs))
+        self._by_job.update({id(job): call for job in jobs})
+        self._num_jobs.update(job.request.model for job in jobs)
+        self._added.append(call)
+        self.changed.set()
+        try:
+            await call.done
+        except asyncio.CancelledError:
+            self._dropped.append(call)
+            self.changed.set()
+            raise
+
+    def take(self) -> tuple[list[Job], list[Job]]:
+        """The jobs that were added and those whose callers went away, since the last time."""
+        added = [job for call in self._added for job in call.jobs]
+        dropped = [job for call in self._dropped for job in call.jobs]
+        self._added.clear()
+        self._dropped.clear()
+        return added, dropped
+
+    def leave(self, jobs: Iterable[Job]) -> None:
+        """The batcher holds these jobs no longer. A call ends with its last job."""
+        for job in jobs:
+            call = self._by_job.pop(id(job), None)
+            if call is None:
+                continue
+            self._num_jobs[job.request.model] -= 1
+            if not self._num_jobs[job.request.model]:
+                del self._num_jobs[job.request.model]
+            call.num_open -= 1
+            if call.num_open == 0 and not call.done.done():
+                call.done.set_result(None)
+        self.changed.set()
+
+    def fail(self, message: str) -> None:
+        """End every call that was taken with an EngineError; the batcher holds none of them."""
+        fresh = set(map(id, self._added))
+        calls = {id(call): call for call in self._by_job.values() if id(call) not in fresh}
+        for call in calls.values():
+            if not call.done.done():
+                call.done.set_exception(EngineError(message))
+            self.leave(call.jobs)
+
+    def end(self, message: str) -> None:
+        """End every call, those not yet taken too."""
+        self._added.clear()
+        self.fail(message)
+        self._dropped.clear()
+        self.changed.set()

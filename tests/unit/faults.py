@@ -1,0 +1,22 @@
+"""Errors planted in a model's passes."""
+
+import pytest
+import torch
+
+from rookery.slots import SlottedModel
+
+
+class Fault:
+    """While it has an `error`, the model's next pass ends with it; later ones are as before."""
+
+    def __init__(self, model: SlottedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: Exception | None = None
+        plain = model.layers
+
+        def layers(*args: object, **kwargs: object) -> torch.Tensor:
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+            return plain(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(model, "layers", layers)
