@@ -30,7 +30,6 @@ import torch
 
 from rookery.fleet import Client, Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
 from rookery.fleet.replica import Replica
-from rookery.fleet.staging import wire_name
 from rookery.fleet.wire import Fields, encode_body
 from rookery.types import Adapter, LoraFactors, ModelRef, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
@@ -173,8 +172,9 @@ async def load_alone(replica: Replica, adapter: Adapter) -> tuple[float, float]:
     else:
         folder = staging.peft_folder(ref, adapter, base=replica.capabilities.root)
     write = time.perf_counter() - began
-    load = await timed(lambda: replica.client.load_adapter(wire_name(ref), path=str(folder)))
-    await replica.client.unload_adapter(wire_name(ref))
+    name = staging.wire_name(ref)
+    load = await timed(lambda: replica.client.load_adapter(name, path=str(folder)))
+    await replica.client.unload_adapter(name)
     return write, load
 
 

@@ -15,7 +15,7 @@ from rookery.fleet import Fleet
 from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.trials import Trials
 from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import Taskset

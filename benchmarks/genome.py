@@ -28,7 +28,7 @@ from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.loop import Hatchery
 from rookery.loops.genome.nursery import Nursery
 from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import RolloutLog
 from rookery.runs import Run
 from rookery.search.founders import random_plans
 from rookery.tasks.taskset import load_taskset

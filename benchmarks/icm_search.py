@@ -34,7 +34,7 @@ from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.reader import PlainReader, Reader, ScoreStore, SharedReader
 from rookery.search.annealing import AnnealingConfig, temperature
 from rookery.search.constraints import Constraints, EqualAnswer
-from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.labelling import UNLABELLED, Labels, relabel
 from rookery.search.orders import IdOrder, TreeOrder
 from rookery.search.prefixes import PrefixCache
 from rookery.search.streams import stream
@@ -91,12 +91,15 @@ class OracleSampler:
         self.cache = PrefixCache(block_tokens=16, capacity_tokens=CACHE_TOKENS)
         self.asked = 0
         self.computed = 0
-        # Labels change a token, not a length: the counts of real texts follow.
-        self.demos = [
-            [np.array(real.demo(i, label), dtype=np.uint64) for label in range(2)]
-            for i in range(size)
+        # The tokens of real texts, at the beginning of a context and behind a label.
+        blank: Labels = (UNLABELLED,) * size
+        self.openings = [real.context(blank, i, order=()) for i in range(size)]
+        skipped = [len(self.openings[i - 1]) + 1 for i in range(size)]
+        shown = [relabel(blank, (i - 1) % size, 0) for i in range(size)]
+        self.queries = [
+            real.context(shown[i], i, order=((i - 1) % size,))[skipped[i] :] for i in range(size)
         ]
-        self.queries = [np.array(query, dtype=np.uint64) for query in real.queries]
+        self.labels = real.label_tokens
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         raise NotImplementedError
@@ -119,13 +122,13 @@ class OracleSampler:
         return Score(model=BASE, logprobs=(), label_logprobs=(true, true - odds))
 
     def _count(self, places: NDArray[np.int64], labels: TokenIds, target: int) -> None:
-        parts = [
-            self.demos[place][label - FIRST_LABEL]
-            for place, label in zip(places.tolist(), labels, strict=True)
-        ]
-        prompt = np.concatenate([*parts, self.queries[target]])
+        prompt: list[int] = []
+        for place, label in zip(places.tolist(), labels, strict=True):
+            prompt += (self.queries if prompt else self.openings)[place]
+            prompt.append(self.labels[label - FIRST_LABEL])
+        prompt += (self.queries if prompt else self.openings)[target]
         self.asked += len(prompt)
-        self.computed += self.cache.add(prompt)
+        self.computed += self.cache.add(np.array(prompt, dtype=np.uint64))
 
 
 FIRST_ITEM, FIRST_LABEL, BREAK = 10, 2, 1
@@ -219,7 +222,7 @@ class Published:
     async def _odds(self, signs: NDArray[np.int64], items: Sequence[int]) -> NDArray[np.float64]:
         labels = _labels(signs)
         reads = await self._reader.read([(labels, item) for item in items])
-        return np.array([true - false for true, false in reads])
+        return np.array([read[0] - read[1] for read in reads if read is not None])
 
     async def _utility(self, signs: NDArray[np.int64]) -> float:
         self._num_evaluations += 1

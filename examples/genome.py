@@ -12,11 +12,9 @@ from rookery.config import load_config
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.loops.genome import GenomeConfig, evolve
 from rookery.loops.genome.founders import FileInit, read_founders
-from rookery.loops.genome.loop import Hatchery
-from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.tasks.taskset import load_taskset
+from rookery.tasks.taskset import load_tasksets
 from rookery.tasks.template import load_template
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
@@ -25,17 +23,20 @@ CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 async def main() -> None:
     config = load_config(GenomeConfig, CONFIG).from_folder(CONFIG.parent)
     assert isinstance(config.init, FileInit) and isinstance(config.engine, EngineConfig)
-    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    tasksets = load_tasksets(config.tasksets)
     template = load_template(resolve_model(config.engine.model).path)
     document = config.model_dump(mode="json")
     async with open_engine(config.engine) as engine:
         with Run.create(Path("runs"), kind="genome", config=document) as run:
             log = RolloutLog(run)
             evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log)
-            hatchery = Hatchery(evaluator, engine, engine.base, config.engine.max_rank)
-            founders = read_founders(config.init)
             result = await evolve(
-                config, founders=founders, tasksets=tasksets, hatchery=hatchery, run=run
+                config,
+                founders=read_founders(config.init),
+                tasksets=tasksets,
+                engine=engine,
+                evaluator=evaluator,
+                run=run,
             )
     for row in result.report["rows"]:
         print(f"{row['name']:<20} {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})")

@@ -40,8 +40,9 @@ class Model:
         encode = load_encoder(resolve_model("smollm2").path).encode
         self._engine = engine
         self._labels = (encode(" True")[0], encode(" False")[0])
-        self._queries = [encode(f"Review: {review}\nPositive:") for review in reviews]
-        self._gap = encode("\n\n")
+        # The line breaks belong to the review behind them: alone they would be another token.
+        self._openings = [encode(f"Review: {review}\nPositive:") for review in reviews]
+        self._queries = [encode(f"\n\nReview: {review}\nPositive:") for review in reviews]
         # One static tree: contexts of different targets share all the prefixes they can.
         self._order = TreeOrder([(i, i + 1) for i in range(0, len(reviews), 2)])
         self._known: dict[TokenIds, float] = {}
@@ -50,8 +51,11 @@ class Model:
         tokens: TokenIds = ()
         for item in self._order.of(target):
             if labels[item] != UNLABELLED:
-                tokens += (*self._queries[item], self._labels[labels[item]], *self._gap)
-        return tokens + self._queries[target]
+                tokens += (*self._piece(tokens, item), self._labels[labels[item]])
+        return tokens + self._piece(tokens, target)
+
+    def _piece(self, before: TokenIds, item: int) -> TokenIds:
+        return self._queries[item] if before else self._openings[item]
 
     async def odds(self, wanted: list[tuple[Labels, int]]) -> list[float]:
         """log p(True) - log p(False) of each, all that are new in one batch."""

@@ -7,7 +7,9 @@
     ├── TaskError      a taskset, a row of it, a scorer
     ├── RunError       a run directory: its lock, its event log, its blobs
     ├── EngineError    the embedded engine: a request it cannot serve, memory, a failed step
+    │   └── EngineDownError   it can serve nobody any more: it is closed, or its driver died
     ├── FleetError     an inference server, local or remote
+    │   └── FleetDownError    no server can serve anybody: all are down, or the fleet is closed
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
     ├── SandboxError   an untrusted program
     └── ServiceError   a client of the HTTP service
@@ -22,7 +24,9 @@ from contextlib import contextmanager
 __all__ = [
     "AdapterError",
     "ConfigError",
+    "EngineDownError",
     "EngineError",
+    "FleetDownError",
     "FleetError",
     "ModelError",
     "RookeryError",
@@ -63,8 +67,16 @@ class EngineError(RookeryError):
     """The embedded engine cannot serve a request."""
 
 
+class EngineDownError(EngineError):
+    """The embedded engine can serve nobody. A loop ends, to be resumed; it records no failure."""
+
+
 class FleetError(RookeryError):
     """An inference server cannot be started, reached or understood."""
+
+
+class FleetDownError(FleetError):
+    """No server can serve anybody. A loop ends, to be resumed; it records no failure."""
 
 
 class TrainError(RookeryError):

@@ -4,7 +4,7 @@
 unchanged on any implementation: the embedded engine, the vLLM fleet, an external API, a fake.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
@@ -20,7 +20,16 @@ from rookery.types import (
     Task,
 )
 
-__all__ = ["Adapters", "Evaluator", "Executor", "Publisher", "Sampler", "Scorer", "Trainer"]
+__all__ = [
+    "Adapters",
+    "Engine",
+    "Evaluator",
+    "Executor",
+    "Publisher",
+    "Sampler",
+    "Scorer",
+    "Trainer",
+]
 
 Result = TypeVar("Result")
 
@@ -48,6 +57,36 @@ class Adapters(Protocol):
 
     async def unload(self, ref: ModelRef) -> None:
         """Forget it after its last request in flight. Unknown refs are an error."""
+        ...
+
+
+@runtime_checkable
+class Engine(Sampler, Adapters, Protocol):
+    """A sampler that adapters can be loaded into, and what a loop must know of it."""
+
+    @property
+    def base(self) -> ModelRef:
+        """The base model."""
+        ...
+
+    @property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
+        """The layers an adapter may adapt: name -> (in, out)."""
+        ...
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank an adapter may have."""
+        ...
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest prompt with its answer; None when the servers do not tell."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it computes on other hardware: then candidates are made while it answers."""
         ...
 
 
@@ -80,7 +119,10 @@ class Trainer(Protocol):
 class Publisher(Protocol):
     """Hands a trainer's new weights to the samplers."""
 
-    async def publish(self, adapter: Adapter) -> ModelRef: ...
+    async def publish(self, adapter: Adapter) -> ModelRef:
+        """The version that names them; the one published under the same name before is retired
+        after its last request in flight."""
+        ...
 
 
 @runtime_checkable
@@ -90,6 +132,11 @@ class Scorer(Protocol):
     @property
     def answer(self) -> Literal["sample", "choose"]:
         """How the task is put to the model: sample a text, or choose among `task.choices`."""
+        ...
+
+    def read(self, completion: Completion) -> str | None:
+        """What it takes as the answer; None when it finds none. Two texts that it reads alike
+        are one answer: a vote counts them together."""
         ...
 
     async def reward(self, task: Task, completion: Completion) -> float: ...

@@ -220,6 +220,9 @@ class FakeScorer:
         self._reward = reward
         self.answer: Literal["sample", "choose"] = answer
 
+    def read(self, completion: Completion) -> str | None:
+        return completion.text
+
     async def reward(self, task: Task, completion: Completion) -> float:
         return self._reward(task, completion)
 

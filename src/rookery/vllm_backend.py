@@ -7,30 +7,35 @@
     answer["text"]
 
 The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (seconds to wait for
-it), VLLM_ENABLE_LORA, VLLM_MAX_LORAS and VLLM_MAX_LORA_RANK are read too. `VLLM_GROUP_PORT` is
-accepted and not needed: weights go through files in shared memory, not through a port.
+it), VLLM_ENABLE_LORA, VLLM_MAX_LORAS, VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
+`VLLM_GROUP_PORT` is accepted and not needed: weights go through files in shared memory, not through
+a port.
 
 Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
-from any thread.
+from any thread. A forked process has no connection: it calls `initialize_vllm_client` itself.
 """
 
 import asyncio
+import atexit
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field
 
 from rookery.config import Config, parse_config
-from rookery.errors import FleetError
+from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
+from rookery.fleet.loop_thread import LoopThread
 from rookery.fleet.staging import as_safetensors
+from rookery.fleet.tokenize import tokenize
 from rookery.fleet.update import Model, require_torch, require_updates, update_weights
+from rookery.search.streams import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 
 __all__ = [
@@ -56,7 +61,7 @@ class BackendConfig(Config):
     """The server, as the environment describes it."""
 
     base_url: str = ""
-    """Wins over host and port."""
+    """Wins over host and port, unless it is the environment's and they are given explicitly."""
     host: str = "localhost"
     port: int = Field(default=8000, ge=1, le=65535)
     group_port: int = 51216
@@ -65,6 +70,11 @@ class BackendConfig(Config):
     enable_lora: bool = True
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
+    adapter_folder: Path | None = None
+    """A folder that this machine and the server see at the same path: adapters for a server on
+    another machine go there."""
+    resolver: bool = False
+    """The server searches adapter_folder by name (lora_filesystem_resolver)."""
 
     @property
     def url(self) -> str:
@@ -75,24 +85,28 @@ class BackendConfig(Config):
 
 @dataclass(slots=True)
 class _Backend:
-    """The event loop in its thread, the fleet on it, and what was registered."""
+    """The fleet in its thread, and what was registered."""
 
     config: BackendConfig
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread
+    client: LoopThread[Fleet]
     fleet: Fleet
-    stack: AsyncExitStack
     adapters: dict[str, tuple[str, ModelRef]] = field(default_factory=dict)
     is_communicating: bool = False
 
-    def run(self, work: Awaitable[Result]) -> Result:
-        async def wait() -> Result:
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result()
+    def run(self, work: Callable[[Fleet], Awaitable[Result]]) -> Result:
+        """Run on the fleet's loop; a server that is gone is a ConnectionError, as documented."""
+        try:
+            return self.client.run(lambda: work(self.fleet))
+        except (ServerLost, FleetDownError) as lost:
+            if self.client.is_closed:  # by the program itself, not by the server
+                raise
+            raise ConnectionError(str(lost)) from lost
 
 
 _backend: _Backend | None = None
+_opening: LoopThread[Fleet] | None = None
+_inherited: list[_Backend] = []
+"""Copies of a parent process's backend: of no use, but not to be destroyed in working order."""
 _lock = threading.RLock()
 
 
@@ -102,36 +116,34 @@ def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str,
     Called by the other functions when it was not called before. ConnectionError when the server
     cannot be reached within the timeout.
     """
-    global _backend
+    global _backend, _opening
     with _lock:
         shutdown_vllm_client()
-        given = {**_environment(), **(config or {})}
+        given = _settings(config or {})
         parsed = parse_config(BackendConfig, given, origin="the vLLM client's config")
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="rookery-vllm", daemon=True)
-        thread.start()
+        _opening = LoopThread(_open(parsed), name="rookery-vllm")
         try:
-            opened = asyncio.run_coroutine_threadsafe(_open(parsed), loop)
-            fleet, stack = opened.result()
-        except BaseException as error:
-            _stop(loop, thread)
-            if isinstance(error, ServerLost):
-                raise ConnectionError(str(error)) from error
-            raise
-        _backend = _Backend(parsed, loop, thread, fleet, stack)
+            _backend = _Backend(parsed, _opening, _opening.wait_open())
+        except ServerLost as error:
+            raise ConnectionError(str(error)) from error
+        finally:
+            _opening = None
         return get_client_info()
 
 
 def shutdown_vllm_client() -> None:
-    """Disconnect; adapters registered here are unloaded. Nothing when not connected."""
+    """Disconnect; adapters registered here are unloaded. Nothing when not connected.
+
+    Calls that wait in other threads end with a FleetError. Called when the program ends.
+    """
     global _backend
+    if (opening := _opening) is not None:
+        # Without the lock: the thread that waits for the server holds it.
+        opening.close()
     with _lock:
         if _backend is not None:
             backend, _backend = _backend, None
-            for _, ref in backend.adapters.values():
-                backend.run(backend.fleet.unload(ref))
-            backend.run(backend.stack.aclose())
-            _stop(backend.loop, backend.thread)
+            backend.client.close()
 
 
 def generate_with_vllm(
@@ -149,33 +161,31 @@ def generate_with_vllm(
 ) -> list[dict[str, Any]]:
     """`n` answers per prompt, in order, each with text, token_ids, logprobs and finish_reason.
 
-    Prompts are texts or token ids; `adapter_id` is one that was registered. The seed of prompt i is
-    `seed + i`, so that equal prompts differ.
+    Prompts are texts or token ids; `adapter_id` is one that was registered. Equal prompts get
+    different answers, and the same ones when the call is repeated with its seed.
     """
+    _check_prompts(prompts)
     backend = _connected()
     ref = backend.fleet.base if adapter_id is None else _registered(backend, adapter_id)
-    params = [
-        SamplingParams(
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            # -1 keeps every token in vLLM's own interface, 0 here.
-            top_k=max(top_k, 0),
-            min_p=min_p,
-            stop=tuple(stop),
-            seed=seed + index,
-        )
-        for index in range(len(prompts))
-    ]
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        # -1 keeps every token in vLLM's own interface, 0 here.
+        top_k=max(top_k, 0),
+        min_p=min_p,
+        stop=tuple(stop),
+    )
 
-    async def generate() -> list[tuple[Completion, ...]]:
-        client = backend.fleet.pool.replicas[0].client
-        tokens = [await _tokens(client, prompt) for prompt in prompts]
-        return await backend.fleet.sample(
+    async def generate(fleet: Fleet) -> list[tuple[Completion, ...]]:
+        tokens = await tokenize(fleet.pool.replicas[0].client, prompts)
+        return await fleet.sample(
             [
-                SampleRequest(model=ref, prompt=prompt, params=own)
-                for prompt, own in zip(tokens, params, strict=True)
+                SampleRequest(
+                    model=ref, prompt=prompt, params=replace(params, seed=stream_seed(seed, index))
+                )
+                for index, prompt in enumerate(tokens)
             ]
         )
 
@@ -187,7 +197,7 @@ def generate_with_vllm(
             "logprobs": list(completion.logprobs),
             "finish_reason": completion.finish_reason,
         }
-        for prompt, completions in zip(prompts, _run(backend, generate), strict=True)
+        for prompt, completions in zip(prompts, backend.run(generate), strict=True)
         for completion in completions
     ]
 
@@ -195,7 +205,8 @@ def generate_with_vllm(
 def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) -> bool:
     """Make a PEFT folder servable as `adapter_id`. Registering an id again replaces its weights.
 
-    ValueError when there is no such folder, AdapterError when it does not fit the model.
+    ValueError when there is no such folder, AdapterError when it does not fit the model,
+    ImportError when torch is not installed, which reads the weights.
     """
     path = Path(lora_path)
     if not path.exists():
@@ -203,17 +214,18 @@ def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) ->
     backend = _connected()
     if not backend.config.enable_lora:
         raise ValueError("LoRA adapters are switched off: set VLLM_ENABLE_LORA=true.")
+    require_torch("cpu")
     # Imported here: only adapters need torch.
     from rookery.weights import read_adapter
 
     with as_safetensors(path) as folder:
         adapter = read_adapter(folder, name=adapter_id)
-    ref = _run(backend, lambda: backend.fleet.load(adapter))
+    ref = backend.run(lambda fleet: fleet.load(adapter))
     with _lock:
         previous = backend.adapters.get(adapter_id)
         backend.adapters[adapter_id] = (str(lora_path), ref)
     if previous is not None:
-        _run(backend, lambda: backend.fleet.unload(previous[1]))
+        backend.run(lambda fleet: fleet.unload(previous[1]))
     return True
 
 
@@ -224,7 +236,7 @@ def unregister_lora_adapter(adapter_id: str) -> bool:
         known = backend.adapters.pop(adapter_id, None)
     if known is None:
         return False
-    _run(backend, lambda: backend.fleet.unload(known[1]))
+    backend.run(lambda fleet: fleet.unload(known[1]))
     return True
 
 
@@ -258,13 +270,12 @@ def update_model_weights(model: Model) -> None:
     backend = _connected()
     if not backend.is_communicating:
         raise RuntimeError("Call init_communicator(device) before update_model_weights(model).")
-    _run(backend, lambda: update_weights(backend.fleet, model))
+    backend.run(lambda fleet: update_weights(fleet, model))
 
 
 def reset_prefix_cache() -> None:
     """Make the server forget its cached prefixes."""
-    backend = _connected()
-    _run(backend, backend.fleet.reset_prefix_cache)
+    _connected().run(lambda fleet: fleet.reset_prefix_cache())
 
 
 def get_client_info() -> dict[str, Any]:
@@ -289,26 +300,28 @@ def get_client_info() -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, Any]:
-    """The settings that environment variables give, by config key."""
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config over what environment variables give, by config key."""
     found = {name: os.environ.get(f"VLLM_{name.upper()}") for name in BackendConfig.model_fields}
-    return {name: value for name, value in found.items() if value is not None}
+    known = {name: value for name, value in found.items() if value}
+    if config.keys() & {"host", "port"}:
+        known.pop("base_url", None)
+    return {**known, **config}
 
 
-async def _open(config: BackendConfig) -> tuple[Fleet, AsyncExitStack]:
+@asynccontextmanager
+async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
     await _wait_reachable(config)
-    stack = AsyncExitStack()
-    fleet = await stack.enter_async_context(
-        open_fleet(
-            FleetConfig(
-                urls=(config.url,),
-                max_loras=config.max_loras,
-                max_lora_rank=config.max_lora_rank,
-                heal_s=config.timeout,
-            )
-        )
+    settings = FleetConfig(
+        urls=(config.url,),
+        adapter_folder=config.adapter_folder,
+        resolver=config.resolver,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        heal_s=config.timeout,
     )
-    return fleet, stack
+    async with open_fleet(settings) as fleet:
+        yield fleet
 
 
 async def _wait_reachable(config: BackendConfig) -> None:
@@ -325,19 +338,20 @@ async def _wait_reachable(config: BackendConfig) -> None:
             await asyncio.sleep(RETRY_S)
 
 
-async def _tokens(client: Client, prompt: str | Sequence[int]) -> tuple[int, ...]:
-    """A prompt as token ids; texts are tokenized by the server, as its own routes would."""
-    if not isinstance(prompt, str):
-        return tuple(prompt)
-    answer = await client.post_json("/tokenize", {"prompt": prompt})
-    tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if not isinstance(tokens, list):
-        raise FleetError(f"{client.url}/tokenize answered no tokens: give token ids instead.")
-    return tuple(tokens)
+def _check_prompts(prompts: Sequence[str | Sequence[int]]) -> None:
+    if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError(
+            f"prompts is {prompts!r:.60}, one prompt; give a list of them: [{prompts!r:.20}]."
+        )
 
 
 def _connected() -> _Backend:
     with _lock:
+        if _backend is None and _inherited:
+            raise FleetError(
+                "This process was forked from one that had a vLLM client, and cannot use its "
+                "connection: call initialize_vllm_client(config) here and register adapters again."
+            )
         if _backend is None:
             initialize_vllm_client()
         assert _backend is not None
@@ -355,15 +369,15 @@ def _registered(backend: _Backend, adapter_id: str) -> ModelRef:
     return known[1]
 
 
-def _run(backend: _Backend, work: Callable[[], Awaitable[Result]]) -> Result:
-    """Run on the backend's loop; a server that is gone is a ConnectionError, as documented."""
-    try:
-        return backend.run(work())
-    except ServerLost as lost:
-        raise ConnectionError(str(lost)) from lost
+def _forget_after_fork() -> None:
+    """The child has neither the thread of the loop nor whoever held the lock."""
+    global _backend, _lock, _opening
+    _lock = threading.RLock()
+    _opening = None
+    if _backend is not None:
+        _inherited.append(_backend)
+        _backend = None
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(shutdown_vllm_client)

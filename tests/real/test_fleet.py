@@ -26,7 +26,6 @@ from rookery.fleet.fit import read_shapes
 from rookery.fleet.inside.arena import MANIFEST
 from rookery.fleet.operations import status
 from rookery.fleet.probe import read_metrics
-from rookery.fleet.staging import wire_name
 from rookery.fleet.update import update_weights
 from rookery.fleet.wire import Fields, encode_tokens
 from rookery.types import (
@@ -243,13 +242,16 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
 ) -> None:
     with pytest.raises(AdapterError, match="rank 17, the servers take at most 16"):
         await fleet.load(_adapter("tall", seed=1, rank=17, targets=("q_proj",)))
+    head = LoraFactors(a=torch.zeros(2, 576), b=torch.zeros(49152, 2), scale=1.0)
+    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+        await fleet.load(make_adapter("head", base="smollm2", factors={"lm_head": head}))
     await _refuse_a_broken_arena(fleet, prompts[0])
     ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))
     await fleet.sample([SampleRequest(model=ref, prompt=prompts[0], params=GREEDY)])
     await fleet.unload(ref)
     for replica in fleet.pool.replicas:
         models = await replica.client.get("/v1/models")
-        assert wire_name(ref) not in [model["id"] for model in models["data"]]
+        assert fleet.wire_name(ref) not in [model["id"] for model in models["data"]]
 
 
 async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
@@ -260,7 +262,7 @@ async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
     folder = replica._staging.arena_folder(ref, adapter, dtype="float32")
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
-    body = encode_tokens(wire_name(ref), Fields(), [prompt], path=str(folder))
+    body = encode_tokens(fleet.wire_name(ref), Fields(), [prompt], path=str(folder))
     for _ in range(2):
         with pytest.raises(ServerRefusal, match="arena format 0"):
             await replica.client.generate(body)
@@ -275,19 +277,6 @@ async def test_verifying_a_real_server(fleet: Fleet) -> None:
         assert checks[name].is_fine, checks[name]
     [one, two] = await status()
     assert one.is_up and two.is_up and one.version and one.hit_rate is not None
-
-
-async def test_new_base_weights_arrive_or_are_reported_not_to(fleet: Fleet) -> None:
-    """vLLM on the CPU keeps the old output layer of tied models: the canary must say so."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
-    assert await update_weights(fleet, model) < CLOSE
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(1.05)
-    with pytest.raises(FleetError, match="computes with others"):
-        await update_weights(fleet, model)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.div_(1.05)
-    assert await update_weights(fleet, model) < CLOSE
 
 
 async def test_a_killed_server_loses_no_request_and_comes_back(
@@ -351,3 +340,34 @@ async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: 
         rows = [(row["name"], row["mean"]) for row in report["rows"]]
         found[name] = report["winner"], rows, read_adapter(folder / "winner").version
     assert found["fleet"] == found["embedded"]
+
+
+async def test_new_base_weights_arrive_or_are_reported_not_to(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
+    """vLLM on the CPU keeps the old output layer of tied models: the canary must say so. The last
+    test of these servers: one that is started again has its first weights, and stays out."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2").path)
+    first = fleet.base
+    assert await update_weights(fleet, model) < CLOSE
+    assert fleet.base.version.startswith("smollm2+")
+    with pytest.raises(FleetError, match="base@smollm2 is not loaded"):
+        await fleet.sample([SampleRequest(model=first, prompt=prompts[0], params=GREEDY)])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.05)
+    with pytest.raises(FleetError, match=r"no server takes requests.*computes with others"):
+        await update_weights(fleet, model)
+    assert not any(replica.lane.is_open for replica in fleet.pool.replicas)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.div_(1.05)
+    assert await update_weights(fleet, model) < CLOSE
+    request = SampleRequest(model=fleet.base, prompt=prompts[0], params=GREEDY)
+    [[before]] = await fleet.sample([request])
+    victim = fleet.pool.replicas[0]
+    assert victim.local is not None
+    os.kill(victim.local.pid, signal.SIGKILL)
+    async with asyncio.timeout(600):
+        while not victim.excluded:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+    assert not victim.lane.is_open
+    assert (await fleet.sample([request] * 4))[3][0].tokens == before.tokens

@@ -17,9 +17,11 @@ from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_
 from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.loop import open_problem
+from rookery.loops.icm.prompts import Prompts
 from rookery.loops.icm.reader import ScoreStore
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.orders import TreeOrder
 from rookery.search.streams import stream_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "icm_reviews.yaml"
@@ -79,6 +81,18 @@ async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: S
         result = await best_of(problem, config, seed=seed, start=start)
         assert result.labels == truth, f"seed {seed}"
         assert result.assessment.utility == pytest.approx(found[optimum].utility)
+
+
+async def test_contexts_are_the_tokens_of_their_whole_text(bench: Bench) -> None:
+    config = reviews("--data.preamble", "Judge these reviews.")
+    items, names = read_items(config.data), config.data.labels
+    prompts = Prompts(items, encoder=bench.encoder, data=config.data)
+    labels, order = truth_of(config), TreeOrder([(i, i + 1) for i in range(0, len(items), 2)])
+    for target in order.leaves:
+        shown = [f"{items[i].text} {names[labels[i]]}" for i in order.of(target)]
+        text = "\n\n".join(["Judge these reviews.", *shown, items[target].text])
+        found = prompts.context(labels, target, order=order.of(target))
+        assert found == bench.encoder.encode(text)
 
 
 async def test_batched_numbers_are_those_of_one_at_a_time(bench: Bench, store: ScoreStore) -> None:

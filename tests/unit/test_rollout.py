@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 from tiny import tiny_adapter
 
-import rookery.rollout
+import rookery.rollout.evaluator
 from rookery.embedded import EngineConfig, run_engine
-from rookery.errors import EngineError, ModelError, RunError, TaskError
+from rookery.errors import (
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    ModelError,
+    RunError,
+    TaskError,
+)
 from rookery.ports import Evaluator
-from rookery.rollout import Progress, TasksetEvaluator, mean_by_source
-from rookery.rollout_log import RolloutLog
+from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers import ChoiceConfig, ExactConfig, JudgeConfig, PythonConfig
@@ -329,7 +335,7 @@ async def test_what_the_log_holds_is_not_asked_again(
         assert await judged.rollout([BASE, POET], tasks) == groups
         assert run.counts()["rollout"] == 2 * (5 * n + 3 + 3)
     assert (second.num_samples, second.num_scores) == (0, 0)
-    assert (judged.num_rollouts, judged.num_tokens) == (0, 0)
+    assert judged.num_rollouts == 2 * (5 * n + 3 + 3), "counted as if it had never stopped"
     assert sum(p.num_rollouts for p in seen) == 2 * len(tasks)
     assert sum(p.num_tokens for p in seen) == 0
 
@@ -374,25 +380,80 @@ async def test_equal_weights_under_two_names_may_be_asked_at_the_same_time(
     template: Template, run: Run
 ) -> None:
     taskset = written(40)
-    judged = evaluator(FakeSampler(), template, taskset, log=RolloutLog(run))
+    sampler = FakeSampler()
+    judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
     names = [ModelRef(name=f"twin{i}", version="1") for i in range(8)]
     found = await asyncio.gather(*(judged.rollout([name], taskset.tasks) for name in names))
-    assert run.counts()["rollout"] == 40, "of equal answers the first is kept"
+    assert run.counts()["rollout"] == 40 == sampler.num_samples, "equal questions are asked once"
     assert all(len(groups) == 40 for groups in found)
 
 
-async def test_failed_answers_are_asked_again(template: Template, run: Run) -> None:
+async def test_failed_answers_are_as_durable_as_good_ones(template: Template, run: Run) -> None:
     taskset = written(3, n=2)
     sampler = FakeSampler()
     sampler.failing.add(POET)
-    await evaluator(sampler, template, taskset, log=RolloutLog(run)).rollout(
+    first = await evaluator(sampler, template, taskset, log=RolloutLog(run)).rollout(
         [BASE, POET], taskset.tasks
     )
-    assert run.counts()["rollout"] == 6, "failures are not answers"
+    assert run.counts()["rollout"] == 2 * 3 * 2
     sampler.failing.clear()
     judged = evaluator(sampler, template, taskset, log=RolloutLog(run))
-    groups = await judged.rollout([BASE, POET], taskset.tasks)
-    assert judged.num_rollouts == 6 and not any(r.error for g in groups for r in g.rollouts)
+    assert await judged.rollout([BASE, POET], taskset.tasks) == first
+    assert sampler.num_samples == 3 * 2, "what failed is not asked again"
+
+
+@pytest.mark.parametrize("error", [EngineDownError, FleetDownError])
+async def test_an_engine_that_is_gone_is_no_failure_of_the_answers(
+    template: Template, run: Run, error: type[Exception]
+) -> None:
+    taskset = written(200)
+
+    class Dying(FakeSampler):
+        num_calls = 0
+
+        async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+            self.num_calls += 1
+            if self.num_calls > 1:
+                raise error("Every server is down.")
+            return await super().sample(requests)
+
+    judged = evaluator(Dying(), template, taskset, log=RolloutLog(run))
+    with pytest.raises(error, match="Every server is down"):
+        await judged.rollout([BASE], taskset.tasks)
+    assert not any(event.payload["error"] for event in run.events("rollout"))
+    resumed = evaluator(FakeSampler(), template, taskset, log=RolloutLog(run))
+    groups = await resumed.rollout([BASE], taskset.tasks)
+    assert len(groups) == 200 and not any(r.error for g in groups for r in g.rollouts)
+
+
+async def test_who_waits_for_an_answer_asks_when_the_asker_was_cancelled(
+    template: Template,
+) -> None:
+    sampler, taskset = Recorder(), written(2)
+    sampler.gate.clear()
+    judged = evaluator(sampler, template, taskset)
+    asker = asyncio.create_task(judged.rollout([POET], taskset.tasks))
+    await sampler.entered.wait()
+    waiter = asyncio.create_task(judged.rollout([POET], taskset.tasks))
+    await asyncio.sleep(0)
+    asker.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asker
+    sampler.gate.set()
+    assert [g.task for g in await waiter] == list(taskset.tasks)
+    assert len(sampler.samples) == 4
+
+
+async def test_a_task_that_does_not_fit_the_context_is_named(template: Template) -> None:
+    tasksets = [written(3), chosen("w90 w4", "w91", num=3)]
+    tasks = [task for taskset in tasksets for task in taskset.tasks]
+    long = replace(tasks[1], id="written/long", prompt="w5 " * 9)
+    judged = evaluator(FakeSampler(), template, *tasksets)
+    judged.check_lengths(tasks, context_tokens=4)
+    with pytest.raises(TaskError, match=r"1 of 7 tasks .* 9 tokens: written/long needs 10"):
+        judged.check_lengths([*tasks, long], context_tokens=9)
+    with pytest.raises(TaskError, match=r"3 of 6 tasks .* chosen/0 needs 4"):
+        judged.check_lengths(tasks, context_tokens=3)
 
 
 async def test_an_answer_that_was_not_stored_is_not_known(template: Template, run: Run) -> None:
@@ -400,7 +461,6 @@ async def test_an_answer_that_was_not_stored_is_not_known(template: Template, ru
     run.close()
     with pytest.raises(RunError):
         await evaluator(FakeSampler(), template, taskset, log=log).rollout([BASE], taskset.tasks)
-    assert len(log) == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -446,8 +506,8 @@ async def test_nothing_to_ask_is_no_question(template: Template) -> None:
 async def test_blocks_are_small_and_few_are_in_flight(
     template: Template, monkeypatch: pytest.MonkeyPatch, num_models: int
 ) -> None:
-    monkeypatch.setattr(rookery.rollout, "BLOCK_REQUESTS", 8)
-    monkeypatch.setattr(rookery.rollout, "NUM_BLOCKS", 3)
+    monkeypatch.setattr(rookery.rollout.evaluator, "BLOCK_REQUESTS", 8)
+    monkeypatch.setattr(rookery.rollout.evaluator, "NUM_BLOCKS", 3)
     sampler = Recorder()
     taskset = written(40)
     models = [ModelRef(name="m", version=str(i)) for i in range(num_models)]
@@ -524,8 +584,8 @@ async def test_on_the_embedded_engine(
         judged = evaluator(engine, template, *tasksets, log=RolloutLog())
         groups = await judged.rollout(models, tasks)
         for model, mine in zip(models, (groups[:10], groups[10:]), strict=True):
-            [failed] = mine[0].rollouts
-            assert "A prompt has 200 tokens" in failed.error and failed.reward is None
+            for failed in mine[0].rollouts:
+                assert "A prompt has 200 tokens" in failed.error and failed.reward is None
             for group in mine[1:]:
                 [alone] = await evaluator(engine, template, *tasksets).rollout(
                     [model], [group.task]
@@ -540,4 +600,4 @@ async def test_on_the_embedded_engine(
         with pytest.raises(EngineError):
             await engine.unload(POET)
         await engine.unload(models[1])
-    assert judged.num_rollouts == 2 * (3 * 2 + 3 + 3) + 2
+    assert judged.num_rollouts == 2 * (4 * 2 + 3 + 3)

@@ -18,12 +18,11 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors"},
-    {"config"},
+    {"types", "errors", "model_names"},
+    {"concurrency", "config"},
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
-    {"rollout_log"},
     {"rollout", "vllm_backend"},
     {"loops", "service", "ui"},
     {"cli"},

@@ -31,6 +31,21 @@ app.command(fleet)
 app.command(runs)
 app.command(doctor)
 
+EXTRAS = {
+    "accelerate": "hf",
+    "cma": "evolve",
+    "datasets": "hf",
+    "gguf": "hf",
+    "jsonschema": "tasks",
+    "math_verify": "tasks",
+    "peft": "hf",
+    "ray": "ray",
+    "torch": "hf",
+    "transformers": "hf",
+    "vllm": "vllm",
+}
+"""Packages that come with an extra of Rookery, by the name they are imported by."""
+
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
@@ -41,6 +56,15 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except RookeryError as error:
         fail(str(error))
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        fail(
+            f"This command needs the package {package}, which is not installed: "
+            f"pip install 'rookery[{EXTRAS[package]}]'."
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LaunchBar",
     "launch_progress",
-    "max_rank",
     "model_folder",
     "open_sampler",
     "resolve_smollm2",
@@ -105,22 +104,6 @@ def model_folder(config: "AnyEngineConfig", *, tokenizer: str = "") -> Path:
             "folder or Hugging Face id."
         )
     return resolve_model(model).path
-
-
-def max_rank(config: "AnyEngineConfig", engine: "Engine") -> int:
-    """The highest rank of an adapter that the engine takes."""
-    from rookery.embedded import EmbeddedEngine, EngineConfig
-
-    if isinstance(config, EngineConfig):
-        return config.max_rank
-    assert not isinstance(engine, EmbeddedEngine)
-    rank = engine.capabilities.max_lora_rank
-    if rank is None:
-        raise ConfigError(
-            "The servers do not tell the highest rank they take: set engine.max_lora_rank to "
-            "their --max-lora-rank."
-        )
-    return rank
 
 
 def resolve_smollm2(model: str) -> str:

@@ -18,6 +18,8 @@ from rookery.cli.terminal import (
     quiet_libraries,
     resumable,
     run_async,
+    say,
+    show_notes,
     token_progress,
 )
 from rookery.config import Config, load_config, parse_config
@@ -77,7 +79,8 @@ def evaluate(
     model
         A Hugging Face id, a local folder, or `smollm2`.
     taskset
-        A .jsonl file, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME.
+        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
+        its config may follow, FILE?bad_rows=skip.
     adapter
         A PEFT folder; give it once for each adapter.
     split
@@ -145,9 +148,15 @@ def _engine(config: EvalConfig) -> "EngineConfig | FleetConfig":
 
 
 def _anchored(name: str) -> str:
-    """A path to something that is there, made absolute: a run is resumed from any folder."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    """A path to something that is there, made absolute: a run is resumed from any folder.
+
+    A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
+    """
+    for end in (len(name), name.find("?")):
+        path = Path(name[:end]).expanduser()
+        if end > 0 and path.exists():
+            return f"{path.absolute()}{name[end:]}"
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +187,10 @@ def _read_inputs(config: EvalConfig) -> _Inputs:
 def _finish(config: EvalConfig, open_run: OpenRun, *, json_out: bool) -> int:
     quiet_libraries()
     inputs = _read_inputs(config)
+    if not json_out:
+        show_notes(inputs.taskset.notes)
+    if not json_out and config.fleet is None:
+        say(f"loading {config.model}")
     report, path = run_async(_evaluate(config, inputs, open_run, is_quiet=json_out))
     if json_out:
         console.print_json(json.dumps(report))
@@ -214,8 +227,7 @@ async def _measure(
     *,
     is_quiet: bool,
 ) -> dict[str, Any]:
-    from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout_log import RolloutLog
+    from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 
     taskset, tasks = inputs.taskset, inputs.tasks
     with token_progress(is_quiet=is_quiet) as bar:
@@ -238,6 +250,8 @@ async def _measure(
         "model": config.model,
         "taskset": taskset.name,
         "num_tasks": len(tasks),
+        "num_skipped_rows": taskset.skipped.num_skipped,
+        "warnings": list(taskset.notes),
         "models": [
             _row(name, evaluation, evaluations[0], tasks)
             for name, evaluation in zip(names, evaluations, strict=True)

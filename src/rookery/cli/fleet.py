@@ -180,6 +180,8 @@ async def _up(launch: "LaunchConfig") -> int:
             line = f"{server.url}   process {server.pid}   log {server.log}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         _print_ready(launch, urls)
+        if servers[0].config.api_key:
+            console.print(f"They ask for the key that {_KEY} or launch.api_key holds.")
         console.print("Ctrl-C or `rookery fleet down` stops them.", highlight=False)
 
     with launch_progress() as bar:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
+from rich.markup import escape
 
-from rookery.cli.engine import max_rank, model_folder, open_sampler
+from rookery.cli.engine import model_folder, open_sampler
 from rookery.cli.runs import OpenRun, new_run, open_again
 from rookery.cli.terminal import (
     check_flags,
@@ -17,14 +18,18 @@ from rookery.cli.terminal import (
     quiet_libraries,
     resumable,
     run_async,
+    say,
+    show_notes,
     token_progress,
 )
 from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as ProgressBar
+
     from rookery.cli.engine import Engine
-    from rookery.loops.genome import GenomeConfig, GenomeResult
-    from rookery.loops.genome.journal import Generation
+    from rookery.loops.genome import Generation, GenomeConfig, GenomeResult
+    from rookery.rollout import Progress
     from rookery.runs import Run
     from rookery.tasks.taskset import Taskset
     from rookery.tasks.template import Template
@@ -93,16 +98,21 @@ class _Inputs:
     """None when they are to be made from the model's shape."""
     template: "Template"
 
+    @property
+    def notes(self) -> list[str]:
+        """What the reader of the report must know of the tasks."""
+        return [note for taskset in self.tasksets for note in taskset.notes]
+
 
 def _read_inputs(config: "GenomeConfig") -> _Inputs:
     from rookery.loops.genome.founders import FileInit, read_founders
     from rookery.loops.genome.nursery import check_device
     from rookery.tasks.splits import SPLITS
-    from rookery.tasks.taskset import load_taskset
+    from rookery.tasks.taskset import load_tasksets
     from rookery.tasks.template import load_template
 
     check_device(config.made_on)
-    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    tasksets = load_tasksets(config.tasksets)
     for taskset in tasksets:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
@@ -113,7 +123,9 @@ def _read_inputs(config: "GenomeConfig") -> _Inputs:
 
 def _finish(config: "GenomeConfig", open_run: OpenRun) -> int:
     quiet_libraries()
-    report, path = run_async(_evolve(config, _read_inputs(config), open_run))
+    inputs = _read_inputs(config)
+    show_notes(inputs.notes)
+    report, path = run_async(_evolve(config, inputs, open_run))
     _print_report(report)
     for label, file in (("winner", "winner"), ("report", "report.html")):
         console.print(f"{label}   {path / file}", highlight=False, markup=False, soft_wrap=True)
@@ -124,13 +136,18 @@ async def _evolve(
     config: "GenomeConfig", inputs: _Inputs, open_run: OpenRun
 ) -> tuple[dict[str, Any], Path]:
     """What can be refused is refused before the run is made."""
+    from rookery.loops.genome.checks import check_inputs, check_tasks
     from rookery.rollout import TasksetEvaluator
     from rookery.ui.page import render_page
 
     _share_cores(config)
+    if config.engine.type == "embedded":
+        say(f"loading {config.engine.model}")
     async with open_sampler(config.engine) as engine:
         founders = await _ready_founders(config, inputs, engine)
-        TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+        evaluator = TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+        check_inputs(config, founders=founders, tasksets=inputs.tasksets, engine=engine)
+        check_tasks(evaluator, inputs.tasksets, context_tokens=engine.context_tokens)
         with open_run() as run, resumable(run.path):
             result = await _search(run, config, inputs, engine, founders)
             run.write_text("report.html", render_page(result.report))
@@ -168,47 +185,56 @@ async def _search(
     engine: "Engine",
     founders: "dict[str, Adapter]",
 ) -> "GenomeResult":
-    from rookery.loops.genome import evolve
-    from rookery.loops.genome.loop import Hatchery
-    from rookery.rollout import Progress, TasksetEvaluator
-    from rookery.rollout_log import RolloutLog
+    from rookery.loops.genome import Watcher, evolve
+    from rookery.rollout import RolloutLog, TasksetEvaluator
 
     tasksets = inputs.tasksets
     with token_progress() as bar:
-        line = bar.add_task("founders", total=None, tokens=0)
-
-        def answered(progress: Progress) -> None:
-            tokens = bar.tasks[line].fields["tokens"] + progress.num_tokens
-            bar.update(line, advance=progress.num_rollouts, tokens=tokens)
-
-        def generation_done(generation: "Generation") -> None:
-            bar.console.print(_generation_line(generation), highlight=False)
-            bar.update(line, description=f"after {generation.stage} {generation.generation}")
-
+        shown = _Shown(bar, total=_expected_rollouts(config, len(founders), tasksets))
         evaluator = TasksetEvaluator(
             engine,
             template=inputs.template,
             tasksets=tasksets,
             log=RolloutLog(run),
-            on_progress=answered,
+            on_progress=shown.answered,
         )
-        bar.update(line, total=_expected_rollouts(config, len(founders), tasksets))
         result = await evolve(
             config,
             founders=founders,
             tasksets=tasksets,
-            hatchery=Hatchery(
-                evaluator,
-                engine,
-                engine.base,
-                max_rank(config.engine, engine),
-                is_elsewhere=config.engine.type == "fleet",
-            ),
+            engine=engine,
+            evaluator=evaluator,
             run=run,
-            on_generation=generation_done,
+            watcher=Watcher(on_generation=shown.generation_done, on_phase=shown.phase_started),
         )
-        bar.update(line, total=bar.tasks[line].completed)
+        shown.finish()
         return result
+
+
+class _Shown:
+    """The search on its progress bar: what it is doing, answers of at most so many, generations."""
+
+    def __init__(self, bar: "ProgressBar", *, total: int) -> None:
+        self._bar = bar
+        self._line = bar.add_task("founders", total=total, tokens=0)
+
+    def answered(self, progress: "Progress") -> None:
+        """A block of answers is there."""
+        tokens = self._bar.tasks[self._line].fields["tokens"] + progress.num_tokens
+        self._bar.update(self._line, advance=progress.num_rollouts, tokens=tokens)
+
+    def phase_started(self, name: str) -> None:
+        """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
+        self._bar.update(self._line, description=escape(name))
+
+    def generation_done(self, generation: "Generation") -> None:
+        """A line that stays."""
+        say(_generation_line(generation))
+
+    def finish(self) -> None:
+        """The total was a bound: races and known answers make it less."""
+        done = self._bar.tasks[self._line].completed
+        self._bar.update(self._line, total=done, description="done")
 
 
 def _expected_rollouts(config: "GenomeConfig", num_founders: int, tasksets: "list[Taskset]") -> int:
@@ -241,8 +267,11 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from rookery.ui.headline import make_headline
+    from rookery.ui.report import parse_report
     from rookery.ui.table import COLUMNS, report_rows
 
+    console.print(make_headline(parse_report(report)).sentence, style="bold", markup=False)
     num_tasks = sum(taskset["num_report"] for taskset in report["tasksets"])
     title = f"{num_tasks} tasks that the search never saw"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)

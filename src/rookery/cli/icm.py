@@ -18,6 +18,7 @@ from rookery.cli.terminal import (
     quiet_libraries,
     resumable,
     run_async,
+    say,
     token_progress,
 )
 from rookery.config import load_config, parse_config
@@ -164,6 +165,8 @@ async def _label(
     from rookery.loops.icm import Bench, check_batches
     from rookery.ui.icm import render_icm_page
 
+    if config.engine.type == "embedded":
+        say(f"loading {config.engine.model}")
     async with _open(config, inputs.encoder) as engine:
         bench = Bench(
             sampler=engine,

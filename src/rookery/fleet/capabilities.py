@@ -48,6 +48,8 @@ class Capabilities:
     max_cpu_loras: int | None
     max_lora_rank: int | None
     lora_dtype: str | None
+    is_on_cpu: bool = False
+    """It says so, or was started so here."""
 
     @property
     def has_lora_loading(self) -> bool:

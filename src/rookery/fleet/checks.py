@@ -15,7 +15,8 @@ from rookery.fleet.client import Client, ClientConfig, open_session
 from rookery.fleet.fit import read_shapes
 from rookery.fleet.probe import is_far, probe, read_again, read_metrics
 from rookery.fleet.replica import is_local
-from rookery.fleet.staging import open_staging, wire_name
+from rookery.fleet.residency import Residency
+from rookery.fleet.staging import open_staging
 from rookery.fleet.wire import Fields, encode_body, read_choices, read_completion, read_reading
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef
 
@@ -132,11 +133,13 @@ async def _adapters(
     ref = ModelRef(name=f"verify-{chosen.name}", version=chosen.version)
     with open_staging(None) as staging:
         folder = await asyncio.to_thread(staging.peft_folder, ref, chosen, base=found.root)
-        await client.load_adapter(wire_name(ref), path=str(folder))
+        name = staging.wire_name(ref)
+        residency = Residency(client, owner=staging.owner, is_own=False)
         try:
-            changed = await _sample(client, wire_name(ref))
+            await residency.load(name, path=folder)
+            changed = await _sample(client, name)
         finally:
-            await client.unload_adapter(wire_name(ref))
+            await residency.leave(model=found.model)
     if adapter is None and changed.tokens != (await _sample(client, found.model)).tokens:
         return False, "an adapter of zeros changes what the model says"
     limits = f"at most {found.max_loras} at a time" if found.max_loras else "number unknown"

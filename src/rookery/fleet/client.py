@@ -7,16 +7,20 @@ retries happen.
 
 | what goes wrong                              | is raised         | and then                      |
 |----------------------------------------------|-------------------|-------------------------------|
-| 429, 503: the server did not take it         | after retries     | retried here, with back-off   |
+| 429, 503: the server did not take it         | ServerBusy        | retried here, for `busy_s`    |
+| no file descriptor is free in this process   | ServerBusy        | retried here, for `busy_s`    |
 | no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
 | 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
 | 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
 """
 
 import asyncio
+import errno
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -26,16 +30,29 @@ from yarl import URL
 
 from rookery.config import Config
 from rookery.errors import AdapterError, FleetError
+from rookery.fleet.descriptors import connection_limit
 from rookery.fleet.inside.token_route import FORMAT as ROUTE_FORMAT
 from rookery.fleet.inside.token_route import PATH as TOKEN_ROUTE
 
-__all__ = ["Client", "ClientConfig", "ServerLost", "ServerRefusal", "open_session"]
+__all__ = [
+    "Client",
+    "ClientConfig",
+    "ServerBusy",
+    "ServerLost",
+    "ServerRefusal",
+    "max_calls",
+    "open_session",
+]
 
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
 _JSON = "application/json"
 _BUSY = frozenset({429, 503})
-_ATTEMPTS = 6
+_NO_CREDIT = b"insufficient_quota"
+"""OpenAI's word for an account without credit: also a 429, but waiting does not help."""
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_FOR_CALLS = 7 / 8
+"""Share of the connections for completions: health, adapters and metrics never wait behind them."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 
 
@@ -54,6 +71,10 @@ class ServerLost(FleetError):
         """Of the answer, when there was one."""
 
 
+class ServerBusy(ServerLost):
+    """The server took no request for as long as `busy_s` allows."""
+
+
 class ServerRefusal(FleetError):
     """The server understood and said no; sending it again would be refused again."""
 
@@ -63,7 +84,7 @@ class ServerRefusal(FleetError):
 
 
 class _Busy(Exception):
-    """429 or 503: nothing was done, so the same server may be asked again."""
+    """Nothing was done, so the same server may be asked again."""
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
@@ -79,15 +100,24 @@ class ClientConfig(Config):
     """How long a batch of completions may take."""
     control_s: float = Field(default=60.0, gt=0)
     """How long anything else may take: health, adapters, metrics."""
+    busy_s: float = Field(default=20.0, ge=0)
+    """How long a server that answers 429 or 503 is asked again. It may say when (Retry-After); one
+    that wants more than this is given up at once."""
 
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A connection pool for any number of clients. Its size is bounded by who sends."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    """A connection pool for any number of clients, as large as the file descriptors allow."""
+    connector = aiohttp.TCPConnector(limit=connection_limit(), keepalive_timeout=KEEPALIVE_S)
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
         yield session
+
+
+def max_calls(session: aiohttp.ClientSession) -> int:
+    """Completions that may be in flight together over this session."""
+    limit = session.connector.limit if session.connector is not None else 0
+    return max(1, int(_FOR_CALLS * limit))
 
 
 class Client:
@@ -189,15 +219,26 @@ class Client:
     async def _persist(
         self, method: str, path: str, body: bytes | None, limit_s: float | None
     ) -> Any:
-        """A request; a busy server is asked again, later and later."""
+        """A request; a busy server is asked again when it says, or later and later."""
         try:
             return await self._request(method, path, body, limit_s)
-        except _Busy as first:
-            await asyncio.sleep(first.wait_s)
+        except _Busy as busy:
+            first = busy
+        end_s = time.monotonic() + self.config.busy_s
+
+        def next_wait(error: Exception) -> bool | float:
+            """False gives up, True leaves the time to the back-off."""
+            if not isinstance(error, _Busy) or time.monotonic() + error.wait_s > end_s:
+                return False
+            return error.wait_s if error.wait_s > _FIRST_WAIT_S else True
+
         try:
+            if next_wait(first) is False:
+                raise first
+            await asyncio.sleep(first.wait_s)
             async for attempt in stamina.retry_context(
-                on=_Busy,
-                attempts=_ATTEMPTS,
+                on=next_wait,
+                attempts=None,
                 timeout=None,
                 wait_initial=_FIRST_WAIT_S,
                 wait_max=_LONGEST_WAIT_S,
@@ -205,9 +246,9 @@ class Client:
                 with attempt:
                     return await self._request(method, path, body, limit_s)
         except _Busy as last:
-            raise ServerLost(
-                f"{self.url} is still busy after {_ATTEMPTS + 1} attempts: {last}. Lower "
-                "max_in_flight, or add servers.",
+            raise ServerBusy(
+                f"{self.url} took no request for busy_s, {self.config.busy_s:g} s: {last}. Lower "
+                "max_in_flight, add servers or raise busy_s.",
                 is_broken=False,
             ) from None
         raise AssertionError("the retry loop ends by returning or raising")
@@ -224,6 +265,8 @@ class Client:
     ) -> Any:
         limits = self._limits(limit_s or self.config.control_s)
         where = self._url(path)
+        if self._session.closed:
+            raise self._closed()
         try:
             async with self._session.request(
                 method, where, data=body, headers=self._headers, timeout=limits
@@ -234,8 +277,17 @@ class Client:
                     is_json = response.headers.get("Content-Type") == _JSON
                     return _decode(content, _JSON if is_json else response.content_type, where)
                 raise self._error(response, content, where)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._session.closed and task is not None and not task.cancelling():
+                # aiohttp cancels who waits for a connection, not the task.
+                raise self._closed() from None
+            raise
         except aiohttp.ClientConnectionError as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            if isinstance(error, aiohttp.ClientConnectorError) and error.errno in _NO_DESCRIPTOR:
+                said = "this process has no file descriptor left: raise `ulimit -n`"
+                raise _Busy(said, _FIRST_WAIT_S) from error
             raise ServerLost(
                 _unreachable(self.url, error), is_broken=True, was_sent=was_sent
             ) from error
@@ -249,6 +301,13 @@ class Client:
                 "model, raise request_s (completions) or control_s (the rest).",
                 is_broken=False,
             ) from None
+
+    def _closed(self) -> ServerLost:
+        return ServerLost(
+            f"The connection to {self.url} was closed here, by the end of its fleet or client.",
+            is_broken=True,
+            was_sent=False,
+        )
 
     def _limits(self, total_s: float) -> aiohttp.ClientTimeout:
         found = self._known_limits.get(total_s)
@@ -266,8 +325,10 @@ class Client:
 
     def _error(self, response: aiohttp.ClientResponse, content: bytes, where: URL) -> Exception:
         said = _message(content)
-        if response.status in _BUSY:
-            return _Busy(said, _retry_after_s(response.headers.get("Retry-After", "")))
+        if response.status in _BUSY and _NO_CREDIT not in content:
+            wait_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            told = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
+            return _Busy(said + told, wait_s)
         if response.status >= 500:
             return ServerLost(
                 f"{where} failed ({response.status}): {said}",
@@ -309,8 +370,12 @@ def _message(content: bytes) -> str:
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds of a Retry-After header; dates and nonsense count as the first wait."""
+    """Seconds of a Retry-After header, a number or a date; nonsense counts as the first wait."""
     try:
-        return min(max(float(header), 0.0), _LONGEST_WAIT_S)
+        is_number = header.strip().replace(".", "", 1).isdigit()
+        wait_s = (
+            float(header) if is_number else parsedate_to_datetime(header).timestamp() - time.time()
+        )
     except ValueError:
         return _FIRST_WAIT_S
+    return max(wait_s, _FIRST_WAIT_S)

@@ -1,13 +1,31 @@
-"""Why a server did not start: the end of its log, and what to do about it."""
+"""Why a server did not start or died: its first error, and what to do about it.
+
+A server is several processes that write to one log. When the engine fails, those that wait for it
+fail after it and say "See root cause above": what counts is the exception that came first.
+"""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["explain_failure", "last_lines"]
+__all__ = ["explain_failure", "first_error", "last_lines"]
 
 NUM_LINES = 20
-"""Lines of a server's log shown in an error: a traceback's end and what came before it."""
+"""Lines of a server's log shown in an error."""
+_NUM_FRAME_LINES = 4
+"""Lines of a traceback shown before its exception: where it was raised, and by whose call."""
 _READ_BYTES = 64 * 1024
+_FIRST_BYTES = 4 * 2**20
+"""Where a first error is searched: vLLM writes 100 KiB until it serves."""
+_LINE = re.compile(
+    r"(?P<who>\([^()]* pid=\d+\) )?"
+    r"(?P<level>(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?(?P<text>.*)"
+)
+"""`(EngineCore pid=9090) ERROR 11-16 02:05:30 [core.py:1510] ValueError: ...`"""
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above", "The above exception was")
+_API_PROCESS = "(APIServer"
 
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (
@@ -29,6 +47,10 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         r"|estimated maximum model length",
         "The key-value cache is too small for this context: lower launch.max_model_len, or raise "
         "launch.gpu_memory_utilization (GPU) or launch.cpu_cache_gib (CPU).",
+    ),
+    (
+        r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer",
+        "The model's weight files are damaged or not complete: fetch or convert the model again.",
     ),
     (
         r"Cannot allocate memory|MemoryError|Killed",
@@ -64,20 +86,73 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    who: str
+    """The process that wrote it, as vLLM names it; "" where it is not named."""
+    level: str
+    text: str
+
+
 def last_lines(log: Path, *, num: int = NUM_LINES) -> list[str]:
     """The last lines that say something, oldest first; none when there is no log."""
+    lines = _read(log, since=-_READ_BYTES, limit=_READ_BYTES)
+    return [line.rstrip() for line in lines if line.strip()][-num:]
+
+
+def first_error(log: Path, *, since: int = 0) -> list[str]:
+    """The end of the traceback that came first and its exception, without what vLLM puts before
+    every line. One of an engine or worker process counts before the API process's; [] when there
+    is none. `since` is where in the log to begin, in bytes."""
+    lines = [_parse(line) for line in _read(log, since=since, limit=_FIRST_BYTES)]
+    begins = [i for i, line in enumerate(lines) if line.text == _TRACEBACK]
+    if not begins:
+        return []
+    # min takes the first of equals.
+    begin = min(begins, key=lambda i: not lines[i].who or lines[i].who.startswith(_API_PROCESS))
+    record = lines[begin].who, lines[begin].level
+    return _exception(
+        [line.text for line in lines[begin + 1 :] if (line.who, line.level) == record]
+    )
+
+
+def explain_failure(log: Path, *, since: int = 0) -> str:
+    """The remedy for the first error, else for what the log's end says; "" when it is not known."""
+    ending = [_parse(line) for line in last_lines(log, num=200)]
+    errors = [line.text for line in ending if not line.level.startswith(("DEBUG", "INFO", "WARN"))]
+    for text in ("\n".join(first_error(log, since=since)), "\n".join(errors)):
+        for sign, remedy in _REMEDIES:
+            if re.search(sign, text):
+                return remedy
+    return ""
+
+
+def _exception(texts: Sequence[str]) -> list[str]:
+    """A traceback's last frames, then its message to where the next one or another text begins."""
+    at = next((i for i, text in enumerate(texts) if text and not text[0].isspace()), None)
+    if at is None:
+        return [text for text in texts if text.strip()][-NUM_LINES:]
+    shown = [text for text in texts[:at] if text.strip(" ^~")][-_NUM_FRAME_LINES:]
+    for text in texts[at : at + NUM_LINES - _NUM_FRAME_LINES]:
+        if not text.strip() or text == _TRACEBACK or text.startswith((*_CHAINED, "Process ")):
+            break
+        shown.append(text.rstrip())
+    return shown
+
+
+def _parse(line: str) -> _Line:
+    match = _LINE.fullmatch(line)
+    assert match is not None  # every part may be empty
+    return _Line(match["who"] or "", match["level"] or "", match["text"])
+
+
+def _read(log: Path, *, since: int, limit: int) -> list[str]:
+    """The lines from a place in the log on, or that far from its end; [] when there is no log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _READ_BYTES))
-            text = file.read().decode("utf-8", "replace")
+            file.seek(since if since >= 0 else max(0, size + since))
+            text = file.read(limit).decode("utf-8", "replace")
     except OSError:
         return []
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return lines[-num:]
-
-
-def explain_failure(log: Path) -> str:
-    """The remedy for what the log's end says, or "" when nothing in it is known."""
-    text = "\n".join(last_lines(log, num=200))
-    return next((remedy for sign, remedy in _REMEDIES if re.search(sign, text)), "")
+    return re.split(r"[\r\n]+", text)

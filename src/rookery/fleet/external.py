@@ -7,22 +7,41 @@
 Such an API reads and writes text. Prompts are decoded and answers encoded with the caller's own
 tokenizer; log-probabilities are given where the API reports them for exactly those tokens, and are
 empty otherwise: they are never made up.
+
+| what goes wrong                                      | is raised      | and then               |
+|------------------------------------------------------|----------------|------------------------|
+| no connection, busy for `busy_s`, key, credit, model | FleetDownError | the run can be resumed |
+| 500 to 599 otherwise                                 | ServerLost     | sent again once        |
+| no answer in time                                    | ServerLost     |                        |
+| 400 to 499 otherwise                                 | ServerRefusal  |                        |
+| an answer that is filtered, cut off or unreadable    | FleetError     |                        |
+
+A call is all its requests: one that fails ends the others, sent or not, as nobody would see their
+answers.
 """
 
 import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from rookery.concurrency import together
 from rookery.config import Config
-from rookery.errors import ConfigError, FleetError
-from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.errors import ConfigError, FleetDownError, FleetError, boundary
+from rookery.fleet.client import (
+    Client,
+    ClientConfig,
+    ServerBusy,
+    ServerLost,
+    ServerRefusal,
+    open_session,
+)
 from rookery.types import (
     Completion,
     ModelRef,
@@ -38,9 +57,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Codec", "ExternalConfig", "ExternalSampler", "open_external"]
 
+Result = TypeVar("Result")
 MAX_TOP = 20
 """The most likely tokens that OpenAI-compatible APIs report per position at most."""
 MINUTE_S = 60.0
+NO_REQUEST = frozenset({401, 402, 404, 429})
+"""Refusals of everybody: no key, no credit (a 429 that waiting does not help), no such model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +71,14 @@ class Codec:
 
     encode: Callable[[str], TokenIds]
     decode: Callable[[TokenIds], str]
+
+
+class ExternalClientConfig(ClientConfig):
+    """Time limits of requests to an API."""
+
+    busy_s: float = Field(default=300.0, ge=0)
+    """How long a request waits while the API answers 429 or 503; its Retry-After is kept. One that
+    asks for more is given up at once."""
 
 
 class ExternalConfig(Config):
@@ -68,7 +98,7 @@ class ExternalConfig(Config):
     tokens_per_minute: float | None = Field(default=None, gt=0)
     """Prompt and new tokens together, as most providers count; none by default."""
     max_in_flight: int = Field(default=8, ge=1)
-    client: ClientConfig = ClientConfig()
+    client: ExternalClientConfig = ExternalClientConfig()
 
 
 class ExternalSampler:
@@ -89,37 +119,59 @@ class ExternalSampler:
         self._requests, self._tokens = limits
         # Filled by every request, drained by its answer; bounds what the provider sees at once.
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
+        self._calls: set[asyncio.Timeout] = set()
+        """Calls that wait; the timeout of each is when the sampler closes."""
+        self._is_closed = False
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        return list(await asyncio.gather(*(self._sample(request) for request in requests)))
+        for request in requests:
+            self._require(request.model)
+            _require_text_params(request.params)
+        return await self._all(self._sample(request) for request in requests)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Log-probabilities of labels after a prompt, as far as the API reports them."""
-        return list(await asyncio.gather(*(self._score(request) for request in requests)))
+        for request in requests:
+            self._require(request.model)
+            self._require_labels(request)
+        return await self._all(self._score(request) for request in requests)
+
+    def close(self) -> None:
+        """Tell all who wait, at once."""
+        self._is_closed = True
+        for call in self._calls:
+            call.reschedule(asyncio.get_running_loop().time())
+
+    async def _all(self, works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+        """All results, in order; the first error, or the end of the sampler, ends the others."""
+        closed = FleetDownError(f"The connection to {self.config.url} was closed here.")
+        if self._is_closed:
+            raise closed
+        call = asyncio.timeout(None)
+        self._calls.add(call)
+        try:
+            async with call:
+                return await together(works)
+        except (TimeoutError, FleetError):
+            if self._is_closed:
+                raise closed from None
+            raise
+        finally:
+            self._calls.discard(call)
 
     async def _sample(self, request: SampleRequest) -> tuple[Completion, ...]:
-        self._require(request.model)
         params = request.params
         body = self._body(request.prompt, params)
         cost = len(request.prompt) + params.n * params.max_tokens
         choices = await self._ask(body, cost=cost, num=params.n)
-        return tuple(self._completion(choice, request) for choice in choices)
+        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+            return tuple(self._completion(choice, request) for choice in choices)
 
     async def _score(self, request: ScoreRequest) -> Score:
-        self._require(request.model)
-        if not self.config.logprobs:
-            raise FleetError(
-                "Scoring labels on an external API needs logprobs: true in its config."
-            )
-        if request.start < len(request.tokens) or not request.labels:
-            raise FleetError(
-                "An external API reports no log-probabilities of a given text; it can score "
-                "labels after it: set start to the number of tokens, or use a vLLM server."
-            )
-        params = SamplingParams(max_tokens=1, temperature=1.0, top_logprobs=MAX_TOP)
-        body = self._body(request.tokens, params)
+        body = self._body(request.tokens, SamplingParams(max_tokens=1), num_top=MAX_TOP)
         [choice] = await self._ask(body, cost=len(request.tokens) + 1, num=1)
-        positions = _positions(choice)
+        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+            positions = _positions(choice)
         if not positions:
             raise FleetError(f"{self.config.model} reports no log-probabilities: labels need them.")
         found = dict(positions[0][2])
@@ -135,7 +187,10 @@ class ExternalSampler:
             model=request.model, logprobs=(), label_logprobs=tuple(found[name] for name in names)
         )
 
-    def _body(self, prompt: TokenIds, params: SamplingParams) -> dict[str, Any]:
+    def _body(
+        self, prompt: TokenIds, params: SamplingParams, *, num_top: int = 0
+    ) -> dict[str, Any]:
+        """Parameters that only some APIs know are sent when they are set: others refuse them."""
         text = self._codec.decode(prompt)
         body: dict[str, Any] = {
             "model": self.config.model,
@@ -145,17 +200,16 @@ class ExternalSampler:
             "n": params.n,
             "seed": params.seed,
         }
-        if params.stop:
-            body["stop"] = list(params.stop)
+        optional = {"stop": list(params.stop), "top_k": params.top_k, "min_p": params.min_p}
+        body |= {name: value for name, value in optional.items() if value}
         if self.config.route == "chat":
             body["messages"] = [{"role": "user", "content": text}]
         else:
             body["prompt"] = text
-        top = min(params.top_logprobs, MAX_TOP)
         if self.config.logprobs and self.config.route == "chat":
-            body |= {"logprobs": True, "top_logprobs": top}
+            body |= {"logprobs": True, "top_logprobs": num_top}
         elif self.config.logprobs:
-            body["logprobs"] = top
+            body["logprobs"] = num_top
         return body
 
     async def _ask(self, body: Mapping[str, Any], *, cost: int, num: int) -> list[Any]:
@@ -165,23 +219,47 @@ class ExternalSampler:
                 f"A request of {cost} tokens can never keep to tokens_per_minute "
                 f"{self._tokens.max_rate:g}: shorten the prompt, lower max_tokens or raise it."
             )
-        path = "/v1/chat/completions" if self.config.route == "chat" else "/v1/completions"
+        content = json.dumps(body).encode()
         async with self._in_flight:
-            await self._requests.acquire()
-            if self._tokens is not None:
-                await self._tokens.acquire(cost)
-            limit_s = self.config.client.request_s
-            answer = await self._client.post(path, json.dumps(body).encode(), limit_s=limit_s)
+            # Where a failed request made room for this one, its call ends now, before a request
+            # is sent that nobody reads.
+            await asyncio.sleep(0)
+            try:
+                answer = await self._post(content, cost=cost)
+            except ServerLost as loss:
+                if loss.status is None:
+                    raise
+                answer = await self._post(content, cost=cost)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != num:
             raise FleetError(
-                f"{self._client.url}{path} answered {choices!r:.80} for {num} choices."
+                f"{self.config.model} answered {choices!r:.80} where {num} choices were asked for."
             )
         return choices
 
+    async def _post(self, content: bytes, *, cost: int) -> Any:
+        await self._requests.acquire()
+        if self._tokens is not None:
+            await self._tokens.acquire(cost)
+        path = "/v1/chat/completions" if self.config.route == "chat" else "/v1/completions"
+        try:
+            return await self._client.post(path, content, limit_s=self.config.client.request_s)
+        except ServerRefusal as refusal:
+            if refusal.status in NO_REQUEST:
+                raise FleetDownError(str(refusal)) from refusal
+            raise
+        except ServerLost as loss:
+            if loss.is_broken or isinstance(loss, ServerBusy):
+                raise FleetDownError(str(loss)) from loss
+            raise
+
     def _completion(self, choice: Mapping[str, Any], request: SampleRequest) -> Completion:
         message = choice.get("message") or {}
-        text = (message.get("content") if self.config.route == "chat" else choice.get("text")) or ""
+        text = message.get("content") if self.config.route == "chat" else choice.get("text")
+        reason = choice.get("finish_reason")
+        if reason not in ("stop", "length") or not isinstance(text, str):
+            why = message.get("refusal") or f"it ended as {reason!r}"
+            raise FleetError(f"{self.config.model} gave no whole answer: {why}.")
         tokens = self._codec.encode(text)
         positions = _positions(choice)
         is_aligned = [name for name, _, _ in positions] == [
@@ -192,7 +270,7 @@ class ExternalSampler:
             tokens=tokens,
             logprobs=tuple(value for _, value, _ in positions) if is_aligned else (),
             text=text,
-            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+            finish_reason=reason,
         )
 
     def _require(self, ref: ModelRef) -> None:
@@ -200,6 +278,18 @@ class ExternalSampler:
             raise FleetError(
                 f"{ref.served_name} cannot be served: {self.config.model} takes no adapters. "
                 f"Name {self.base.served_name}, or use a vLLM fleet."
+            )
+
+    def _require_labels(self, request: ScoreRequest) -> None:
+        if not self.config.logprobs:
+            raise FleetError(
+                "Scoring labels on an external API needs logprobs: true in its config."
+            )
+        if request.start < len(request.tokens) or not request.labels or request.top_logprobs:
+            raise FleetError(
+                "An external API reports no log-probabilities of a given text and no token ids; it "
+                "can score labels after a text: set start to the number of tokens and top_logprobs "
+                "to 0, or use a vLLM server."
             )
 
 
@@ -225,7 +315,26 @@ async def open_external(config: ExternalConfig, *, codec: Codec) -> AsyncIterato
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session())
         client = Client(config.url, session=session, config=config.client, api_key=key)
-        yield ExternalSampler(client, config=config, codec=codec, limits=(requests, tokens))
+        limits = (requests, tokens)
+        with contextlib.closing(
+            ExternalSampler(client, config=config, codec=codec, limits=limits)
+        ) as sampler:
+            yield sampler
+
+
+def _require_text_params(params: SamplingParams) -> None:
+    """What is said in token ids means nothing to an API of texts."""
+    given = {
+        "stop_tokens": params.stop_tokens,
+        "ignore_eos": params.ignore_eos,
+        "top_logprobs": params.top_logprobs,
+    }
+    for name, value in given.items():
+        if value:
+            raise FleetError(
+                f"{name} is {value!r}; an external API reads and writes text, not token ids, and "
+                "cannot do this: leave it out, stop at texts (stop), or use a vLLM server."
+            )
 
 
 def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[str, float]]]]:

@@ -1,19 +1,29 @@
-"""Whether an adapter fits the servers' model (base, rank, layers, shapes), before it is sent."""
+"""Whether an adapter fits the servers' model (base, rank, layers, shapes), before it is sent.
+
+Programs name the layers of one model differently: transformers 5 calls a layer of Gemma 3
+`model.language_model.layers.0.mlp.up_proj`, its weight files `language_model.model.layers.0...`.
+An adapter is sent with the names of the weight files, which every server of the model knows.
+"""
 
 import difflib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rookery.errors import AdapterError
-from rookery.types import Adapter
+from rookery.model_names import is_named, model_names
+from rookery.types import Adapter, LoraFactors
 
-__all__ = ["Fit", "base_names", "check_fit", "read_shapes"]
+__all__ = ["Fit", "base_names", "check_fit", "read_head", "read_shapes"]
 
 _HEADER_LIMIT = 100 * 2**20
 """The safetensors format allows no longer header."""
+
+_WRAPPERS = frozenset({"model", "language_model", "vision_model"})
+"""Parts of a layer's name that say which object holds the layer, and differ between programs."""
+_HEAD = "lm_head"
 
 Shapes = Mapping[str, tuple[int, int]]
 """(in, out) of linear layers by name: `{"model.layers.0.self_attn.q_proj": (576, 576)}`."""
@@ -28,14 +38,19 @@ class Fit:
     shapes: Shapes
     targets: tuple[str, ...] = ()
     """The only kinds of layers that the servers adapt, such as q_proj; empty: all."""
+    head: Shapes | None = None
+    """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
+    is not known, as servers do not tell: they judge it when they load it."""
+    has_wrong_head: bool = False
+    """vLLM on the CPU: base tokens get the output layer of the adapter in the last slot too."""
 
 
-def check_fit(adapter: Adapter, fit: Fit) -> None:
-    """AdapterError unless the adapter can be served."""
+def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
+    """The adapter with its layers named as in `fit.shapes`; AdapterError if it cannot be served."""
     who = f"adapter {adapter.name!r}"
     if not adapter.factors:
         raise AdapterError(f"{who} adapts no layer.")
-    if adapter.base and _last_part(adapter.base) not in fit.base_names:
+    if adapter.base and not is_named(adapter.base, fit.base_names):
         raise AdapterError(
             f"{who} was made for {adapter.base!r}, the servers run "
             f"{' or '.join(sorted(fit.base_names))}: load it on its own base model, or correct "
@@ -46,7 +61,14 @@ def check_fit(adapter: Adapter, fit: Fit) -> None:
             f"{who} has rank {adapter.rank}, the servers take at most {fit.max_rank}: start them "
             f"with --max-lora-rank {adapter.rank} (launch.max_lora_rank), or reduce its rank."
         )
-    for layer, factors in adapter.factors.items():
+    known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
+    names = _by_plain_name(known)
+    named: dict[str, LoraFactors] = {}
+    for given, factors in adapter.factors.items():
+        layer = given if given in known else names.get(_plain_name(given), given)
+        if layer in named:
+            raise AdapterError(f"{who} adapts {layer} twice, under two names: keep one.")
+        named[layer] = factors
         a, b = tuple(factors.a.shape), tuple(factors.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             raise AdapterError(f"{who}: {layer} has A {a} and B {b}; they need one common rank.")
@@ -55,8 +77,16 @@ def check_fit(adapter: Adapter, fit: Fit) -> None:
                 f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
-        if fit.shapes:
-            _check_layer(who, layer, (a[1], b[0]), fit.shapes)
+        is_head = layer.rpartition(".")[2] == _HEAD
+        if is_head and fit.has_wrong_head:
+            raise AdapterError(
+                f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
+                "requests for the base model too. Use servers on GPUs or the embedded engine, or "
+                "train the adapter without it."
+            )
+        if known and not (is_head and fit.head is None):
+            _check_layer(who, layer, (a[1], b[0]), known)
+    return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
 
 
 def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:
@@ -72,9 +102,24 @@ def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> 
         )
 
 
+def _plain_name(layer: str) -> str:
+    """`layers.0.mlp.up_proj` for all names that one layer has in different programs."""
+    return ".".join(part for part in layer.split(".") if part not in _WRAPPERS)
+
+
+def _by_plain_name(shapes: Shapes) -> dict[str, str]:
+    """Layers by their plain names, where that names one layer only."""
+    found: dict[str, list[str]] = {}
+    for layer in shapes:
+        found.setdefault(_plain_name(layer), []).append(layer)
+    return {plain: layers[0] for plain, layers in found.items() if len(layers) == 1}
+
+
 def base_names(*names: str) -> frozenset[str]:
-    """The names that an adapter may know the base model by: last parts, lower case."""
-    return frozenset(_last_part(name) for name in names if name)
+    """The names that an adapter may know the base model by; a folder's own name too, where a link
+    leads to it."""
+    folders = [str(Path(name).resolve()) for name in names if name and Path(name).is_dir()]
+    return model_names(*names, *folders)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -82,6 +127,23 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
     Empty when there are none to read, and for quantised models, whose tensors are packed.
     """
+    return {name: size for name, size in _read_matrices(folder).items() if "embed" not in name}
+
+
+def read_head(folder: Path) -> dict[str, tuple[int, int]]:
+    """The output layer of a model whose weight files hold none: it has the embeddings' numbers.
+
+    Empty for other models: `read_shapes` has theirs.
+    """
+    found = _read_matrices(folder)
+    if any(name.endswith(_HEAD) for name in found):
+        return {}
+    sizes = [size for name, size in found.items() if name.endswith("embed_tokens")]
+    return {_HEAD: sizes[0]} if len(sizes) == 1 else {}
+
+
+def _read_matrices(folder: Path) -> dict[str, tuple[int, int]]:
+    """(in, out) of all weights with two axes, by the name of their layer."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
@@ -90,13 +152,12 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, int]]:
         headers = [_header(file) for file in files]
     except (OSError, ValueError, struct.error):
         return {}
-    shapes: dict[str, tuple[int, int]] = {}
-    for header in headers:
-        for name, tensor in header.items():
-            shape = tensor.get("shape", ())
-            if name.endswith(".weight") and len(shape) == 2 and "embed" not in name:
-                shapes[name.removesuffix(".weight")] = (shape[1], shape[0])
-    return shapes
+    return {
+        name.removesuffix(".weight"): (tensor["shape"][1], tensor["shape"][0])
+        for header in headers
+        for name, tensor in header.items()
+        if name.endswith(".weight") and len(tensor.get("shape", ())) == 2
+    }
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:
@@ -107,7 +168,3 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
         header: dict[str, dict[str, list[int]]] = json.loads(handle.read(size))
     header.pop("__metadata__", None)
     return header
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -9,33 +9,38 @@ Servers are given by URL, started on this machine (`launch`), or both.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
+import aiohttp
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import FleetError, RookeryError, boundary
+from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
-from rookery.fleet.client import Client, ClientConfig, open_session
+from rookery.fleet.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.cluster import place_on_ray
-from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.garbage import collected_rarely
 from rookery.fleet.launch import LocalServer, Progress, open_servers
 from rookery.fleet.pool import Pool
 from rookery.fleet.replica import Replica, ReplicaSettings
+from rookery.fleet.residency import clear_left
 from rookery.fleet.scoring import assemble_score, plan_score
+from rookery.fleet.served import ServedAdapters
 from rookery.fleet.settings import LaunchConfig
-from rookery.fleet.staging import Staging, open_staging, wire_name
+from rookery.fleet.staging import Staging, open_staging
+from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
@@ -58,8 +63,8 @@ class FleetConfig(Config):
     api_key_env: str = "VLLM_API_KEY"
     """The environment variable that holds the servers' key, if they have one."""
     adapter_folder: Path | None = None
-    """Where adapters are put for the servers: a folder that all of them see. By default in shared
-    memory, which servers on this machine see."""
+    """Where adapters are put for the servers, in a folder of this fleet's own that goes with it: a
+    folder that all of them see. By default in shared memory, which servers on this machine see."""
     resolver: bool = False
     """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
     in_place: bool = False
@@ -73,7 +78,7 @@ class FleetConfig(Config):
     batch: int = Field(default=32, ge=1)
     """Sequences per HTTP call at most."""
     heal_s: float = Field(default=300.0, ge=0)
-    """How long requests wait when no server is up."""
+    """How long requests wait when no server that takes them is up."""
     client: ClientConfig = ClientConfig()
 
     @model_validator(mode="after")
@@ -88,41 +93,61 @@ class FleetConfig(Config):
         return self
 
 
-@dataclass(slots=True)
-class _Served:
-    """A loaded adapter: how often it was loaded, what is in flight on it."""
-
-    adapter: Adapter
-    num_loads: int = 1
-    num_in_flight: int = 0
-
-
 class Fleet:
     """A Sampler, an Adapters and a Publisher over a pool; `open_fleet` makes one."""
 
     def __init__(
-        self, replicas: Sequence[Replica], *, config: FleetConfig, staging: Staging
+        self,
+        replicas: Sequence[Replica],
+        *,
+        config: FleetConfig,
+        staging: Staging,
+        max_calls: int,
     ) -> None:
         self.config = config
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
         model = config.launch.model if config.launch is not None else self.capabilities.root
-        self.base = ModelRef(name="base", version=config.name or model)
+        self.base = self._first_base = ModelRef(name="base", version=config.name or model)
         self.pool = Pool(
             replicas,
-            find_adapter=lambda ref: self._served[ref].adapter if ref in self._served else None,
-            find_ref=lambda name: self._names.get(name),
+            find_adapter=lambda ref: self._served.find(ref),
+            find_ref=self._find_ref,
             heal_s=config.heal_s,
+            max_calls=max_calls,
         )
         self._staging = staging
-        self._served: dict[ModelRef, _Served] = {}
-        self._names: dict[str, ModelRef] = {}
+        self._served = ServedAdapters(retire=self._retire)
+        self._turns = Turns()
+        folder = Path(self.capabilities.root)
+        shapes = read_shapes(folder)
         self._fit = Fit(
             base_names=base_names(config.name, model, self.capabilities.root),
             max_rank=self.capabilities.max_lora_rank,
-            shapes=read_shapes(Path(self.capabilities.root))
-            or next((r.layers for r in replicas if r.layers), {}),
+            shapes=shapes or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
+            head=read_head(folder) if shapes else None,
+            has_wrong_head=any(replica.capabilities.is_on_cpu for replica in replicas),
         )
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank an adapter may have on every server."""
+        rank = self.capabilities.max_lora_rank
+        if rank is None:
+            raise ConfigError(
+                "The servers do not tell the highest rank they take: set engine.max_lora_rank to "
+                "their --max-lora-rank."
+            )
+        return rank
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest prompt with its answer on every server; None when they do not tell."""
+        return self.capabilities.max_model_len
+
+    @property
+    def is_remote(self) -> bool:
+        return True
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -143,7 +168,11 @@ class Fleet:
     @property
     def loaded(self) -> tuple[ModelRef, ...]:
         """The adapters that requests can name, oldest first."""
-        return tuple(self._served)
+        return self._served.refs
+
+    def wire_name(self, ref: ModelRef) -> str:
+        """The name that servers know a loaded adapter by."""
+        return self._staging.wire_name(ref)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         entries = [
@@ -174,22 +203,9 @@ class Fleet:
 
         When the model's shapes are not known here, one server gets it now and may refuse it.
         """
+        self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
-        served = self._served.get(ref)
-        if served is not None:
-            served.num_loads += 1
-            return ref
-        if all(replica.route == "none" for replica in self.pool.replicas):
-            raise self.pool.replicas[0].refuse_adapters()
-        check_fit(adapter, self._fit)
-        self._served[ref] = _Served(adapter)
-        self._names[wire_name(ref)] = ref
-        if not self._fit.shapes:
-            try:
-                await self._any_replica().hold(ref, adapter)
-            except RookeryError:
-                del self._served[ref], self._names[wire_name(ref)]
-                raise
+        await self._served.load(ref, partial(self._admit, ref, adapter))
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
@@ -197,17 +213,44 @@ class Fleet:
         if ref == self.base:
             raise FleetError("The base model cannot be unloaded.")
         self._require(ref)
-        served = self._served[ref]
-        served.num_loads -= 1
-        await self._retire_if_unused(ref)
+        await self._served.unload(ref)
 
     async def publish(self, adapter: Adapter) -> ModelRef:
-        """New weights are a new adapter: the same as `load`."""
-        return await self.load(adapter)
+        """Load new weights. What was published under the same name before is retired after its
+        last request in flight; requests for it from then on are refused."""
+        ref = await self.load(adapter)
+        await self._served.publish(ref)
+        return ref
 
     async def reset_prefix_cache(self) -> None:
         """Make every server forget its prefixes, after its base weights were changed."""
+        self.pool.require_open()
         await asyncio.gather(*(r.client.reset_prefix_cache() for r in self.pool.replicas))
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """No request is in flight inside the block; those that come wait for its end."""
+        async with self._turns.take(f"update {uuid4()}"):
+            yield
+
+    def rename_base(self, digest: str) -> None:
+        """The base model has new weights: `base` is a new version, and the old one is refused."""
+        self.base = replace(self._first_base, version=f"{self._first_base.version}+{digest}")
+        names = self._fit.base_names | base_names(self.base.version)
+        self._fit = replace(self._fit, base_names=names)
+
+    async def _admit(self, ref: ModelRef, adapter: Adapter) -> Adapter:
+        """The adapter as servers get it; FleetError or AdapterError when none can serve it."""
+        if all(replica.route == "none" for replica in self.pool.replicas):
+            raise self.pool.replicas[0].refuse_adapters()
+        fitted = check_fit(adapter, self._fit)
+        if not self._fit.shapes:
+            try:
+                await self._any_replica().hold(ref, fitted)
+            except RookeryError:
+                await self._retire(ref)
+                raise
+        return fitted
 
     def _any_replica(self) -> Replica:
         able = [r for r in self.pool.replicas if r.route != "none"]
@@ -218,42 +261,38 @@ class Fleet:
         """The choices of every entry, in order."""
         if not entries:
             return []
-        uses = Counter(entry.ref for entry in entries if entry.ref != self.base)
-        for ref in uses:
-            self._require(ref)
-        batches = make_batches(
-            entries,
-            base=self.base,
-            num_servers=len(self.pool.replicas),
-            max_sequences=self.config.batch,
-            now_s=time.monotonic(),
-        )
-        for ref in uses:
-            self._served[ref].num_in_flight += 1
-        try:
-            answers = await self.pool.submit([batch.call for batch in batches])
-        finally:
+        async with self._turns.take("requests"):
+            uses = Counter(entry.ref for entry in entries if entry.ref != self.base)
             for ref in uses:
-                self._served[ref].num_in_flight -= 1
-                await self._retire_if_unused(ref)
+                self._require(ref)
+            batches = make_batches(
+                entries,
+                base=self.base,
+                num_servers=len(self.pool.replicas),
+                max_sequences=self.config.batch,
+                now_s=time.monotonic(),
+            )
+            async with self._served.used(uses):
+                answers = await self.pool.submit([batch.call for batch in batches])
         found: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
             for position, own in zip(batch.positions, choices, strict=True):
                 found[position] = own
         return found
 
-    async def _retire_if_unused(self, ref: ModelRef) -> None:
-        served = self._served.get(ref)
-        if served is None or served.num_loads > 0 or served.num_in_flight > 0:
-            return
-        del self._served[ref], self._names[wire_name(ref)]
-        await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
-        if ref not in self._served:
+    async def _retire(self, ref: ModelRef) -> None:
+        """Remove an adapter from all servers, then what they read it from."""
+        dropped = await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
+        if all(dropped):
             await asyncio.to_thread(self._staging.remove, ref)
 
+    def _find_ref(self, name: str) -> ModelRef | None:
+        """The adapter that a server knows by this name."""
+        return next((ref for ref in self._served.refs if self.wire_name(ref) == name), None)
+
     def _require(self, ref: ModelRef) -> None:
-        if ref not in self._served:
-            names = ", ".join(r.served_name for r in (self.base, *self._served))
+        if self._served.find(ref) is None:
+            names = ", ".join(r.served_name for r in (self.base, *self.loaded))
             raise FleetError(f"{ref.served_name} is not loaded. Loaded: {names}.")
 
 
@@ -264,19 +303,33 @@ async def open_fleet(
     """Start or find the servers, keep the pool going inside the block, stop what was started."""
     async with AsyncExitStack() as stack:
         stack.enter_context(collected_rarely())
-        staging = stack.enter_context(open_staging(config.adapter_folder, in_place=config.in_place))
-        replicas = await _open_replicas(config, stack=stack, staging=staging, progress=progress)
+        opened = open_staging(
+            config.adapter_folder, in_place=config.in_place, is_searched=config.resolver
+        )
+        staging = stack.enter_context(opened)
+        session = await stack.enter_async_context(open_session())
+        replicas = await _open_replicas(
+            config, stack=stack, session=session, staging=staging, progress=progress
+        )
         await _connect(replicas)
-        fleet = Fleet(replicas, config=config, staging=staging)
-        async with _running(fleet.pool):
-            yield fleet
+        await clear_left(staging.owner.parent, [replica.client for replica in replicas])
+        fleet = Fleet(replicas, config=config, staging=staging, max_calls=max_calls(session))
+        try:
+            async with fleet.pool.running():
+                yield fleet
+        finally:
+            await asyncio.gather(*(replica.leave() for replica in replicas))
 
 
 async def _open_replicas(
-    config: FleetConfig, *, stack: AsyncExitStack, staging: Staging, progress: Progress | None
+    config: FleetConfig,
+    *,
+    stack: AsyncExitStack,
+    session: aiohttp.ClientSession,
+    staging: Staging,
+    progress: Progress | None,
 ) -> list[Replica]:
     """The servers of the config: those that run, and those started here or on a cluster."""
-    session = await stack.enter_async_context(open_session())
     settings = ReplicaSettings(
         max_in_flight=config.max_in_flight,
         max_loras=config.max_loras,
@@ -298,7 +351,7 @@ async def _open_replicas(
     elif launch is not None:
         started = open_servers(launch, progress=progress, adapters=staging.root)
         servers = await stack.enter_async_context(started)
-        replicas += [make(server.url, launch.api_key, server) for server in servers]
+        replicas += [make(server.url, server.config.api_key, server) for server in servers]
     return replicas
 
 
@@ -309,25 +362,6 @@ async def _connect(replicas: Sequence[Replica]) -> None:
                 group.create_task(replica.connect())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-@asynccontextmanager
-async def _running(pool: Pool) -> AsyncIterator[None]:
-    """The pool's tasks, cancelled at the end of the block."""
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(pool.drive(group), name="rookery-fleet")
-            for replica in pool.replicas:
-                group.create_task(pool.watch(replica), name=f"rookery-watch-{replica.url}")
-
-    task = asyncio.create_task(run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:

@@ -82,8 +82,12 @@ class Lane:
     def has_room(self, call: Call) -> bool:
         return not self.in_flight or self.num_sequences + call.num_sequences <= self.window
 
+    def num_missing(self, call: Call) -> int:
+        """Sequences that must end before there is room for the call."""
+        return max(0, min(call.num_sequences, self.window) - (self.window - self.num_sequences))
+
     def can_hold(self, ref: ModelRef) -> bool:
-        return ref in self.active or len(self.active) < self.max_loras
+        return len(self.active) < self.max_loras or ref in self.active
 
     def holds(self, ref: ModelRef) -> bool:
         return ref in self.active or ref in self.resident

@@ -5,7 +5,8 @@
         await servers[0].restart()           # after it died
 
 They are stopped when the block ends, by an error or by Ctrl-C, as process groups and by id. When
-this process is killed instead, the kernel tells them to stop; the ledger finds what is left.
+this process is killed instead, the watcher beside each (`inside/guard.py`) stops it; the ledger
+finds what is left.
 """
 
 import asyncio
@@ -16,8 +17,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,40 +27,38 @@ import aiohttp
 from rookery.errors import FleetError, boundary
 from rookery.fleet import inside
 from rookery.fleet.client import Client, open_session
-from rookery.fleet.diagnosis import explain_failure, last_lines
+from rookery.fleet.diagnosis import explain_failure, first_error, last_lines
+from rookery.fleet.inside.guard import STOP_S, group_members, kill_group, signal_group
 from rookery.fleet.ledger import (
     Ledger,
     ServerRecord,
-    find_ledgers,
     process_start,
-    signal_group,
+    reap_orphans,
     state_folder,
-    stop_processes,
 )
-from rookery.fleet.ports import Reservation, reserve_port
+from rookery.fleet.ports import Reservation, is_free, reserve_port
 from rookery.fleet.settings import (
     INSIDE_MODULE,
     LaunchConfig,
     command_line,
     environment,
+    exported_key,
     num_replicas,
 )
 
-__all__ = ["LaunchProgress", "LocalServer", "Progress", "open_servers", "reap_orphans"]
+__all__ = [
+    "LaunchProgress",
+    "LocalServer",
+    "Progress",
+    "keep_alive",
+    "open_servers",
+]
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-STOP_S = 15.0
-"""How long a server may take to stop by itself; vLLM needs two seconds."""
-LOGS_S = 7 * 24 * 3600.0
-_GUARD = (
-    "import ctypes,os,sys;"
-    "ctypes.CDLL(None).prctl(1,15);"
-    "os.getppid()==int(sys.argv[1]) or sys.exit(1);"
-    "os.execv(sys.executable,[sys.executable,*sys.argv[2:]])"
-)
-"""Runs first in the new process, on Linux: asks the kernel for SIGTERM when its parent dies, then
-becomes the server. The option outlives exec."""
+RESTART_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before the second restart, then twice as long each time: what killed a server (memory that
+another program holds, a driver that recovers) takes seconds to minutes to pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,8 @@ class LocalServer:
         self._client = client
         self._room = room
         self._process: asyncio.subprocess.Process | None = None
+        self._log_begin = 0
+        """Where in the log what happened since the last start, or since it was ready, begins."""
 
     @property
     def is_alive(self) -> bool:
@@ -113,8 +114,14 @@ class LocalServer:
 
     async def start(self) -> None:
         """Start the process; `wait_ready` waits for it to serve."""
-        command = command_line(self.config, port=self._room.ports[self.index].port)
-        guard = ["-c", _GUARD, str(os.getpid())] if sys.platform == "linux" else []
+        port = self._room.ports[self.index].port
+        if not is_free(self.config.host, port):
+            raise FleetError(
+                f"Another program listens on port {port} of {self.config.host}: stop it, or set "
+                "launch.port to the start of a free range."
+            )
+        command = command_line(self.config, port=port)
+        guard = [str(self._room.modules / INSIDE_MODULE / "guard.py"), str(os.getpid())]
         env = environment(
             self.config,
             index=self.index,
@@ -122,6 +129,7 @@ class LocalServer:
             modules=self._room.modules,
             adapters=self._room.adapters,
         )
+        self._log_begin = self._log_size()
         remedy = "Set launch.python to the interpreter that has vLLM."
         with (
             boundary(
@@ -133,20 +141,21 @@ class LocalServer:
             self.log.open("ab") as log,
         ):
             self._process = await asyncio.create_subprocess_exec(
-                self.config.python, *guard, *command,
+                self.config.python, *(guard if sys.platform == "linux" else ()), *command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=env, start_new_session=True,
             )  # fmt: skip
         logger.info("server %d: process %d on %s", self.index, self.pid, self.url)
 
     async def wait_ready(self, report: Callable[[float, str, bool], None]) -> None:
-        """Wait for health; FleetError with the log's end when it dies or takes too long."""
+        """Wait for health; FleetError with its first error when it dies or takes too long."""
         began = time.monotonic()
         while True:
             seconds = time.monotonic() - began
             if not self.is_alive:
                 raise self._failure(f"ended with status {self._status} after {seconds:.0f} s")
             if await self._client.is_healthy():
+                self._log_begin = self._log_size()
                 report(seconds, "ready", True)
                 return
             if seconds > self.config.startup_s:
@@ -158,35 +167,61 @@ class LocalServer:
             report(seconds, line, False)
             await asyncio.sleep(POLL_S)
 
+    async def wait_ended(self) -> None:
+        """Wait until the process has ended."""
+        if self._process is not None:
+            await self._process.wait()
+
     async def restart(self) -> None:
-        """Start a dead server again on its port and wait for it; a limited number of times."""
-        if self.num_restarts >= self.config.restarts:
-            raise self._failure(f"died {self.num_restarts + 1} times")
-        self.num_restarts += 1
-        logger.warning(
-            "server %d ended with status %s: starting it again", self.index, self._status
-        )
+        """Start a dead server again on its port and wait until it serves.
+
+        A start that fails counts as one of `launch.restarts`, and the next one waits longer;
+        FleetError with the last failure when all are used up.
+        """
         await self.stop()
-        await self.start()
-        self._room.write_ledger()
-        await self.wait_ready(lambda _seconds, _line, _is_ready: None)
+        failure = self._failure(f"ended with status {self._status}")
+        while self.num_restarts < self.config.restarts:
+            self.num_restarts += 1
+            logger.warning(
+                "starting server %d again, %d of %d: %s",
+                self.index, self.num_restarts, self.config.restarts, failure,
+            )  # fmt: skip
+            await asyncio.sleep(_pause_s(self.num_restarts))
+            try:
+                await self.start()
+                self._room.write_ledger()
+                await self.wait_ready(lambda _seconds, _line, _is_ready: None)
+            except FleetError as error:
+                failure = error
+                await self.stop()
+            else:
+                return
+        raise FleetError(
+            f"Given up after {self.num_restarts} restarts (launch.restarts): {failure}"
+        )
 
     async def stop(self) -> None:
         """Ask the whole group to stop, wait, force what is left."""
         process = self._process
         if process is None:
             return
-        signal_group(process.pid, signal.SIGTERM)
+        was_alive = self.is_alive
+        if was_alive:
+            signal_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            # What a dead one left, its watcher ends: that takes STOP_S at most, from its death.
+            async with asyncio.timeout(STOP_S if was_alive else 2 * STOP_S):
                 await process.wait()
-        signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
+                while group_members(process.pid):  # noqa: ASYNC110  no event tells
+                    await asyncio.sleep(POLL_S)
+        if was_alive:  # else its number may stand for another's group by now
+            kill_group(process.pid)
+            await process.wait()
 
     def kill(self) -> None:
         """Force the whole group to end, now."""
-        if self._process is not None:
-            signal_group(self._process.pid, signal.SIGKILL)
+        if self.is_alive:
+            kill_group(self.pid)
 
     @property
     def _status(self) -> str:
@@ -196,13 +231,19 @@ class LocalServer:
         return signal.Signals(-code).name if code < 0 else str(code)
 
     def _failure(self, what: str) -> FleetError:
-        lines = "\n".join(f"  | {line}" for line in last_lines(self.log))
-        remedy = explain_failure(self.log)
+        remedy = explain_failure(self.log, since=self._log_begin)
+        shown, where = first_error(self.log, since=self._log_begin), "Its first error, of the log"
+        if not shown:
+            shown, where = last_lines(self.log), "The end of its log,"
+        lines = "\n".join(f"  | {line}" for line in shown)
         return FleetError(
             f"The server of {self.config.model} on {self.url} {what}."
             + (f" {remedy}" if remedy else "")
-            + (f"\nThe end of its log, {self.log}:\n{lines}" if lines else "")
+            + (f"\n{where} {self.log}:\n{lines}" if lines else "")
         )
+
+    def _log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
 
 @dataclass(slots=True)
@@ -214,6 +255,8 @@ class _Room:
     adapters: Path | None
     ledger: Ledger
     servers: list[LocalServer]
+    is_fine: bool = False
+    """Nothing died or failed: the logs need not be kept."""
 
     def write_ledger(self) -> None:
         self.ledger.write([server.record for server in self.servers if server.pid])
@@ -233,67 +276,64 @@ async def open_servers(
     """
     root = state_folder()
     await asyncio.to_thread(reap_orphans, root)
-    ledger = Ledger.create(root, purpose=purpose)
-    is_fine = False
+    known = config.model_copy(update={"api_key": config.api_key or exported_key()})
     async with open_session() as session:
-        room = _prepare(config, ledger=ledger, session=session, adapters=adapters)
+        with _prepared(known, root, session=session, adapters=adapters, purpose=purpose) as room:
+            try:
+                for server in room.servers:
+                    await server.start()
+                    room.write_ledger()
+                await _wait_all(room.servers, progress)
+                yield room.servers
+                room.is_fine = not any(server.num_restarts for server in room.servers)
+            finally:
+                await _stop_all(room.servers)
+
+
+async def keep_alive(server: LocalServer) -> FleetError:
+    """Start a server again whenever it dies; ends when it is given up, with the reason."""
+    while True:
+        await server.wait_ended()
         try:
-            for server in room.servers:
-                await server.start()
-                room.write_ledger()
-            await _wait_all(room.servers, progress)
-            yield room.servers
-            is_fine = True
-        finally:
-            await _stop_all(room.servers)
-            for port in room.ports:
-                port.release()
-            died = any(server.num_restarts for server in room.servers)
-            ledger.close(keep_logs=died or not is_fine)
+            await server.restart()
+        except FleetError as error:
+            logger.error("%s", error)
+            return error
 
 
-def reap_orphans(root: Path) -> int:
-    """Stop servers whose owner died without stopping them; how many there were.
+@contextmanager
+def _prepared(
+    config: LaunchConfig, root: Path, *, session: aiohttp.ClientSession, adapters: Path | None,
+    purpose: str,
+) -> Iterator[_Room]:  # fmt: skip
+    """The ledger, the ports and the servers, not started yet; given back at the end."""
+    ledger = Ledger.create(root, purpose=purpose)
+    room = _Room([], ledger.folder / "modules", adapters, ledger, [])
+    try:
+        # Alone in a folder of its own: the servers' Python needs nothing else of Rookery.
+        source, ignored = Path(inside.__file__).parent, shutil.ignore_patterns("__pycache__")
+        with boundary(FleetError, f"Writing {room.modules}", foreign=(OSError, shutil.Error)):
+            shutil.copytree(source, room.modules / INSIDE_MODULE, ignore=ignored)
+        for index in range(num_replicas(config)):
+            room.ports.append(reserve_port(config.host, first=config.port))
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            url = f"http://{host}:{room.ports[-1].port}"
+            client = Client(url, session=session, api_key=config.api_key)
+            room.servers.append(
+                LocalServer(index, config=config, ledger=ledger, client=client, room=room)
+            )
+        yield room
+    finally:
+        for port in room.ports:
+            port.release()
+        ledger.close(keep_logs=not room.is_fine)
 
-    Logs that were kept because something went wrong go after a week.
-    """
-    num = 0
-    _remove_old_logs(root)
-    for found in find_ledgers(root):
-        if not found.has_owner:
-            stopped = stop_processes(found.records)
-            if stopped:
-                logger.warning("stopped %d servers that process %d left", stopped, found.owner_pid)
-            num += stopped
-            shutil.rmtree(found.folder, ignore_errors=True)
-    return num
 
-
-def _remove_old_logs(root: Path) -> None:
-    for folder in root.iterdir() if root.is_dir() else ():
-        with contextlib.suppress(OSError):
-            is_old = time.time() - folder.stat().st_mtime > LOGS_S
-            if is_old and not (folder / "ledger.json").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _prepare(
-    config: LaunchConfig, *, ledger: Ledger, session: aiohttp.ClientSession, adapters: Path | None
-) -> _Room:
-    modules = ledger.folder / "modules"
-    modules.mkdir()
-    # Alone in a folder of its own: the servers' Python needs nothing else of Rookery.
-    source, ignored = Path(inside.__file__).parent, shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source, modules / INSIDE_MODULE, ignore=ignored)
-    room = _Room([], modules, adapters, ledger, [])
-    for index in range(num_replicas(config)):
-        room.ports.append(reserve_port(config.host, first=config.port))
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        client = Client(f"http://{host}:{room.ports[-1].port}", session=session)
-        room.servers.append(
-            LocalServer(index, config=config, ledger=ledger, client=client, room=room)
-        )
-    return room
+def _pause_s(num_restarts: int) -> float:
+    """None before the first restart: most servers die once."""
+    if num_restarts == 1:
+        return 0.0
+    return float(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (num_restarts - 2)))
 
 
 async def _wait_all(servers: Sequence[LocalServer], progress: Progress | None) -> None:

@@ -2,26 +2,29 @@
 
     ledger = Ledger.create(root, purpose="run")     # its file is locked while this process lives
     ledger.write([record, ...])
-    for left in find_ledgers(root):                 # another process, later
-        if not left.has_owner: stop_processes(left.records)
+    reap_orphans(root)                              # another process, later
 
-The lock is `flock`: it ends with its owner, however that ends. A record names a process by its id
-and start time, so that a later process with the same id is never touched.
+The lock is `flock`: it ends with its owner, however that ends. A ledger is locked before it says
+anything and read only under a lock, so that one without an owner has lost it: processes that start
+at the same time leave each other alone. A record names a process by its id and start time, so that
+a later process with the same id is never touched.
 """
 
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rookery.errors import FleetError, boundary
+from rookery.fleet.inside.guard import kill_group, process_start, signal_group
 
 __all__ = [
     "FoundLedger",
@@ -29,12 +32,15 @@ __all__ = [
     "ServerRecord",
     "find_ledgers",
     "process_start",
-    "signal_group",
+    "reap_orphans",
     "state_folder",
     "stop_processes",
 ]
 
+logger = logging.getLogger(__name__)
+LOGS_S = 7 * 24 * 3600.0
 _POLL_S = 0.05
+_LIMIT_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,8 @@ class FoundLedger:
 
     folder: Path
     owner_pid: int
+    is_locked: bool
+    """Somebody holds it: its owner, or one who clears it up."""
     has_owner: bool
     """Its owner lives and holds the lock."""
     purpose: str
@@ -81,22 +89,26 @@ class Ledger:
             folder.mkdir(parents=True, mode=0o700)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             descriptor = os.open(folder / "ledger.json", flags, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Waits for one who looks at it, no longer.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         ledger = cls(folder, descriptor=descriptor, purpose=purpose)
         ledger.write([])
         return ledger
 
     def write(self, records: Sequence[ServerRecord]) -> None:
-        """Replace the list in place: a new file would have a new lock."""
+        """Replace the list in place: a new file would have a new lock.
+
+        In one step, padded over what was there: killed at any point, it can be read.
+        """
         document = {
             "owner_pid": os.getpid(),
+            "owner_start": process_start(os.getpid()),
             "purpose": self._purpose,
             "servers": [asdict(record) for record in records],
         }
-        text = json.dumps(document).encode()
         with boundary(FleetError, f"Writing {self.folder}", foreign=(OSError,)):
-            os.pwrite(self._descriptor, text, 0)
-            os.ftruncate(self._descriptor, len(text))
+            size = os.fstat(self._descriptor).st_size
+            os.pwrite(self._descriptor, json.dumps(document).encode().ljust(size), 0)
 
     def close(self, *, keep_logs: bool) -> None:
         """Give up ownership; what is left of the folder are the logs, where they are wanted."""
@@ -104,6 +116,7 @@ class Ledger:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             (self.folder / "ledger.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "modules", ignore_errors=True)
         os.close(self._descriptor)
 
 
@@ -116,9 +129,13 @@ def state_folder() -> Path:
 
 
 def find_ledgers(root: Path) -> list[FoundLedger]:
-    """Every ledger under a folder, oldest first; those being written are read whole or skipped."""
-    files = sorted(root.glob("*/ledger.json"), key=_age) if root.is_dir() else []
-    return [ledger for file in files if (ledger := _read(file)) is not None]
+    """Every ledger under a folder, oldest first; those that say nothing yet are left out."""
+    ledgers = []
+    for file in _files(root):
+        with _locked(file, fcntl.LOCK_SH) as found:
+            if found is not None:
+                ledgers.append(found)
+    return ledgers
 
 
 def stop_processes(records: Iterable[ServerRecord], *, grace_s: float = 10.0) -> int:
@@ -131,24 +148,45 @@ def stop_processes(records: Iterable[ServerRecord], *, grace_s: float = 10.0) ->
         time.sleep(_POLL_S)
     for record in alive:
         # Workers of a server that is gone may linger in its group.
-        signal_group(record.pid, signal.SIGKILL)
+        kill_group(record.pid)
     return len(alive)
 
 
-def process_start(pid: int) -> str:
-    """When a process started, in kernel ticks; "" for one that is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    after_name = fields.rpartition(")")[2].split()
-    return "" if not after_name or after_name[0] in "ZX" else after_name[19]
+def reap_orphans(root: Path) -> int:
+    """Stop servers whose owner died without stopping them; how many there were.
+
+    Logs that were kept because something went wrong go after a week.
+    """
+    num = 0
+    _remove_old_logs(root)
+    for found in _claim_ownerless(root):
+        stopped = stop_processes(found.records)
+        if stopped:
+            logger.warning("stopped %d servers that process %d left", stopped, found.owner_pid)
+        num += stopped
+        shutil.rmtree(found.folder, ignore_errors=True)
+    return num
 
 
-def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process and all it started; nothing when they are gone."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+def _remove_old_logs(root: Path) -> None:
+    for folder in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > LOGS_S
+            if is_old and not (folder / "ledger.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _claim_ownerless(root: Path) -> Iterator[FoundLedger]:
+    """The ledgers whose owners are dead, each held while the loop is at it, so that one process
+    clears it up."""
+    for file in _files(root):
+        with _locked(file, fcntl.LOCK_EX) as found:
+            if found is not None and not found.is_locked:
+                yield found
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/ledger.json"), key=_age) if root.is_dir() else []
 
 
 def _age(file: Path) -> float:
@@ -158,27 +196,38 @@ def _age(file: Path) -> float:
         return 0.0
 
 
-def _read(file: Path) -> FoundLedger | None:
+@contextlib.contextmanager
+def _locked(file: Path, kind: int) -> Iterator[FoundLedger | None]:
+    """The ledger, with its lock if nobody owns it; None when it says nothing yet, or is gone."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return None
+        yield None
+        return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        has_owner = False
-    except OSError:
-        has_owner = True
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            is_locked = False
+        except BlockingIOError:
+            is_locked = True
+        yield _read(file, descriptor, is_locked=is_locked)
     finally:
         os.close(descriptor)
+
+
+def _read(file: Path, descriptor: int, *, is_locked: bool) -> FoundLedger | None:
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        records = tuple(ServerRecord(**server) for server in document["servers"])
+        document = json.loads(os.pread(descriptor, _LIMIT_BYTES, 0))
+        owner_pid = int(document["owner_pid"])
+        start = process_start(owner_pid)
         return FoundLedger(
             folder=file.parent,
-            owner_pid=int(document["owner_pid"]),
-            has_owner=has_owner,
+            owner_pid=owner_pid,
+            # Locked by its owner, not by one who clears it up.
+            is_locked=is_locked,
+            has_owner=is_locked and start == document.get("owner_start", start),
             purpose=str(document["purpose"]),
-            records=records,
+            records=tuple(ServerRecord(**server) for server in document["servers"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -7,6 +7,7 @@ __all__ = ["ServerMetrics", "parse_metrics"]
 
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED = "process_start_time_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class ServerMetrics:
     generated_tokens: int
     block_tokens: int | None
     has_prefix_cache: bool | None
+    started_s: float | None = None
+    """When its process was started, in seconds since 1970."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -36,7 +39,7 @@ def parse_metrics(page: str) -> ServerMetrics:
     cache: dict[str, str] = {}
     for line in page.splitlines():
         match = _LINE.match(line)
-        if match is None or not match["name"].startswith("vllm:"):
+        if match is None or not match["name"].startswith(("vllm:", _STARTED)):
             continue
         name = match["name"].removeprefix("vllm:").removesuffix("_total")
         if name == "cache_config_info":
@@ -60,4 +63,5 @@ def parse_metrics(page: str) -> ServerMetrics:
         generated_tokens=int(sums.get("generation_tokens", 0)),
         block_tokens=int(block) if block.isdigit() else None,
         has_prefix_cache=None if caching is None else caching == "True",
+        started_s=sums.get(_STARTED),
     )

@@ -16,10 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rookery.errors import RookeryError
+from rookery.errors import FleetError, RookeryError
 from rookery.fleet.client import Client, ClientConfig, open_session
-from rookery.fleet.launch import LocalServer, Progress, open_servers, reap_orphans
-from rookery.fleet.ledger import find_ledgers, state_folder, stop_processes
+from rookery.fleet.launch import LocalServer, Progress, keep_alive, open_servers
+from rookery.fleet.ledger import (
+    FoundLedger,
+    find_ledgers,
+    reap_orphans,
+    state_folder,
+    stop_processes,
+)
 from rookery.fleet.probe import read_metrics
 from rookery.fleet.settings import LaunchConfig
 
@@ -28,7 +34,6 @@ __all__ = ["ServerStatus", "Stopped", "down", "status", "up"]
 logger = logging.getLogger(__name__)
 STATUS_S = 5.0
 """How long a server may take to tell its status."""
-SUPERVISE_S = 1.0
 STOP_S = 40.0
 """How long an owner may take to stop its servers before they are stopped for it."""
 
@@ -67,20 +72,29 @@ async def up(
     on_ready: Callable[[Sequence[LocalServer]], None],
     progress: Progress | None = None,
 ) -> None:
-    """Start servers for others to use and keep them up, until cancelled or told to terminate."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    """Start servers for others to use and keep them up, until cancelled or told to terminate.
+
+    A server that is given up leaves the others up; FleetError when all are.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    is_told = False
+
+    def terminate() -> None:
+        nonlocal is_told
+        is_told = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
     try:
         async with open_servers(config, progress=progress, purpose="up") as servers:
             on_ready(servers)
-            while not stop.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SUPERVISE_S):
-                        await stop.wait()
-                for server in servers:
-                    if not server.is_alive and not stop.is_set():
-                        await server.restart()
+            reasons = await asyncio.gather(*(keep_alive(server) for server in servers))
+            raise FleetError("No server is left.\n" + "\n".join(str(reason) for reason in reasons))
+    except asyncio.CancelledError:
+        if not is_told:
+            raise
+        task.uncancel()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 
@@ -139,14 +153,22 @@ def down(root: Path | None = None, *, limit_s: float = STOP_S) -> Stopped:
     for found in find_ledgers(folder):
         if found.has_owner and found.purpose == "up":
             urls += [record.url for record in found.records]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(found.owner_pid, signal.SIGTERM)
-            deadline = time.monotonic() + limit_s
-            while any(r.is_alive for r in found.records) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if stop_processes(found.records):
-                logger.warning("stopped servers that process %d did not", found.owner_pid)
-                shutil.rmtree(found.folder, ignore_errors=True)
-        elif not found.has_owner:
+            _end_owner(found, limit_s)
+        elif not found.is_locked:
             urls += [record.url for record in found.records if record.is_alive]
     return Stopped(urls=tuple(urls), num_orphans=reap_orphans(folder))
+
+
+def _end_owner(found: FoundLedger, limit_s: float) -> None:
+    """Ask it to stop its servers and wait until it has; else stop them for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found.owner_pid, signal.SIGTERM)
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        ledgers = find_ledgers(found.folder.parent)
+        if not any(ledger.has_owner for ledger in ledgers if ledger.folder == found.folder):
+            return
+        time.sleep(0.05)
+    if stop_processes(found.records):
+        logger.warning("stopped servers that process %d did not", found.owner_pid)
+        shutil.rmtree(found.folder, ignore_errors=True)

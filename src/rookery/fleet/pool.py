@@ -12,15 +12,18 @@
 | `watch`   | one replica        | an open or shut lane | a loss, or the next regular look       |
 
 A call that an idle lane took over runs twice: the first answer counts, the other is cancelled.
+A loss shuts the lane until the server shows that it is well; calls wait for that, up to `heal_s`.
+When the pool ends, by `close` or by a defect of `drive` and `watch`, every caller is told at once.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
-from rookery.errors import FleetError, RookeryError, boundary
+from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
 from rookery.fleet.client import ServerLost
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.replica import Replica
@@ -33,17 +36,21 @@ __all__ = ["Pool"]
 logger = logging.getLogger(__name__)
 TICK_S = 0.05
 """How often idle servers look for calls to take over."""
+COSTLY_S = 0.001
+"""Dispatches that take longer get half of the event loop's time at most."""
 WATCH_S = 2.0
 """How often a healthy server's metrics are read."""
 MAX_SENDS = 2
-"""A call that died with its server is sent once more: a call that kills servers must not tour."""
+"""Retry once: a request that crashes a server must not reach the next."""
+CLOSED = "The fleet is closed: open it again with open_fleet."
+CLOSED_MEANWHILE = "The fleet was closed while this request was waiting for its answer."
 
 Choices = list[list[Choice]]
 Lookup = Callable[[ModelRef], Adapter | None]
 
 
 class Pool:
-    """Replicas under one router. `drive` and `watch` run as tasks of whoever owns the pool."""
+    """Replicas under one router; `running` is the block in which it works."""
 
     def __init__(
         self,
@@ -52,24 +59,60 @@ class Pool:
         find_adapter: Lookup,
         find_ref: Callable[[str], ModelRef | None],
         heal_s: float,
+        max_calls: int,
     ) -> None:
         self.replicas = list(replicas)
-        self.router = Router([replica.lane for replica in replicas])
+        self.router = Router([replica.lane for replica in replicas], max_calls=max_calls)
         self.num_resent = 0
         self.num_stolen = 0
         self._by_lane = {replica.lane.name: replica for replica in replicas}
         self._find_adapter = find_adapter
         self._find_ref = find_ref
         self._heal_s = heal_s
-        self._dark_since_s: float | None = None
+        self._down_since_s: dict[bool, float] = {}
+        """Since when no server is up: for calls of the base model (True), of adapters (False)."""
         self._answers: dict[Call, asyncio.Future[Choices]] = {}
         self._tasks: dict[tuple[Call, str], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._end_reason = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Work inside the block; a defect ends the block with an error, if nothing else did."""
+        work = asyncio.create_task(self._work(), name="rookery-fleet")
+        try:
+            yield
+        finally:
+            self.close(CLOSED)
+            work.cancel()
+            await asyncio.wait([work])
+        if self._end_reason != CLOSED:
+            raise FleetDownError(self._end_reason)
+
+    def close(self, reason: str) -> None:
+        """Tell all who wait, now or later; the first reason stays."""
+        if not self._end_reason:
+            self._end_reason = reason
+        for call in list(self._answers):
+            said = CLOSED_MEANWHILE if self._end_reason == CLOSED else self._end_reason
+            self.router.drop(call)
+            self._settle(call, FleetDownError(said))
+
+    def require_open(self) -> None:
+        """FleetDownError unless calls can be served from here and now."""
+        if self._end_reason:
+            raise FleetDownError(self._end_reason)
+        if asyncio.get_running_loop() is not self._loop:
+            raise FleetError(
+                "This fleet was opened on another event loop and answers there only: open one "
+                "inside this asyncio.run, or hand the work to that loop."
+            )
 
     async def submit(self, calls: Sequence[Call]) -> list[Choices]:
         """The choices of every call, in order. One that fails fails all; so does a cancellation."""
-        loop = asyncio.get_running_loop()
-        answers = [loop.create_future() for _ in calls]
+        self.require_open()
+        answers = [self._loop.create_future() for _ in calls]
         for call, answer in zip(calls, answers, strict=True):
             self._answers[call] = answer
             self.router.add(call)
@@ -79,6 +122,23 @@ class Pool:
         finally:
             for call in calls:
                 self._abandon(call)
+
+    async def _work(self) -> None:
+        """Drive and watch until cancelled; whatever ends it, nobody is left waiting."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.drive(group), name="rookery-drive")
+                for replica in self.replicas:
+                    group.create_task(self.watch(replica), name=f"rookery-watch-{replica.url}")
+        except ExceptionGroup as failed:
+            defect = failed.exceptions[0]
+            logger.error("the fleet stopped by a defect", exc_info=defect)
+            self.close(
+                f"The fleet stopped by a defect of its own, {type(defect).__name__}: {defect}. The "
+                "log has the traceback; open the fleet again."
+            )
+        finally:
+            self.close(CLOSED)
 
     async def drive(self, group: asyncio.TaskGroup) -> None:
         """Send calls as they come and as lanes free up."""
@@ -101,8 +161,12 @@ class Pool:
                 task = group.create_task(self._run(call, lane))
                 self._tasks[call, lane.name] = task
                 # One that is cancelled before it began never reaches its own end.
-                task.add_done_callback(partial(self._end_unbegun, call, lane))
-            self._give_up_in_the_dark(now_s)
+                task.add_done_callback(partial(self._end, call, lane))
+            self._fail_if_all_down(now_s)
+            took_s = time.monotonic() - now_s
+            if took_s > COSTLY_S:
+                # Thousands of adapters wait: several ends share the next dispatch.
+                await asyncio.sleep(took_s)
 
     async def watch(self, replica: Replica) -> None:
         """Keep one replica's lane right: shut while it is dead, open again when it is back."""
@@ -116,7 +180,7 @@ class Pool:
             try:
                 with boundary(FleetError, f"Looking after {replica.url}"):
                     await self._look(replica)
-            except FleetError as error:
+            except RookeryError as error:
                 replica.last_error = str(error)
                 replica.breaker.record_failed_probe(now_s=time.monotonic())
                 self._evacuate(replica)
@@ -125,12 +189,22 @@ class Pool:
                 logger.error("%s is given up: %s", replica.url, replica.last_error)
                 return
 
+    def suspect(self, replica: Replica, why: str) -> None:
+        """Send the server nothing until it was looked at, which happens now."""
+        replica.last_error = why
+        if replica.breaker.record_loss(now_s=time.monotonic()):
+            logger.warning("%s is lost: %s", replica.url, why)
+            replica.lane.is_open = False
+            replica.attention.set()
+
     async def _look(self, replica: Replica) -> None:
         if replica.local is not None and not replica.local.is_alive:
             replica.lane.is_open = False
-            replica.is_given_up = True
-            await replica.local.restart()
-            replica.is_given_up = False
+            try:
+                await replica.local.restart()
+            except FleetError:
+                replica.is_given_up = True
+                raise
             await replica.reconnect(self._find_ref)
             logger.info("%s is back", replica.url)
         elif replica.breaker.is_open:
@@ -150,42 +224,46 @@ class Pool:
 
     async def _run(self, call: Call, lane: Lane) -> None:
         replica = self._by_lane[lane.name]
-        is_done = False
+        task = asyncio.current_task()
+        outcome: Choices | RookeryError | None = None
         try:
-            adapter = None if call.is_base else self._find_adapter(call.ref)
-            with boundary(FleetError, f"{replica.url} answered what cannot be read"):
-                choices = await replica.serve(call, adapter)
-            is_done = True
-            replica.breaker.num_losses = 0
-        except ServerLost as loss:
-            self._lose(call, replica, loss)
-        except RookeryError as error:
-            self._settle(call, error)
-        else:
-            self._settle(call, choices)
+            outcome = await self._ask(call, replica)
         finally:
-            self._end(call, lane, is_done=is_done)
+            is_current = self._end(call, lane, task, is_done=isinstance(outcome, list))
+        if not is_current or outcome is None:
+            return
+        if isinstance(outcome, ServerLost):
+            self._lose(call, replica, outcome)
+        elif isinstance(outcome, list) or not call.lanes:
+            self._settle(call, outcome)
 
-    def _end(self, call: Call, lane: Lane, *, is_done: bool) -> None:
-        """Free the lane of a call, once."""
-        if self._tasks.pop((call, lane.name), None) is not None:
-            self.router.end(call, lane, time.monotonic(), is_done=is_done)
-            self._wake.set()
+    async def _ask(self, call: Call, replica: Replica) -> Choices | RookeryError:
+        adapter = None if call.is_base else self._find_adapter(call.ref)
+        if adapter is None and not call.is_base:
+            return FleetError(f"{call.ref.served_name} was unloaded before it was asked.")
+        try:
+            with boundary(FleetError, f"{replica.url} answered what cannot be read"):
+                return await replica.serve(call, adapter)
+        except RookeryError as error:
+            return error
 
-    def _end_unbegun(self, call: Call, lane: Lane, _: asyncio.Task[None]) -> None:
-        self._end(call, lane, is_done=False)
+    def _end(
+        self, call: Call, lane: Lane, task: asyncio.Task[None] | None, *, is_done: bool = False
+    ) -> bool:
+        """Free the lane of a call; False when the task was no longer the one for it."""
+        if self._tasks.get((call, lane.name)) is not task:
+            return False
+        del self._tasks[call, lane.name]
+        self.router.end(call, lane, time.monotonic(), is_done=is_done)
+        self._wake.set()
+        return True
 
     def _lose(self, call: Call, replica: Replica, loss: ServerLost) -> None:
-        """Shut the lane if the server is gone; send the call elsewhere unless it runs there."""
-        replica.last_error = str(loss)
-        if replica.breaker.record_loss(now_s=time.monotonic(), is_broken=loss.is_broken):
-            logger.warning("%s is lost: %s", replica.url, loss)
-            replica.lane.is_open = False
-            replica.attention.set()
+        """A call ended with a loss: send it again, unless it still runs elsewhere."""
+        self.suspect(replica, str(loss))
         call.tried.add(replica.lane.name)
         call.num_losses += loss.was_sent
-        answer = self._answers.get(call)
-        if answer is None or answer.done() or len(call.lanes) > 1:
+        if call not in self._answers or call.lanes:
             return
         if call.num_losses >= MAX_SENDS:
             self._settle(call, loss)
@@ -196,12 +274,11 @@ class Pool:
     def _evacuate(self, replica: Replica) -> None:
         """The server is out of reach: what it was sent is sent elsewhere."""
         replica.lane.is_open = False
-        loss = ServerLost(replica.last_error, is_broken=True)
         for call in list(replica.lane.in_flight):
-            self._lose(call, replica, loss)
-            task = self._tasks.get((call, replica.lane.name))
-            if task is not None:
-                task.cancel()
+            task = self._tasks[call, replica.lane.name]
+            self._end(call, replica.lane, task)
+            task.cancel()
+            self._lose(call, replica, ServerLost(replica.last_error, is_broken=True))
 
     def _settle(self, call: Call, outcome: Choices | RookeryError) -> None:
         """Answer the caller, once; what still runs for this call elsewhere is stopped."""
@@ -222,24 +299,24 @@ class Pool:
             self._stop_tasks(call)
 
     def _stop_tasks(self, call: Call) -> None:
-        current = asyncio.current_task()
         for lane in call.lanes:
             task = self._tasks.get((call, lane.name))
-            if task is not None and task is not current:
+            if task is not None:
                 task.cancel()
 
-    def _give_up_in_the_dark(self, now_s: float) -> None:
-        """With every server gone for `heal_s`, waiting calls fail: nothing waits for ever."""
-        if any(replica.lane.is_open for replica in self.replicas):
-            self._dark_since_s = None
-            return
-        if self._dark_since_s is None:
-            self._dark_since_s = now_s
-        if now_s - self._dark_since_s >= self._heal_s:
-            for call in self.router.waiting:
-                self.router.drop(call)
-                self._settle(call, self._darkness())
-
-    def _darkness(self) -> ServerLost:
-        states = "; ".join(replica.last_error or replica.url for replica in self.replicas)
-        return ServerLost(f"No server has been up for {self._heal_s:g} s. {states}", is_broken=True)
+    def _fail_if_all_down(self, now_s: float) -> None:
+        """Calls fail when no server that takes them has been up for `heal_s`, or can come back."""
+        for is_base, kind in ((True, "No server"), (False, "No server that takes adapters")):
+            able = [r for r in self.replicas if is_base or r.lane.max_loras > 0]
+            if any(replica.lane.is_open for replica in able):
+                self._down_since_s.pop(is_base, None)
+                continue
+            down_s = now_s - self._down_since_s.setdefault(is_base, now_s)
+            is_over = all(replica.is_given_up for replica in able)
+            if is_over or down_s >= self._heal_s:
+                how = "is left" if is_over else f"has been up for {self._heal_s:g} s"
+                states = "; ".join(replica.last_error or replica.url for replica in able)
+                said = f"{kind} {how}. {states}"
+                for call in [c for c in self.router.waiting if c.is_base == is_base]:
+                    self.router.drop(call)
+                    self._settle(call, FleetDownError(said))

@@ -7,9 +7,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rookery.errors import FleetError
+from rookery.errors import FleetError, boundary
 
-__all__ = ["Reservation", "reserve_port"]
+__all__ = ["Reservation", "is_free", "reserve_port"]
 
 FIRST_PORT, LAST_PORT = 18_000, 18_999
 """Below the range from which the kernel gives ports to outgoing connections (32768 and up), so
@@ -30,15 +30,16 @@ class Reservation:
 def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
     """The first port from `first` on that nobody listens on and no other reservation holds."""
     folder = Path(tempfile.gettempdir()) / f"rookery-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
     for port in range(first, max(first, LAST_PORT) + 1):
-        descriptor = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with boundary(FleetError, f"Reserving a port in {folder}", foreign=(OSError,)):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
             continue
-        if _is_free(host, port):
+        if is_free(host, port):
             return Reservation(port, descriptor)
         os.close(descriptor)
     raise FleetError(
@@ -47,7 +48,8 @@ def reserve_port(host: str, *, first: int = FIRST_PORT) -> Reservation:
     )
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

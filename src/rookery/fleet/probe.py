@@ -72,6 +72,7 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
     info = await _get(client, f"{_INFO}?config_format=json") if has_info else None
     config = _dig(info, "vllm_config")
     lora, model = _dig(config, "lora_config"), _dig(config, "model_config")
+    is_on_cpu = _dig(config, "device_config").get("device") == "cpu"
     return Capabilities(
         model=base["id"],
         root=str(base.get("root") or base["id"]),
@@ -81,8 +82,7 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
         max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
         has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
         has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
-        has_prompt_logprobs="prompt_logprobs" in fields
-        and not (lora and _dig(config, "device_config").get("device") == "cpu"),
+        has_prompt_logprobs="prompt_logprobs" in fields and not (lora and is_on_cpu),
         has_processed_logprobs=_is_processed(mild, hot),
         has_prefix_cache=bool(metrics and metrics.has_prefix_cache),
         block_tokens=(metrics and metrics.block_tokens) or DEFAULT_BLOCK_TOKENS,
@@ -91,6 +91,7 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
         max_cpu_loras=_whole(lora.get("max_cpu_loras")),
         max_lora_rank=_whole(lora.get("max_lora_rank")),
         lora_dtype=_text(lora.get("lora_dtype")),
+        is_on_cpu=is_on_cpu,
     )
 
 

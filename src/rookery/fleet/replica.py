@@ -19,10 +19,12 @@ from rookery.fleet.breaker import Breaker
 from rookery.fleet.capabilities import Capabilities, Route
 from rookery.fleet.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.inside.token_route import ADAPTER_REFUSED
+from rookery.fleet.keyed_locks import KeyedLocks
 from rookery.fleet.lane import Call, Lane
 from rookery.fleet.launch import LocalServer
 from rookery.fleet.probe import is_far, probe, read_again, read_metrics
-from rookery.fleet.staging import Staging, wire_name
+from rookery.fleet.residency import Residency, list_names
+from rookery.fleet.staging import Staging
 from rookery.fleet.turns import Turns
 from rookery.fleet.wire import Choice, compact, encode_body, encode_tokens, read_choices
 from rookery.types import Adapter, ModelRef
@@ -77,6 +79,8 @@ class Replica:
         self.last_error = ""
         self.is_given_up = False
         """It cannot be started again: nobody looks after it any more."""
+        self.excluded = ""
+        """Why it takes no requests, however well it is; empty: it does."""
         self.layers: dict[str, tuple[int, int]] = {}
         self.capabilities: Capabilities
         self.route: Route = "none"
@@ -84,8 +88,11 @@ class Replica:
         """It answers `token_route.py`, which is quicker and takes an adapter along."""
         self._settings = settings
         self._staging = staging
-        self._loading: dict[ModelRef, asyncio.Lock] = {}
+        self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
+        self._changing = KeyedLocks[ModelRef]()
         self._turns = Turns()
+        self._updated_process: str | None = None
+        """Which process got the newest base weights; None: they are those it started with."""
 
     @property
     def url(self) -> str:
@@ -110,6 +117,7 @@ class Replica:
             max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
+            is_on_cpu=found.is_on_cpu or self._is_cpu_with_adapters(),
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()
@@ -129,13 +137,31 @@ class Replica:
         """
         if self.route == "extension":
             await self.client.call_workers("rookery_attach")
-        models = await self.client.get("/v1/models")
-        names = [model.get("id", "") for model in models.get("data", [])]
         self.lane.forget()
-        for name in names:
+        for name in await list_names(self.client, self._staging.owner.token):
+            self._residency.expect(name)
             ref = known(name)
             if ref is not None:
                 self.lane.resident[ref] = None
+            else:
+                # It was retired while the server could not be told.
+                await self._residency.unload(name, model=self.capabilities.model)
+        if self._updated_process is not None and not await self._is_updated():
+            self.exclude(
+                f"{self.url} was started again, or does not tell: it may have the weights it began "
+                "with. Call update_weights again."
+            )
+        self._open()
+
+    def exclude(self, reason: str) -> None:
+        """No requests from now on, until `include`."""
+        self.excluded = self.last_error = reason
+        self.lane.is_open = False
+
+    async def include(self) -> None:
+        """It has the newest base weights: requests may come, as long as this process runs."""
+        self._updated_process = await self._process()
+        self.excluded = ""
         self._open()
 
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
@@ -144,16 +170,22 @@ class Replica:
         is_by_tokens = self.has_token_route and (adapter is None or self.route == "extension")
         if adapter is not None:
             await self.hold(call.ref, adapter, is_brought=is_by_tokens)
-        model = self.capabilities.model if adapter is None else wire_name(call.ref)
+        model = self.capabilities.model if adapter is None else self._staging.wire_name(call.ref)
+        is_answered = False
         try:
             async with self._turns.take(kind):
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
+            is_answered = True
         except ServerRefusal as refusal:
+            is_answered = True
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
                 self.lane.resident.pop(call.ref, None)
                 raise ServerLost(str(refusal), is_broken=False) from refusal
             raise
+        finally:
+            if adapter is not None and not is_answered:
+                self._residency.note_cut(model)
         choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
         if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
@@ -184,24 +216,23 @@ class Replica:
         at most one load of it at a time."""
         resident = self.lane.resident
         if ref not in resident:
-            async with self._loading.setdefault(ref, asyncio.Lock()):
+            async with self._changing.hold(ref):
                 if ref not in resident:
                     await self._make_space()
                     await self._load(ref, adapter, is_brought=is_brought)
                     resident[ref] = None
-            self._loading.pop(ref, None)
         resident.move_to_end(ref)
 
-    async def drop(self, ref: ModelRef) -> None:
-        """Let the server forget an adapter that nothing uses any more."""
-        if ref not in self.lane.resident:
-            return
-        del self.lane.resident[ref]
-        if self.route in ("extension", "http"):
-            try:
-                await self.client.unload_adapter(wire_name(ref))
-            except (ServerLost, ServerRefusal) as error:
-                logger.info("%s did not unload %s: %s", self.url, ref.served_name, error)
+    async def drop(self, ref: ModelRef) -> bool:
+        """Let the server forget an adapter; True when nothing there reads its folder any more."""
+        async with self._changing.hold(ref):
+            self.lane.resident.pop(ref, None)
+            name = self._staging.wire_name(ref)
+            return await self._residency.unload(name, model=self.capabilities.model)
+
+    async def leave(self) -> None:
+        """The fleet closes: the server forgets all adapters of it."""
+        await self._residency.leave(model=self.capabilities.model)
 
     async def measure(self) -> None:
         """See what other clients have running there."""
@@ -272,6 +303,7 @@ class Replica:
     async def _load(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool) -> None:
         if self.route == "none":
             raise self.refuse_adapters()
+        name = self._staging.wire_name(ref)
         if self.route == "extension":
             dtype = self.capabilities.lora_dtype or "float32"
             if self._staging.in_place:
@@ -281,30 +313,45 @@ class Replica:
                 write = self._staging.arena_folder
                 folder = await asyncio.to_thread(write, ref, adapter, dtype=dtype)
             if is_brought:
+                self._residency.expect(name)
                 return
             try:
-                await self.client.load_adapter(wire_name(ref), path=str(folder))
+                await self._residency.load(name, path=folder)
             except AdapterError:
                 # A server that restarted reads arenas only after it was told how.
                 await self.client.call_workers("rookery_attach")
-                await self.client.load_adapter(wire_name(ref), path=str(folder))
+                await self._residency.load(name, path=folder)
             return
         folder = await asyncio.to_thread(
             self._staging.peft_folder, ref, adapter, base=self.capabilities.root
         )
         if self.route == "http":
-            await self.client.load_adapter(wire_name(ref), path=str(folder))
+            await self._residency.load(name, path=folder)
+        else:
+            self._residency.expect(name)
 
     async def _make_space(self) -> None:
         """Unload the least recently used adapters that nothing uses, down to what fits."""
         fits = self.capabilities.max_cpu_loras or self.lane.max_loras
         idle = [ref for ref in self.lane.resident if ref not in self.lane.active]
         for ref in idle[: max(0, len(self.lane.resident) + 1 - fits)]:
-            await self.drop(ref)
+            if ref in self.lane.resident and ref not in self.lane.active:
+                await self.drop(ref)
+
+    async def _is_updated(self) -> bool:
+        process = await self._process()
+        return bool(process) and process == self._updated_process
+
+    async def _process(self) -> str:
+        """Tells one process of the server from the next; empty when it cannot be told."""
+        if self.local is not None:
+            return str(self.local.pid)
+        metrics = await read_metrics(self.client)
+        return str(metrics.started_s) if metrics and metrics.started_s else ""
 
     def _open(self) -> None:
         self.breaker.record_success()
-        self.lane.is_open = True
+        self.lane.is_open = not self.excluded
 
 
 def is_local(url: str) -> bool:

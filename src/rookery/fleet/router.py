@@ -6,15 +6,21 @@
     router.end(call, lane, now_s, is_done=True)
     for call, lane in router.steal(now_s): ...send it there too, the first answer counts...
 
-Calls wait in groups by model, in order of arrival. A call goes to the open lane where it would be
+Calls wait in groups by model; the oldest is next. A call goes to the open lane where it would be
 done first: work in flight over measured speed, less the prefix tokens the lane has cached, plus
 a load where the adapter is missing. An adapter stays on the lane that holds it (its home) unless
 that is full for long; a lane never has more than `max_loras` adapters in flight.
+
+Nobody starves. A call that finds no room, as one of eight sequences among many of one, has a lane
+kept free of younger calls until it fits. One that waits for an adapter slot holds back the adapter
+calls that came long after it.
 """
 
-from collections import deque
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from rookery.fleet.lane import Call, Lane
 from rookery.types import ModelRef
@@ -38,15 +44,35 @@ STEAL_S = 0.05
 class _Group:
     """Waiting calls of one model, and the lane that is meant to take them."""
 
-    calls: deque[Call] = field(default_factory=deque)
+    calls: OrderedDict[Call, None] = field(default_factory=OrderedDict)
     home: Lane | None = None
+
+    @property
+    def first(self) -> Call:
+        return next(iter(self.calls))
+
+
+@dataclass(slots=True)
+class _Dispatch:
+    """One dispatch: the open lanes, and what calls that cannot be placed ask of younger ones."""
+
+    now_s: float
+    lanes: list[Lane]
+    kept: dict[Lane, Call] = field(default_factory=dict)
+    """Lanes with some room, but not enough for this call."""
+    horizon_s: float = inf
+    """Adapter calls that came later wait: one needs a slot, and these must empty."""
+
+    def has_room(self) -> bool:
+        return any(x.num_sequences < x.window and x not in self.kept for x in self.lanes)
 
 
 class Router:
-    """The waiting calls and the lanes they may take."""
+    """The waiting calls and the lanes they may take; at most `max_calls` are in flight together."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], *, max_calls: float = inf) -> None:
         self.lanes = list(lanes)
+        self._max_calls = max_calls
         self._groups: dict[ModelRef, _Group] = {}
 
     @property
@@ -60,10 +86,9 @@ class Router:
     def add(self, call: Call, *, is_first: bool = False) -> None:
         """Queue a call: last of its model, or first when it comes back from a lost server."""
         group = self._groups.setdefault(call.ref, _Group())
+        group.calls[call] = None
         if is_first:
-            group.calls.appendleft(call)
-        else:
-            group.calls.append(call)
+            group.calls.move_to_end(call, last=False)
         if group.home is not None:
             group.home.promised += call.work
 
@@ -71,14 +96,17 @@ class Router:
         """Take a waiting call out; one that does not wait is left alone."""
         group = self._groups.get(call.ref)
         if group is not None and call in group.calls:
-            group.calls.remove(call)
-            self._taken(group, call)
+            self._take(group, call)
 
     def dispatch(self, now_s: float) -> list[tuple[Call, Lane]]:
         """Assign what can be assigned now; the lanes count it as in flight at once."""
         self._leave_closed_homes()
-        placed = self._pass(now_s, may_spill=False)
-        return placed + self._pass(now_s, may_spill=True) if self._groups else placed
+        step = _Dispatch(now_s, list(self._open()))
+        if not self._groups or not step.has_room():
+            return []
+        groups = self._eligible(step)
+        placed = self._pass(groups, step, may_spill=False)
+        return placed + self._pass(groups, step, may_spill=True)
 
     def end(self, call: Call, lane: Lane, now_s: float, *, is_done: bool) -> None:
         lane.end(call, now_s, is_done=is_done)
@@ -88,7 +116,7 @@ class Router:
         """Calls in flight that an idle lane would finish much sooner; they run on both then."""
         taken: list[tuple[Call, Lane]] = []
         thieves = [] if self._groups else list(self._open())
-        while thieves:
+        while thieves and self._num_places() > 0:
             # The least busy one takes one call, then they compare again.
             thief = min(thieves, key=lambda lane: lane.num_sequences)
             call = self._worth_stealing(thief, now_s)
@@ -99,57 +127,76 @@ class Router:
             taken.append((call, thief))
         return taken
 
-    def _pass(self, now_s: float, *, may_spill: bool) -> list[tuple[Call, Lane]]:
+    def _pass(
+        self, groups: Sequence[_Group], step: _Dispatch, *, may_spill: bool
+    ) -> list[tuple[Call, Lane]]:
+        """Place what fits, oldest first."""
         placed: list[tuple[Call, Lane]] = []
-        groups, horizon_s = self._eligible()
-        for group in groups:
-            while group.calls and (call := group.calls[0]).arrival_s <= horizon_s:
-                lane = self._choose(call, now_s, may_spill=may_spill)
-                if lane is None:
-                    break
-                group.calls.popleft()
-                if group.home is None and not call.is_base:
-                    group.home = lane
-                    lane.promised += call.work + sum(later.work for later in group.calls)
-                self._taken(group, call)
-                lane.begin(call, now_s)
-                placed.append((call, lane))
-            if not any(lane.num_sequences < lane.window for lane in self._open()):
-                break
+        queue = [(g.first.arrival_s, i, g) for i, g in enumerate(groups) if g.calls]
+        heapq.heapify(queue)
+        while queue and self._num_places() > 0 and step.has_room():
+            _, i, group = heapq.heappop(queue)
+            call = group.first
+            if not call.is_base and call.arrival_s > step.horizon_s:
+                continue
+            lane = self._choose(call, step, may_spill=may_spill)
+            if lane is None:
+                continue
+            if group.home is None and not call.is_base:
+                group.home = lane
+                lane.promised += sum(other.work for other in group.calls)
+            self._take(group, call)
+            lane.begin(call, step.now_s)
+            placed.append((call, lane))
+            if group.calls:
+                heapq.heappush(queue, (group.first.arrival_s, i, group))
         return placed
 
-    def _eligible(self) -> tuple[list[_Group], float]:
-        """The groups that need no slot or may get one, and the last arrival they may serve.
-
-        A call that waits for a slot holds back those that came long after it, so that the slots
-        it waits for empty.
-        """
-        lanes = list(self._open())
-        if any(len(lane.active) < lane.max_loras for lane in lanes):
-            return list(self._groups.values()), float("inf")
-        active = {ref for lane in lanes for ref in lane.active}
-        groups, horizon_s = [], float("inf")
+    def _eligible(self, step: _Dispatch) -> list[_Group]:
+        """The groups that need no slot or may get one."""
+        if any(len(lane.active) < lane.max_loras for lane in step.lanes):
+            return list(self._groups.values())
+        active = {ref for lane in step.lanes for ref in lane.active}
+        groups = []
         for ref, group in self._groups.items():
-            if group.calls[0].is_base or ref in active:
+            first = group.first
+            if first.is_base or ref in active:
                 groups.append(group)
             else:
-                horizon_s = min(horizon_s, group.calls[0].arrival_s + PATIENCE_S)
-        return groups, horizon_s
+                step.horizon_s = min(step.horizon_s, first.arrival_s + PATIENCE_S)
+        return groups
 
-    def _choose(self, call: Call, now_s: float, *, may_spill: bool) -> Lane | None:
-        fresh = [lane for lane in self._open() if lane.name not in call.tried]
-        lanes = fresh or list(self._open())
-        roomy = [lane for lane in lanes if lane.has_room(call)]
-        if call.is_base:
-            return self._soonest(roomy, call, now_s)
-        able = [lane for lane in roomy if lane.can_hold(call.ref)]
-        holding = [lane for lane in able if lane.holds(call.ref)]
-        if holding:
-            return self._soonest(holding, call, now_s)
-        has_home = any(lane.holds(call.ref) for lane in lanes)
-        if has_home and not (may_spill and now_s - call.arrival_s > SPILL_S):
-            return None
-        return self._soonest(able, call, now_s)
+    def _choose(self, call: Call, step: _Dispatch, *, may_spill: bool) -> Lane | None:
+        """Where the call goes now; None: nowhere, and younger ones must leave it a way."""
+        lanes = self._usable(call, step.lanes)
+        able = lanes if call.is_base else [lane for lane in lanes if lane.can_hold(call.ref)]
+        kept = step.kept
+        some = [x for x in able if x.num_sequences < x.window and kept.get(x, call) is call]
+        if not able and not call.is_base:
+            step.horizon_s = min(step.horizon_s, call.arrival_s + PATIENCE_S)
+        if some and not call.is_base and any(lane.holds(call.ref) for lane in lanes):
+            home = [lane for lane in some if lane.holds(call.ref)]
+            may_leave = may_spill and step.now_s - call.arrival_s > SPILL_S
+            some = home if home or not may_leave else some
+        free = [lane for lane in some if lane.has_room(call)]
+        if free:
+            return self._soonest(free, call, step.now_s)
+        if some and call not in kept.values():
+            # The lane nearest to having room comes nearer with every end: it stays the nearest.
+            kept[min(some, key=lambda lane: lane.num_missing(call))] = call
+        return None
+
+    def _usable(self, call: Call, lanes: list[Lane]) -> list[Lane]:
+        """Those that serve such calls, and have not lost this one if there is any such."""
+        if not call.is_base:
+            lanes = [lane for lane in lanes if lane.max_loras]
+        if not call.tried:
+            return lanes
+        return [lane for lane in lanes if lane.name not in call.tried] or lanes
+
+    def _num_places(self) -> float:
+        """Calls that may be sent before some end."""
+        return self._max_calls - sum(len(lane.in_flight) for lane in self.lanes)
 
     def _soonest(self, lanes: Sequence[Lane], call: Call, now_s: float) -> Lane | None:
         if len(lanes) < 2:
@@ -216,7 +263,9 @@ class Router:
     def _open(self) -> Iterable[Lane]:
         return (lane for lane in self.lanes if lane.is_open)
 
-    def _taken(self, group: _Group, call: Call) -> None:
+    def _take(self, group: _Group, call: Call) -> None:
+        """Out of the waiting ones."""
+        del group.calls[call]
         if group.home is not None:
             group.home.promised = max(0.0, group.home.promised - call.work)
         if not group.calls:

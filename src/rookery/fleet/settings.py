@@ -21,6 +21,7 @@ __all__ = [
     "LaunchConfig",
     "command_line",
     "environment",
+    "exported_key",
     "num_replicas",
     "visible_gpus",
 ]
@@ -35,6 +36,29 @@ ROUTE_CLASS = f"{INSIDE_MODULE}.token_route.TokenRoute"
 _SINGLE = "vllm.entrypoints.openai.api_server"
 _SEVERAL = "vllm.entrypoints.cli.main"
 """Several API processes behind one port exist only in the full command line."""
+
+_KEY = "VLLM_API_KEY"
+_HTTP = "servers are reached by http on the address that Rookery gives them"
+_CLOSED_FLAGS = {
+    "--host": "write launch.host, which needs launch.api_key beyond this machine",
+    "--port": "write launch.port",
+    "--uds": _HTTP,
+    "--grpc-port": _HTTP,
+    "--ssl-keyfile": _HTTP,
+    "--ssl-certfile": _HTTP,
+    "--ssl-ca-certs": _HTTP,
+    "--root-path": _HTTP,
+    "--allowed-origins": "web pages of other sites may not call a server",
+    "--api-key": "write launch.api_key, or export VLLM_API_KEY",
+    "--config": "a file could hold any flag: write its flags here, or as keys of launch",
+    "--dtype": "write launch.dtype",
+}
+"""Flags that `args` may not hold, and what to write instead: they decide who can reach a server
+and its open routes, or what Rookery checks before it starts one."""
+_CLOSED_ENV = {
+    _KEY: "write launch.api_key, or export it where Rookery runs",
+    "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
+}
 
 
 class LaunchConfig(Config):
@@ -85,17 +109,21 @@ class LaunchConfig(Config):
     placement: Literal["here", "ray"] = "here"
     """`ray` starts the servers on the nodes of a Ray cluster."""
     ray_address: str = "auto"
+    placement_s: float = Field(default=300.0, gt=0)
+    """How long the Ray cluster may take to make room for all servers; adding nodes takes minutes.
+    """
     host: str = "127.0.0.1"
     api_key: str = Field(default="", repr=False, exclude=True)
-    """The key that servers on another address than this machine's own must ask for."""
+    """The key that the servers ask for; they must on another address than this machine's own. By
+    default what VLLM_API_KEY holds where Rookery runs."""
     port: int = Field(default=18000, ge=1, le=65535)
     """Ports are searched from here upwards."""
     startup_s: float = Field(default=1200.0, gt=0)
     """How long a server may take to be ready; 405B-class models take ten minutes."""
     restarts: int = Field(default=3, ge=0)
-    """How often a server that died is started again."""
+    """How often a server that died is started again, counting starts that fail."""
     args: tuple[str, ...] = ()
-    """Further flags of vLLM, as on its command line."""
+    """Further flags of vLLM, as on its command line, but those that open a server to others."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Further environment variables of the servers."""
 
@@ -120,6 +148,18 @@ class LaunchConfig(Config):
             )
         if self.placement == "ray" and self.replicas is None:
             raise ValueError("placement: ray needs replicas, the number of servers to place.")
+        if self.dtype == "float32" and self.max_loras and not self.is_on_cpu:
+            raise ValueError(
+                f"dtype is float32 and max_loras is {self.max_loras}; on a GPU vLLM computes "
+                "adapters in 16 bits only: write dtype: bfloat16 (or auto), max_loras: 0, or "
+                "device: cpu."
+            )
+        for word in self.args:
+            flag = _closed_flag(word)
+            if flag:
+                raise ValueError(f"args holds {word}, and may not: {_CLOSED_FLAGS[flag]}.")
+        for name in self.env.keys() & _CLOSED_ENV.keys():
+            raise ValueError(f"env holds {name}, and may not: {_CLOSED_ENV[name]}.")
         return self
 
     @property
@@ -197,13 +237,13 @@ def environment(
     """The server's environment: ours, what Rookery needs, and what the config adds."""
     env = dict(os.environ)
     # vLLM reads its own variables from the same names as the client: ours are not meant for it.
-    for name in ("VLLM_HOST", "VLLM_PORT"):
+    for name in ("VLLM_HOST", "VLLM_PORT", _KEY):
         env.pop(name, None)
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
     if config.api_key:
         # In the environment, not on the command line, which every user of the machine can read.
-        env["VLLM_API_KEY"] = config.api_key
+        env[_KEY] = config.api_key
     if config.max_loras:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.max_loras and adapters is not None:
@@ -215,6 +255,11 @@ def environment(
     env.update(_cuda(config, index) if not config.is_on_cpu else _cpu(config, index, num_servers))
     env.update(config.env)
     return env
+
+
+def exported_key() -> str:
+    """The key that servers get where the config has none: clients find it in the same place."""
+    return os.environ.get(_KEY, "")
 
 
 def num_replicas(config: LaunchConfig) -> int:
@@ -233,6 +278,15 @@ def visible_gpus() -> tuple[str, ...]:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
     devices = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
     return tuple(sorted((name.removeprefix("nvidia") for name in devices), key=int))
+
+
+def _closed_flag(word: str) -> str:
+    """The flag of `_CLOSED_FLAGS` that vLLM may take a word for: it reads `--api_key=x` and the
+    beginning of a flag's name too."""
+    name = word.partition("=")[0].partition(".")[0].replace("_", "-")
+    if not name.startswith("--") or name == "--":
+        return ""
+    return next((flag for flag in _CLOSED_FLAGS if flag.startswith(name)), "")
 
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:

@@ -5,12 +5,11 @@
         staging.arena_folder(ref, adapter, dtype="bfloat16")     # for the worker extension
 
 A server gets B with its scale multiplied in, in the adapter's own dtype: the same numbers whichever
-way they come. Folders are named by content and never change.
+way they come. Folders are named by content and by who made them (`owner.py`), and never change.
 """
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import shutil
@@ -27,45 +26,48 @@ from urllib.parse import quote
 from rookery.errors import AdapterError, FleetError, boundary
 from rookery.fleet.arenas import ArenaFile, CudaArena, Spares, cuda_arenas
 from rookery.fleet.inside.arena import ARENA, FORMAT, MANIFEST
+from rookery.fleet.owner import Owner, claim_folder, find_left
 from rookery.types import Adapter, LoraFactors, ModelRef
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Staging", "as_safetensors", "open_staging", "wire_name"]
+__all__ = ["Staging", "as_safetensors", "open_staging"]
 
 _MEMORY = Path("/dev/shm")
-_PREFIX = "rookery-adapters-"
 _DTYPES = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 256
 """Offsets in an arena: the strictest alignment of a CUDA copy."""
 
 
-def wire_name(ref: ModelRef) -> str:
-    """The name a server knows an adapter by: its served name, fit for a path and a URL."""
-    return quote(ref.served_name, safe="@-_.~")
-
-
 class Staging:
-    """Folders of adapters under one root.
+    """Folders of adapters of one owner.
 
     `in_place` hands over adapters that are on a GPU by their address there, without a copy; every
-    server must run on that GPU.
+    server must run on that GPU. `is_searched`: servers search the owner's parent folder by name.
     """
 
-    def __init__(self, root: Path, *, in_place: bool = False) -> None:
-        self.root = root
+    def __init__(self, owner: Owner, *, in_place: bool = False, is_searched: bool = False) -> None:
+        self.owner = owner
+        self.root = root = owner.folder
         self.in_place = in_place
+        self._peft_root = owner.parent if is_searched else root
         self._arenas: dict[Path, CudaArena] = {}
         self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._is_closed = False
         self._files: Spares[int, ArenaFile] = Spares(lambda size: [ArenaFile(root, size)])
         self._gpu: Spares[tuple[torch.device, int], CudaArena] = Spares(lambda k: cuda_arenas(*k))
 
+    def wire_name(self, ref: ModelRef) -> str:
+        """The name a server knows an adapter by: fit for a path and a URL, and nobody else's."""
+        return f"{quote(ref.served_name, safe='@-_.')}~{self.owner.token}"
+
     def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
         """A PEFT folder, written once. `base` is what the resolver compares with the server's."""
-        folder = self.root / wire_name(ref)
+        folder = self._peft_root / self.wire_name(ref)
         with self._writing[folder]:
             if not folder.is_dir():
+                self._require_open()
                 # Needed only where adapters are served, which is where torch is.
                 from rookery.weights import write_adapter
 
@@ -74,7 +76,7 @@ class Staging:
 
     def arena_path(self, ref: ModelRef, *, dtype: str) -> Path:
         """Where `arena_folder` puts an adapter."""
-        return self.root / f"{wire_name(ref)}.{dtype}.arena"
+        return self.root / f"{self.wire_name(ref)}.{dtype}.arena"
 
     def arena_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
         """All factors in one piece, in the dtype of the servers' slots; written once."""
@@ -82,6 +84,7 @@ class Staging:
         # Several servers may need it at the same time, each in a thread.
         with self._writing[folder], boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
             if not folder.is_dir():
+                self._require_open()
                 temporary = Path(tempfile.mkdtemp(dir=self.root))
                 self._write_arena(temporary, folder, adapter, dtype)
                 temporary.chmod(0o755)
@@ -90,16 +93,27 @@ class Staging:
 
     def remove(self, ref: ModelRef) -> None:
         """Forget an adapter's folders; a server that still has them open keeps what it mapped."""
-        name = wire_name(ref)
-        for folder in (self.root / name, *(self.root / f"{name}.{d}.arena" for d in _DTYPES)):
+        arenas = [self.arena_path(ref, dtype=dtype) for dtype in _DTYPES]
+        for folder in (self._peft_root / self.wire_name(ref), *arenas):
             shutil.rmtree(folder, ignore_errors=True)
             self._arenas.pop(folder, None)
             self._writing.pop(folder, None)
 
     def close(self) -> None:
-        """Let go of what the next adapter would be written to; the folders stay."""
+        """Wait for what is being written, then write nothing any more; the folders stay.
+
+        A thread outlives the request that it wrote for, and would put folders back that are gone.
+        """
+        self._is_closed = True
+        for lock in list(self._writing.values()):
+            with lock:
+                pass
         self._files.close()
         self._gpu.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise FleetError("The fleet was closed before this adapter was written.")
 
     def _write_arena(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
         import torch
@@ -129,29 +143,25 @@ class Staging:
 
 
 @contextmanager
-def open_staging(root: Path | None, *, in_place: bool = False) -> Iterator[Staging]:
-    """A staging folder: the given one is kept, one of our own goes with the block.
+def open_staging(
+    parent: Path | None, *, in_place: bool = False, is_searched: bool = False
+) -> Iterator[Staging]:
+    """A folder for adapters under `parent`, by default in shared memory; it goes with the block.
 
-    Folders that a killed process left in shared memory are removed: nobody holds their lock.
+    Folders that killed processes left there are removed, unless a server may know of them.
     """
-    if root is not None:
-        with boundary(FleetError, f"Creating {root}", foreign=(OSError,)):
-            root.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(Staging(root, in_place=in_place)) as staging:
-            yield staging
-        return
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    _remove_left_over(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    folder.chmod(0o755)
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        with contextlib.closing(Staging(folder, in_place=in_place)) as staging:
-            yield staging
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    if parent is None:
+        parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
+        parent.mkdir(parents=True, exist_ok=True)
+    for left in find_left(parent):
+        if not left.servers:
+            left.remove()
+    with (
+        claim_folder(parent) as owner,
+        contextlib.closing(Staging(owner, in_place=in_place, is_searched=is_searched)) as staging,
+    ):
+        yield staging
 
 
 @contextmanager
@@ -171,17 +181,6 @@ def as_safetensors(path: Path) -> Iterator[Path]:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / "adapter_model.safetensors")
         yield folder
-
-
-def _remove_left_over(parent: Path) -> None:
-    for lock in parent.glob(f"{_PREFIX}*/.lock"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def _folded(adapter: Adapter) -> Adapter:

@@ -1,21 +1,26 @@
 """New base weights for running servers: from a transformers model, checked afterwards.
 
     await update_weights(fleet, model)
+    fleet.base                      # ModelRef("base", "Qwen/Qwen3-8B+9c1f03ab77e2d415")
 
 The model is saved in shared memory, every server loads it in place, prefix caches are reset. Then
 the log-probabilities of a few tokens are compared with the model's own, as a server can answer
-"done" and still compute with old weights.
+"done" and still compute with old weights. A server takes requests again only after that; one that
+failed, or is started again later, takes none until an update succeeds there.
 """
 
 import asyncio
+import hashlib
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from rookery.errors import FleetError
+from rookery.errors import FleetError, RookeryError
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.replica import Replica
 from rookery.fleet.wire import Fields, encode_body, read_choices, read_reading
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CANARY_NATS", "Model", "require_torch", "require_updates", "update_weights"]
 
+logger = logging.getLogger(__name__)
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""
 INSTALL = "pip install 'rookery[vllm]'"
@@ -35,24 +41,65 @@ CANARY_NATS = 0.1
 
 
 async def update_weights(fleet: Fleet, model: Model) -> float:
-    """Give all servers the weights; the largest difference seen afterwards, in nats."""
+    """Give all servers the weights; the largest difference seen afterwards, in nats.
+
+    Requests in flight are waited for, those that come meanwhile wait. `fleet.base` is a new version
+    then, and requests that name the old one are refused. FleetError when a server failed that took
+    requests before: the others go on with the new weights.
+    """
     require_updates(fleet)
     expected = await asyncio.to_thread(_logprobs, model)
     folder = await asyncio.to_thread(_save, model)
     try:
-        for replica in fleet.pool.replicas:
-            await replica.client.call_workers("reload_weights", weights_path=str(folder))
-        await fleet.reset_prefix_cache()
-        worst = [await _difference(replica, expected) for replica in fleet.pool.replicas]
+        digest = await asyncio.to_thread(_digest, folder)
+        async with fleet.updating():
+            return await _update_all(fleet, folder, expected, digest)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-    if max(worst) > CANARY_NATS:
+
+
+async def _update_all(fleet: Fleet, folder: Path, expected: Sequence[float], digest: str) -> float:
+    replicas = fleet.pool.replicas
+    were_open = [replica.lane.is_open for replica in replicas]
+    outcomes = await asyncio.gather(*(_update(r, folder, expected) for r in replicas))
+    succeeded = [outcome for outcome in outcomes if isinstance(outcome, float)]
+    if succeeded:
+        fleet.rename_base(digest)
+    failed = [
+        outcome
+        for outcome, was_open in zip(outcomes, were_open, strict=True)
+        if isinstance(outcome, RookeryError) and (was_open or not succeeded)
+    ]
+    if failed:
+        others = "the others go on with them" if succeeded else "no server takes requests"
         raise FleetError(
-            "A server took the new weights but computes with others: log-probabilities are off by "
-            f"{max(worst):.2f} nats. Restart it; vLLM on the CPU keeps the old output layer of "
-            "models with tied embeddings."
+            f"{len(failed)} of {len(replicas)} servers did not get the new weights, {others}: "
+            f"{failed[0]}"
         )
-    return max(worst)
+    return max(succeeded)
+
+
+async def _update(
+    replica: Replica, folder: Path, expected: Sequence[float]
+) -> float | RookeryError:
+    """How far one server is off afterwards, or why it takes no requests any more."""
+    replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
+    try:
+        await replica.client.call_workers("reload_weights", weights_path=str(folder))
+        await replica.client.reset_prefix_cache()
+        apart = await _difference(replica, expected)
+        if not apart <= CANARY_NATS:
+            raise FleetError(
+                f"{replica.url} took the new weights but computes with others: log-probabilities "
+                f"are off by {apart:.2f} nats. Restart it; vLLM on the CPU keeps the old output "
+                "layer of models with tied embeddings."
+            )
+        await replica.include()
+    except RookeryError as error:
+        replica.exclude(str(error))
+        logger.warning("%s takes no requests: %s", replica.url, error)
+        return error
+    return apart
 
 
 def require_updates(fleet: Fleet) -> None:
@@ -83,13 +130,32 @@ def _save(model: Model) -> Path:
     return folder
 
 
+def _digest(folder: Path) -> str:
+    """16 hex characters over the weight files."""
+    files = sorted(folder.glob("*.safetensors"))
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(_file_digest, files)
+    return hashlib.blake2b(b"".join(digests), digest_size=8).hexdigest()
+
+
+def _file_digest(file: Path) -> bytes:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "blake2b").digest()
+
+
 def _logprobs(model: Model) -> list[float]:
-    """The model's own log-probabilities of the canary's tokens."""
+    """The model's own log-probabilities of the canary's tokens, without dropout as on a server."""
     import torch
 
     device = next(model.parameters()).device
-    with torch.inference_mode():
-        logits = model(torch.tensor([CANARY], device=device)).logits[0].float()
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor([CANARY], device=device)).logits[0].float()
+    finally:
+        for module in training:
+            module.training = True
     rows = torch.log_softmax(logits, dim=-1)
     return [float(rows[i, token]) for i, token in enumerate(CANARY[1:])]
 

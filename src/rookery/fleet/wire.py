@@ -17,6 +17,7 @@ from typing import Any
 
 from rookery.errors import FleetError
 from rookery.fleet.capabilities import Capabilities
+from rookery.search.streams import stream_seed
 from rookery.types import (
     Completion,
     ModelRef,
@@ -101,11 +102,17 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
         stop_tokens=params.stop_tokens,
         ignore_eos=params.ignore_eos,
         # Greedy draws have no randomness: without the seed more of them share a call.
-        seed=None if is_greedy else params.seed,
+        seed=None if is_greedy else _seed(params),
         # The server refuses n greedy draws, which are all the same: one is made and copied.
         n=1 if is_greedy else params.n,
         top=params.top_logprobs,
     )
+
+
+def _seed(params: SamplingParams) -> int:
+    """The seed on the wire. vLLM draws sample i with seed + i: without the key, the second sample
+    of seed 0 would be the first of seed 1."""
+    return params.seed if params.n == 1 else stream_seed(params.seed, "samples")
 
 
 def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:

@@ -150,6 +150,13 @@ class EventView:
         rows = self._fetch(query, kind, key)
         return self._event(rows[0]) if rows else None
 
+    def time_s(self, seq: int) -> float:
+        """When the event of this number was appended."""
+        rows = self._fetch("SELECT time_s FROM events WHERE seq = ?", seq)
+        if not rows:
+            raise RunError(f"{self._path} has no event {seq}.")
+        return float(rows[0][0])
+
     def counts(self) -> dict[str, int]:
         """How many events there are of each kind."""
         return dict(self._fetch("SELECT kind, count(*) FROM events GROUP BY kind ORDER BY kind"))

@@ -120,6 +120,15 @@ class RunView:
         """How many events there are of each kind."""
         return self._log.counts()
 
+    @property
+    def worked_s(self) -> float:
+        """Seconds from each opening of the run to the last event before the next one."""
+        openings = [self.created, *self.events(OPENED)]
+        newest = self.last() or self.created
+        ends = [self._log.time_s(opening.seq - 1) for opening in openings[1:]] + [newest.time_s]
+        spans = zip(openings, ends, strict=True)
+        return sum(max(0.0, end - opening.time_s) for opening, end in spans)
+
     def metrics(self) -> list[MetricsRow]:
         """What `log_metrics` wrote, one row per step."""
         return read_metrics(self.path / METRICS)

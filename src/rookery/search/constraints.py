@@ -4,15 +4,19 @@
     constraints.num_violated((0, 0))                   # 1: both carry the label
     constraints.repairs((0, -1), item=1, label=0)      # ((1, 0), (0, 1), (1, 1))
 
-Items that constraints tie together, directly or through others, form a component. A component is
-repaired as a whole: every consistent labelling of it is tried.
+Items that constraints tie together, directly or through others, form a component. What has labels
+of a component and is tied by labelled items is repaired as a whole: every consistent labelling of
+it is tried.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from math import comb
 
-from rookery.search.labelling import UNLABELLED, Labels, relabel
+from rookery.search.consistency import Allowed, Rule, assignments
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
 
 __all__ = [
     "AsymmetricPair",
@@ -88,17 +92,76 @@ def num_violations(constraint: Constraint, labels: Sequence[int]) -> int:
             holds = labels[premise] != label or labels[conclusion] in (label, UNLABELLED)
             return int(not holds)
         case EqualAnswer(members=members, answers=answers, label=label):
-            pairs = combinations(zip(members, answers, strict=True), 2)
-            return sum(_disagree(labels[a], labels[b], x == y, label) for (a, x), (b, y) in pairs)
+            pairs = zip(answers, (labels[m] for m in members), strict=True)
+            found = Counter((answer, own) for answer, own in pairs if own != UNLABELLED)
+            return _num_unlike(found) + _num_both(found, label)
         case AsymmetricPair(first=first, second=second, mirror=mirror):
             one, other = labels[first], labels[second]
             return int(UNLABELLED not in (one, other) and mirror[one] != other)
 
 
-def _disagree(one: int, other: int, is_same: bool, label: int) -> bool:
-    if UNLABELLED in (one, other):
-        return False
-    return one != other if is_same else one == other == label
+def _num_unlike(held: Counter[tuple[str, int]]) -> int:
+    """Pairs of equal answers and different labels."""
+    sizes: Counter[str] = Counter()
+    for (answer, _), number in held.items():
+        sizes[answer] += number
+    return sum(comb(n, 2) for n in sizes.values()) - sum(comb(n, 2) for n in held.values())
+
+
+def _num_both(held: Counter[tuple[str, int]], label: int) -> int:
+    """Pairs of different answers that both carry the label."""
+    carriers = [number for (_, own), number in held.items() if own == label]
+    return comb(sum(carriers), 2) - sum(comb(number, 2) for number in carriers)
+
+
+def _narrow(constraint: Constraint, allowed: Allowed) -> Iterator[tuple[int, int]]:
+    """The labels that a constraint leaves its labelled members, as bits."""
+    match constraint:
+        case Exclusive(members=members, label=label, is_exact=is_exact):
+            yield from _narrow_exclusive(members, 1 << label, is_exact, allowed)
+        case Implies(premise=premise, conclusion=conclusion, label=label):
+            if premise in allowed and conclusion in allowed:
+                if allowed[premise] == 1 << label:
+                    yield conclusion, 1 << label
+                if not allowed[conclusion] >> label & 1:
+                    yield premise, ~(1 << label)
+        case EqualAnswer():
+            yield from _narrow_equal(constraint, allowed)
+        case AsymmetricPair(first=first, second=second, mirror=mirror):
+            if first in allowed and second in allowed:
+                pairs = [(a, b) for a, b in enumerate(mirror) if allowed[first] >> a & 1]
+                pairs = [(a, b) for a, b in pairs if allowed[second] >> b & 1]
+                yield first, sum({1 << a for a, _ in pairs})
+                yield second, sum({1 << b for _, b in pairs})
+
+
+def _narrow_exclusive(
+    members: tuple[int, ...], bit: int, is_exact: bool, allowed: Allowed
+) -> Iterator[tuple[int, int]]:
+    own = [member for member in members if member in allowed]
+    holder = next((member for member in own if allowed[member] == bit), None)
+    if holder is not None:
+        yield from ((member, ~bit) for member in own if member != holder)
+    elif is_exact and len(own) == len(members):
+        able = [member for member in own if allowed[member] & bit]
+        if len(able) < 2:
+            yield (able or own)[0], bit
+
+
+def _narrow_equal(constraint: EqualAnswer, allowed: Allowed) -> Iterator[tuple[int, int]]:
+    bit = 1 << constraint.label
+    own = [
+        (member, answer)
+        for member, answer in zip(constraint.members, constraint.answers, strict=True)
+        if member in allowed
+    ]
+    common: dict[str, int] = {}
+    for member, answer in own:
+        common[answer] = common.get(answer, -1) & allowed[member]
+    holder = next((answer for answer, left in common.items() if left == bit), None)
+    for member, answer in own:
+        is_out = holder is not None and answer != holder
+        yield member, common[answer] & ~bit if is_out else common[answer]
 
 
 class Constraints:
@@ -109,16 +172,14 @@ class Constraints:
     ) -> None:
         self._all = tuple(constraints)
         self._num_labels = num_labels
-        self._own: dict[int, tuple[Constraint, ...]] = {}
-        self.components = _components(self._all, num_items)
+        self.components = _components(self._all, range(num_items))
         """Every item in one component, by first item; an item without constraints is its own."""
         self._component = {item: own for own in self.components for item in own}
-        by_first: dict[int, list[Constraint]] = {}
+        self._own: dict[int, list[Constraint]] = {own[0]: [] for own in self.components}
         for constraint in self._all:
-            by_first.setdefault(self._component[_members(constraint)[0]][0], []).append(constraint)
-        for component in self.components:
-            self._own[component[0]] = tuple(by_first.get(component[0], ()))
-            self._check_size(component, num_items)
+            self._own[self._component[_members(constraint)[0]][0]].append(constraint)
+        self.contradictions = tuple(own for own in self.components if not self._num_options(own))
+        """Components for which there is no consistent labelling."""
 
     def num_violated(self, labels: Labels) -> int:
         """I(D): broken pairs of all constraints."""
@@ -128,11 +189,20 @@ class Constraints:
         """The items tied to this one, itself included."""
         return self._component[item]
 
+    def tied(self, labels: Labels, item: int) -> tuple[int, ...]:
+        """The labelled items that constraints between labelled items tie to this one."""
+        component = self._component[item]
+        held = [member for member in component if labels[member] != UNLABELLED]
+        if len(held) == len(component):
+            return component
+        parts = _components(self._own[component[0]], held)
+        return next((part for part in parts if item in part), ())
+
     def repairs(self, labels: Labels, *, item: int, label: int) -> tuple[Labels, ...]:
         """Every consistent way to take up a proposed label, the fewest other changes first.
 
         Where the proposal breaks nothing it is the only one. Otherwise all consistent labellings
-        of the component's labelled items, `labels` itself left out: what is proposed is a change.
+        of the items tied to it, `labels` itself left out: what is proposed is a change.
         """
         proposed = relabel(labels, item, label)
         if not self._is_broken(proposed, item):
@@ -141,40 +211,52 @@ class Constraints:
         return tuple(sorted(found, key=lambda o: (_num_changes(o, proposed), o)))
 
     def consistent(self, labels: Labels, *, item: int) -> Iterator[Labels]:
-        """The labellings that differ in the item's component only, on the same items, unbroken."""
-        members = [m for m in self._component[item] if labels[m] != UNLABELLED]
-        blank = list(labels)
-        for member in members:
-            blank[member] = UNLABELLED
-        return self._fill(tuple(blank), members)
+        """The labellings that differ only in what is tied to the item by labelled items, unbroken.
 
-    def _fill(self, labels: Labels, members: Sequence[int]) -> Iterator[Labels]:
-        if not members:
-            yield labels
-            return
-        first, *rest = members
-        for label in range(self._num_labels):
-            extended = relabel(labels, first, label)
-            if not self._is_broken(extended, first):
-                yield from self._fill(extended, rest)
+        In lexicographic order. Items without a label keep having none, and tie nothing.
+        """
+        members = self.tied(labels, item)
+        for values in self._assignments(members):
+            option = list(labels)
+            for member, value in zip(members, values, strict=True):
+                option[member] = value
+            yield tuple(option)
+
+    def fewest(self, labels: Labels, label: int) -> int:
+        """How many of the labelled items must carry the label, whatever the others do.
+
+        Of an exclusive pair of which exactly one is true, one carries each label.
+        """
+        least, seen = 0, set[int]()
+        for item in labelled_items(labels):
+            if item not in seen:
+                tied = self.tied(labels, item)
+                seen.update(tied)
+                least += min((own.count(label) for own in self._assignments(tied)), default=0)
+        return least
+
+    def _assignments(self, members: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        own = self._own[self._component[members[0]][0]] if members else []
+        rules = [Rule(members=_members(c), narrow=partial(_narrow, c)) for c in own]
+        return assignments(members, rules, num_labels=self._num_labels)
 
     def _is_broken(self, labels: Labels, item: int) -> bool:
         own = self._own[self._component[item][0]]
         return any(num_violations(constraint, labels) for constraint in own)
 
-    def _check_size(self, component: tuple[int, ...], num_items: int) -> None:
+    def _num_options(self, component: tuple[int, ...]) -> int:
+        """Consistent labellings of a whole component, or a ValueError if there are too many."""
         if len(component) == 1:
-            return
-        labels = [UNLABELLED] * num_items
-        for member in component:
-            labels[member] = 0
-        for count, _ in enumerate(self.consistent(tuple(labels), item=component[0]), start=1):
+            return self._num_labels
+        count = 0
+        for count, _ in enumerate(self._assignments(component), start=1):
             if count > MAX_OPTIONS:
                 raise ValueError(
                     f"{len(component)} items are tied together by constraints and have over "
                     f"{MAX_OPTIONS} consistent labellings: each would cost an evaluation. Use "
                     "smaller groups or stricter constraints."
                 )
+        return count
 
 
 def _members(constraint: Constraint) -> tuple[int, ...]:
@@ -187,8 +269,11 @@ def _members(constraint: Constraint) -> tuple[int, ...]:
             return constraint.members
 
 
-def _components(constraints: Sequence[Constraint], num_items: int) -> tuple[tuple[int, ...], ...]:
-    root = list(range(num_items))
+def _components(
+    constraints: Sequence[Constraint], items: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The items in parts that constraints tie together; others tie nothing."""
+    root = {item: item for item in items}
 
     def find(item: int) -> int:
         while root[item] != item:
@@ -197,12 +282,12 @@ def _components(constraints: Sequence[Constraint], num_items: int) -> tuple[tupl
         return item
 
     for constraint in constraints:
-        first, *others = _members(constraint)
-        for other in others:
-            low, high = sorted((find(first), find(other)))
+        held = [member for member in _members(constraint) if member in root]
+        for other in held[1:]:
+            low, high = sorted((find(held[0]), find(other)))
             root[high] = low
     found: dict[int, list[int]] = {}
-    for item in range(num_items):
+    for item in items:
         found.setdefault(find(item), []).append(item)
     return tuple(tuple(members) for members in found.values())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from rookery.errors import AdapterError
+from rookery.model_names import is_named
 from rookery.slots.linear import SlottedLinear
 from rookery.types import Adapter, LoraFactors
 
@@ -27,7 +28,7 @@ class SlotBank:
     def check(self, adapter: Adapter, *, max_rank: int) -> None:
         """Raise AdapterError unless the adapter fits: base, rank, targets, shapes, values."""
         who = f"adapter {adapter.name!r}"
-        if adapter.base and _base_name(adapter.base) not in self._base_names:
+        if adapter.base and not is_named(adapter.base, self._base_names):
             raise AdapterError(
                 f"{who} was made for {adapter.base!r}, this model is "
                 f"{' or '.join(sorted(self._base_names))}: load it on its own base model, or "
@@ -75,7 +76,3 @@ class SlotBank:
         """Zero a slot: rows that still name it compute the base model."""
         for layer in self._layers.values():
             layer.clear(slot)
-
-
-def _base_name(base: str) -> str:
-    return base.rstrip("/").rsplit("/", 1)[-1].lower()

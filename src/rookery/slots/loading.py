@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rookery.errors import ModelError, boundary
+from rookery.model_names import model_names
 from rookery.slots.attention import ATTENTION, CausalAttend
 from rookery.slots.model import SlottedModel
 from rookery.slots.probe import agree, gap, probe_tokens
@@ -41,10 +42,8 @@ def load_model(
         expected = model(tokens[None]).logits[0].float()
     _check_finite(model, expected, folder)
     model.set_attn_implementation(ATTENTION)
-    known = {folder.name, getattr(config, "_name_or_path", "") or "", *names}
-    slotted = SlottedModel(
-        model, names=frozenset(name.rsplit("/", 1)[-1].lower() for name in known if name)
-    )
+    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
+    slotted = SlottedModel(model, names=model_names(*known))
     _check_probe(slotted, tokens, expected, folder)
     return slotted
 

@@ -1,7 +1,9 @@
 """Tasksets and scorers: where problems come from, how they become tokens, what an answer earns.
 
 taskset.py     configs and `load_taskset`: rows of a file, of a dataset or of a generator
+jsonl.py, json_file.py, huggingface.py     files and datasets -> rows
 rows.py        one row -> one Task, or an error that names the line
+reading.py     rows -> tasks, bad rows counted
 splits.py      which tasks search, select and report may see
 generators.py  tasksets made from a seed, on the words of wordlists.py
 template.py    Task -> tokens of one model

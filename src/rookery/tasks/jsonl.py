@@ -2,17 +2,20 @@
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rookery.errors import TaskError
 from rookery.tasks.rows import Row
 
-__all__ = ["near_name", "read_jsonl"]
+__all__ = ["near_name", "read_jsonl", "refuse_constant"]
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
-    """The rows of a file; blank lines are skipped and counted."""
+def read_jsonl(path: Path, *, on_bad: Callable[[TaskError], None] | None = None) -> Iterator[Row]:
+    """The rows of a file; blank lines are skipped and counted.
+
+    A line that is not a JSON object is handed to `on_bad` and left out; without one it is raised.
+    """
     if path.is_dir():
         raise TaskError(f"{path} is a folder; give a file of JSON lines.")
     try:
@@ -20,9 +23,17 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if content.strip():
-                    where = f"{path} line {number}"
-                    yield Row(where=where, fields=_parse(content, where=where))
+                if not content.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    fields = _parse(content, where=where)
+                except TaskError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(error)
+                    continue
+                yield Row(where=where, fields=fields)
     except FileNotFoundError:
         raise TaskError(f"There is no file {path}.{near_name(path)}") from None
     except OSError as error:
@@ -39,7 +50,7 @@ def near_name(path: Path) -> str:
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:
     try:
-        found = json.loads(line.decode().rstrip(), parse_constant=_refuse_constant)
+        found = json.loads(line.decode().rstrip(), parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise TaskError(f"{where}: is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -57,7 +68,8 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
     return found
 
 
-def _refuse_constant(name: str) -> object:
+def refuse_constant(name: str) -> object:
+    """For `parse_constant`: NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is not a JSON value; write null or a number")
 
 

@@ -4,6 +4,7 @@
     {"messages": [{"role": "user", "content": "2+2="}], "reference": 4}
     {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
     {"prompt": "2+2=", "choices": ["3", "4"], "answer": 1}
+    {"prompt": "2+2=", "choices": {"A": "3", "B": "4"}, "answer": "B"}
 
 Which field is what is settled by the config, or else by the usual names on the first row; every
 other row must have the same fields.
@@ -12,7 +13,7 @@ other row must have the same fields.
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jinja2
@@ -45,10 +46,10 @@ class FieldsConfig(Config):
     reference: str = ""
     """What the scorer compares with. Usual names: reference, answer, completion."""
     choices: str = ""
-    """A list of texts, or {text: [...], label: [...]}. Usual name: choices."""
-    id: str = ""
+    """A list of texts, {A: ..., B: ...} or {text: [...], label: [...]}. Usual name: choices."""
+    id: str | None = ""
     """A text or whole number, unique in the file; without one it is made from the content. Usual
-    name: id."""
+    name: id. `null` makes ids although there is a field `id`: for files that repeat them."""
     group: str = ""
     """Rows of equal group are in the same split: several answers to judge of one question."""
 
@@ -154,18 +155,15 @@ class RowReader:
         value = self._value(row, "choices")
         if value is None and not self._names["choices"]:
             return (), reference
-        labels: object = None
-        if isinstance(value, dict):
-            labels = value.get("label")
-            value = value.get("text")
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        texts, labels = _texts_and_labels(value)
+        if texts is None or not all(isinstance(text, str) for text in texts):
             raise TaskError(
                 f"{row.where}: {self._names['choices']!r} is {_shown(value)}; it must be a list of "
-                "texts, or {text: [...], label: [...]}."
+                "texts, {A: text, B: text, ...}, or {text: [...], label: [...]}."
             )
-        if isinstance(labels, list) and len(labels) == len(value) and reference in labels:
+        if reference in labels:
             reference = labels.index(reference)
-        return tuple(value), reference
+        return tuple(str(text) for text in texts), reference
 
     def _id(self, row: Row) -> str:
         value = self._value(row, "id")
@@ -174,13 +172,15 @@ class RowReader:
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             raise TaskError(
                 f"{row.where}: {self._names['id']!r} is {_shown(value)}; an id is a text or a "
-                "whole number."
+                "whole number. fields: {id: null} makes ids from the content."
             )
         return str(value)
 
 
-def _find_name(role: str, named: str, first: Row) -> str:
-    """The field of a role on the first row, "" when the rows have none."""
+def _find_name(role: str, named: str | None, first: Row) -> str:
+    """The field of a role on the first row, "" when the rows have none or it is not wanted."""
+    if named is None:
+        return ""
     if named:
         if named in first.fields:
             return named
@@ -197,6 +197,26 @@ def _find_name(role: str, named: str, first: Row) -> str:
             f"Say which with fields.{role}."
         )
     return found[0] if found else ""
+
+
+def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, Sequence[object]]:
+    """The choices and the labels that the row itself gives them; None when it holds no choices.
+
+    ["3", "4"] -> ["3", "4"], []; {"A": "3", "B": "4"} -> ["3", "4"], ["A", "B"]
+    """
+    match value:
+        case list():
+            return value, []
+        case {"text": list() as texts, **others}:
+            labels = others.get("label")
+            if isinstance(labels, list) and len(labels) == len(texts):
+                return texts, labels
+            return texts, []
+        case dict():
+            # Columns of a dataset have every row's letters; those of other rows are null here.
+            named = {label: text for label, text in value.items() if text is not None}
+            return list(named.values()) or None, list(named)
+    return None, []
 
 
 def _message(item: object, row: Row, name: str) -> Message:

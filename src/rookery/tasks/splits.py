@@ -2,14 +2,18 @@
 
 A task's split is a hash of its prompt. It does not depend on the other rows, on their order, on
 ids or on the name of the taskset, so adding rows moves none, and a question that is there twice,
-under two ids or in two files, is in one split only. Case, spacing and Unicode form are ignored.
+under two ids, is in one split only. Case, spacing and Unicode form are ignored.
 
     split_of(split_key("2+2="), SplitsConfig()) -> "report"
+
+Tasksets of unequal fractions place one question differently. Those of one run are settled together:
+a question that several of them have is in the latest of its splits, and report is the latest.
 """
 
 import hashlib
 import math
 import unicodedata
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,7 +21,15 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.types import Message
 
-__all__ = ["SPLITS", "SplitName", "SplitsConfig", "hash_fraction", "split_key", "split_of"]
+__all__ = [
+    "SPLITS",
+    "SplitName",
+    "SplitsConfig",
+    "hash_fraction",
+    "latest_splits",
+    "split_key",
+    "split_of",
+]
 
 SplitName = Literal["search", "select", "report"]
 SPLITS: tuple[SplitName, ...] = ("search", "select", "report")
@@ -65,6 +77,30 @@ def split_of(key: str, splits: SplitsConfig) -> SplitName:
         if place < reached:
             return name
     return used[-1]
+
+
+def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) -> list[SplitName]:
+    """One split for tasks that share a key, directly or through others: the latest of theirs.
+
+    latest_splits([("a",), ("a", "b"), ("b",), ("c",)], ["search", "report", "select", "search"])
+        -> ["report", "report", "report", "search"]
+    """
+    parent = {key: key for own in keys for key in own}
+
+    def root(key: str) -> str:
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for first, *others in keys:
+        for other in others:
+            parent[root(other)] = root(first)
+    roots = [root(own[0]) for own in keys]
+    latest: dict[str, SplitName] = {}
+    for place, split in zip(roots, splits, strict=True):
+        latest[place] = max(latest.get(place, split), split, key=SPLITS.index)
+    return [latest[place] for place in roots]
 
 
 def hash_fraction(text: str, *, salt: str) -> float:

@@ -2,6 +2,7 @@
 
 load_taskset(JsonlConfig(path="gsm8k.jsonl", scorer=NumericConfig()))
 load_taskset_file("gsm8k.jsonl")                              guesses fields and scorer
+load_taskset_file("gsm8k.jsonl?bad_rows=skip&limit=100")      any value of the config
 load_taskset_file("gsm8k.yaml")                               a TasksetConfig
 load_taskset_file("hf://datasets/openai/gsm8k?subset=main&split=test")
 load_taskset_file("generated:arithmetic?size=500&seed=1")
@@ -23,7 +24,8 @@ from rookery.tasks.generators import GENERATORS, generate
 from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
 from rookery.tasks.jsonl import near_name, read_jsonl
 from rookery.tasks.prompt_template import check_prompt_template
-from rookery.tasks.rows import FieldsConfig, Row, RowReader
+from rookery.tasks.reading import BadRows, BadRowsPolicy, ReadTask, SkippedRows, read_tasks
+from rookery.tasks.rows import FieldsConfig, Row
 from rookery.tasks.scorers import (
     ChoiceConfig,
     ExactConfig,
@@ -31,7 +33,14 @@ from rookery.tasks.scorers import (
     PythonConfig,
     ScorerConfig,
 )
-from rookery.tasks.splits import SplitName, SplitsConfig, hash_fraction, split_key, split_of
+from rookery.tasks.splits import (
+    SplitName,
+    SplitsConfig,
+    hash_fraction,
+    latest_splits,
+    split_key,
+    split_of,
+)
 from rookery.types import SamplingParams, Task
 
 __all__ = [
@@ -42,8 +51,10 @@ __all__ = [
     "Taskset",
     "TasksetConfig",
     "from_folder",
+    "join_splits",
     "load_taskset",
     "load_taskset_file",
+    "load_tasksets",
 ]
 
 
@@ -87,6 +98,9 @@ class RowsOptions(TasksetOptions):
     """What tasksets made of rows have besides."""
 
     fields: FieldsConfig = FieldsConfig()
+    bad_rows: BadRowsPolicy = "refuse"
+    """What rows do that cannot be used (a field missing, an id twice, a reference that the scorer
+    cannot judge): `refuse` ends the loading, `skip` leaves them out and reports how many."""
     prompt_template: str = ""
     """jinja2 over the row's fields, `Q: {{ question }}\\nA:`; it makes the prompt in place of
     fields.prompt and fields.messages."""
@@ -122,6 +136,8 @@ class HfConfig(RowsOptions):
     """Its configuration, where it has several: `main`."""
     split: str = "train"
     """The dataset's own split, which is then split into search, select and report."""
+    key: str = ""
+    """Where the rows are in a .json file that holds an object of several lists: `test`."""
 
 
 class GeneratedConfig(TasksetOptions):
@@ -167,6 +183,28 @@ class Taskset:
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     groups: Mapping[str, str] = field(default_factory=dict)
     """By task id, where the rows have groups: it decides the split in place of the prompt."""
+    skipped: SkippedRows = field(default_factory=SkippedRows)
+    moved: Mapping[str, SplitName] = field(default_factory=dict)
+    """By task id, the split of tasks that another taskset of the run has too: see `join_splits`."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that a report must show: rows that were skipped, tasks that were moved."""
+        notes = []
+        if self.skipped.num_skipped:
+            notes.append(
+                f"{self.name}: {self.skipped.num_skipped:,} of {self.skipped.num_rows:,} rows were "
+                f"skipped. The first: {' '.join(self.skipped.examples)}"
+            )
+        if self.moved:
+            num_unused = sum(not self.splits.fraction(split) for split in self.moved.values())
+            unused = f" ({num_unused:,} are left out: that split has fraction 0)"
+            notes.append(
+                f"{self.name}: {len(self.moved):,} of {len(self.tasks):,} tasks are in a later "
+                "split than its own fractions give, because another taskset of this run has the "
+                f"same question there{unused if num_unused else ''}. Equal splits move none."
+            )
+        return tuple(notes)
 
     def split(self, name: SplitName | Literal["all"]) -> tuple[Task, ...]:
         """The tasks of one split; "all" is for tasks of no search, such as a plain evaluation.
@@ -175,32 +213,69 @@ class Taskset:
         """
         if name == "all":
             return self.tasks
-        chosen = tuple(task for task in self.tasks if self._split_of(task) == name)
-        if not chosen and self.splits.fraction(name) > 0.0:
+        if self.splits.fraction(name) == 0.0:
+            return ()
+        chosen = tuple(
+            task for task in self.tasks if (self.moved.get(task.id) or self.own_split(task)) == name
+        )
+        if not chosen:
+            others = f", {len(self.moved)} moved for another taskset" if self.moved else ""
             raise TaskError(
                 f"Taskset {self.name} has {len(self.tasks)} tasks and none of them falls into its "
-                f"{name} split ({self.splits.fraction(name):g} of them): add rows, or set "
+                f"{name} split ({self.splits.fraction(name):g} of them{others}): add rows, or set "
                 f"splits.{name} to 0."
             )
         return chosen
 
-    def _split_of(self, task: Task) -> SplitName:
+    def own_split(self, task: Task) -> SplitName:
+        """The split that this taskset alone gives a task."""
         return split_of(self.groups.get(task.id) or split_key(task.prompt), self.splits)
+
+    def split_keys(self, task: Task) -> tuple[str, ...]:
+        """What makes a task the same question as another: its prompt, and its group if any."""
+        group = self.groups.get(task.id)
+        prompt = f"prompt {split_key(task.prompt)}"
+        return (prompt, f"group {group}") if group else (prompt,)
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
-    """Read, check and split a taskset. The first bad row ends it with a TaskError."""
+    """Read, check and split a taskset. Bad rows are refused or skipped as the config says."""
+    bad = BadRows()
     match config:
         case JsonlConfig():
             path = config.path.expanduser()
-            return _assemble(config, read_jsonl(path), name=path.stem, origin=str(path))
+            rows = read_jsonl(path, on_bad=bad.add)
+            return _assemble(config, rows, bad, name=path.stem, origin=str(path))
         case HfConfig():
-            rows = read_dataset(config.dataset, subset=config.subset, split=config.split)
-            name = Path(config.dataset).stem
-            return _assemble(config, rows, name=name, origin=config.dataset)
+            dataset, name = config.dataset, Path(config.dataset).stem
+            names = {"subset": config.subset, "split": config.split, "key": config.key}
+            rows = read_dataset(dataset, **names, on_bad=bad.add)
+            return _assemble(config, rows, bad, name=name, origin=dataset)
         case GeneratedConfig():
             rows = generate(config.generator, size=config.size, seed=config.seed)
-            return _assemble(config, rows, name=config.generator, origin=config.generator)
+            return _assemble(config, rows, bad, name=config.generator, origin=config.generator)
+
+
+def load_tasksets(configs: Iterable[TasksetConfig]) -> list[Taskset]:
+    """The tasksets of one run: a question that several of them have is in one split of all."""
+    return join_splits([load_taskset(config) for config in configs])
+
+
+def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
+    """The tasksets with every question in one split of all: the latest that any of them gives it.
+
+    Of search, select and report, report is the latest: what one taskset reports on, no other one
+    searches on. Tasks of equal prompts or equal groups are one question. Idempotent.
+    """
+    own = [taskset.own_split(task) for taskset in tasksets for task in taskset.tasks]
+    keys = [taskset.split_keys(task) for taskset in tasksets for task in taskset.tasks]
+    placed = iter(zip(own, latest_splits(keys, own), strict=True))
+    joined = []
+    for taskset in tasksets:
+        pairs = {task.id: next(placed) for task in taskset.tasks}
+        moved = {name: after for name, (before, after) in pairs.items() if after != before}
+        joined.append(dataclasses.replace(taskset, moved=moved))
+    return joined
 
 
 def load_taskset_file(path_or_spec: str) -> Taskset:
@@ -208,68 +283,37 @@ def load_taskset_file(path_or_spec: str) -> Taskset:
     return load_taskset(_config_of(path_or_spec))
 
 
-def _assemble(config: TasksetConfig, rows: Iterable[Row], *, name: str, origin: str) -> Taskset:
+def _assemble(
+    config: TasksetConfig, rows: Iterable[Row], bad: BadRows, *, name: str, origin: str
+) -> Taskset:
     name = config.name or name
-    tasks, groups, places = _read_tasks(config, rows, name=name)
-    if not tasks:
-        raise TaskError(f"{origin} has no rows; a taskset needs at least one.")
-    scorer = config.scorer or _usual_scorer(config, tasks)
-    for task in tasks:
-        complaint = scorer.complaint(task)
+    options = RowsOptions() if isinstance(config, GeneratedConfig) else config
+    read = read_tasks(
+        rows, fields=options.fields, prompt_template=options.prompt_template, source=name, bad=bad
+    )
+    scorer = config.scorer or _usual_scorer(config, [item.task for item in read])
+    good: list[ReadTask] = []
+    for item in read:
+        complaint = scorer.complaint(item.task)
         if complaint:
-            raise TaskError(f"{places[task.id]}: {complaint}.")
-    if config.limit is not None and config.limit < len(tasks):
-        tasks = _draw(tasks, config.limit)
+            bad.add(TaskError(f"{item.where}: {complaint}"))
+        else:
+            good.append(item)
+    skipped = bad.settle(options.bad_rows, num_good=len(good))
+    if not good:
+        raise TaskError(f"{origin} has no rows; a taskset needs at least one.")
+    if config.limit is not None and config.limit < len(good):
+        good = _draw(good, config.limit)
     return Taskset(
         name=name,
-        tasks=tuple(tasks),
+        tasks=tuple(item.task for item in good),
         scorer=scorer,
         sampling=config.sampling.params(),
         weight=config.weight,
         splits=config.splits,
-        groups={task.id: groups[task.id] for task in tasks if groups[task.id]},
+        groups={item.task.id: item.group for item in good if item.group},
+        skipped=skipped,
     )
-
-
-def _read_tasks(
-    config: TasksetConfig, rows: Iterable[Row], *, name: str
-) -> tuple[list[Task], dict[str, str], dict[str, str]]:
-    """The tasks, their groups and the places they came from, by id."""
-    fields = FieldsConfig() if isinstance(config, GeneratedConfig) else config.fields
-    prompt_template = "" if isinstance(config, GeneratedConfig) else config.prompt_template
-    reader: RowReader | None = None
-    tasks: list[Task] = []
-    groups: dict[str, str] = {}
-    places: dict[str, str] = {}
-    grouped: dict[str, tuple[str, str]] = {}
-    for row in rows:
-        reader = reader or RowReader(fields, prompt_template=prompt_template, first=row)
-        task = reader.read(row, source=name)
-        if task.id in places:
-            task = _renamed(task, row, places, has_ids=reader.has_ids)
-        group = reader.group(row)
-        before, where = grouped.setdefault(split_key(task.prompt), (group, row.where))
-        if before != group:
-            raise TaskError(
-                f"{row.where}: has the prompt of {where} and another group ({group}, there "
-                f"{before}), and would be in two splits: give both rows one group."
-            )
-        tasks.append(task)
-        groups[task.id], places[task.id] = group, row.where
-    return tasks, groups, places
-
-
-def _renamed(task: Task, row: Row, places: Mapping[str, str], *, has_ids: bool) -> Task:
-    """A row that is there twice gets the next free number; a given id twice is an error."""
-    if has_ids:
-        name = task.id.removeprefix(f"{task.source}/")
-        raise TaskError(
-            f"{row.where}: the id {name!r} is already that of {places[task.id]}. Ids must differ."
-        )
-    count = 2
-    while f"{task.id}-{count}" in places:
-        count += 1
-    return dataclasses.replace(task, id=f"{task.id}-{count}")
 
 
 def _usual_scorer(config: TasksetConfig, tasks: Sequence[Task]) -> ScorerConfig:
@@ -282,11 +326,11 @@ def _usual_scorer(config: TasksetConfig, tasks: Sequence[Task]) -> ScorerConfig:
     return ExactConfig()
 
 
-def _draw(tasks: Sequence[Task], limit: int) -> list[Task]:
+def _draw(read: Sequence[ReadTask], limit: int) -> list[ReadTask]:
     # By id and not by what decides the split: else a limit would draw the search split alone.
-    kept = sorted(tasks, key=lambda task: (hash_fraction(task.id, salt="limit"), task.id))[:limit]
-    ids = {task.id for task in kept}
-    return [task for task in tasks if task.id in ids]
+    ids = [item.task.id for item in read]
+    kept = set(sorted(ids, key=lambda name: (hash_fraction(name, salt="limit"), name))[:limit])
+    return [item for item in read if item.task.id in kept]
 
 
 def _config_of(spec: str) -> TasksetConfig:
@@ -298,17 +342,18 @@ def _config_of(spec: str) -> TasksetConfig:
         if not rest.startswith("//datasets/") or not dataset:
             raise TaskError(f"Got {spec!r}; a dataset of the hub is hf://datasets/ID.")
         return parse_config(HfConfig, _query(dataset, key="dataset"), origin=spec)
-    path = Path(spec).expanduser()
+    given = _query(spec, key="path") if not Path(spec).expanduser().exists() else {"path": spec}
+    path = Path(given.pop("path")).expanduser()
     if not path.exists():
         raise TaskError(
             f"There is no taskset {spec}.{near_name(path)} A taskset is a .jsonl, .csv, .json or "
             ".parquet file of rows, a .yaml or .toml config, hf://datasets/ID or generated:NAME."
         )
     if path.suffix == ".jsonl":
-        return JsonlConfig(path=path)
+        return parse_config(JsonlConfig, {**given, "path": path}, origin=spec)
     if path.suffix in LOCAL_FORMATS or path.is_dir():
-        return HfConfig(dataset=str(path))
-    return _read_config(path)
+        return parse_config(HfConfig, {**given, "dataset": str(path)}, origin=spec)
+    return _read_config(path, given)
 
 
 def _query(text: str, *, key: str) -> dict[str, str]:
@@ -317,12 +362,12 @@ def _query(text: str, *, key: str) -> dict[str, str]:
     return {**dict(parse_qsl(query)), key: value}
 
 
-def _read_config(path: Path) -> TasksetConfig:
-    document = read_document(path)
+def _read_config(path: Path, given: Mapping[str, str]) -> TasksetConfig:
+    document = {**read_document(path), **given}
     kind = document.get("type")
     if kind not in KINDS:
-        given = "is missing" if kind is None else f"is {kind!r}"
-        raise ConfigError(f"{path}: type {given}; write type: and one of {', '.join(KINDS)}.")
+        found = "is missing" if kind is None else f"is {kind!r}"
+        raise ConfigError(f"{path}: type {found}; write type: and one of {', '.join(KINDS)}.")
     return from_folder(parse_config(KINDS[kind], document, origin=str(path)), path.parent)
 
 

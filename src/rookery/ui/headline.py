@@ -12,6 +12,9 @@ from rookery.ui.report import Estimate, GenomeReport, ReportRow
 
 __all__ = ["Headline", "Verdict", "make_headline"]
 
+BASE = "base model"
+"""The row of the model without any adapter."""
+
 Verdict = Literal["better", "unclear", "worse", "unmeasured", "unfinished"]
 
 SENTENCES: dict[Verdict, str] = {
@@ -50,6 +53,13 @@ def make_headline(report: GenomeReport) -> Headline:
     sentence = SENTENCES[verdict]
     if verdict in {"unclear", "unmeasured"} and _is_founder(report):
         sentence = "The winner is a founder: no candidate of the search was chosen over it."
+    base = next((row for row in report.rows if row.name == BASE), None)
+    if base is not None and _is_higher(base, winner):
+        verdict = "unclear" if verdict == "better" else verdict
+        sentence = (
+            f"The base model without any adapter scores higher: {wording.score(base.mean)} against "
+            f"{wording.score(winner.mean)}. {sentence}"
+        )
     return Headline(
         verdict=verdict, sentence=sentence, winner=winner, context=_context(report, winner)
     )

@@ -30,8 +30,10 @@ SENTENCES: dict[str, str] = {
     "coherent": "Coherent. Every item is labelled, no other labels that were found are as good, "
     "and hardly an item disagrees with the others.",
     "partial": "Not finished: some items have no label.",
-    "collapsed": "Collapsed: all items have the same label. These labels say nothing.",
+    "collapsed": "Collapsed: nearly all items of a batch have the same label. These labels say "
+    "nothing.",
     "inconsistent": "Inconsistent: labels break the constraints.",
+    "opposite": "Opposite: what a label means in one batch is the opposite in another.",
     "inverse": "The inverse concept: the labels are mostly the opposite of the true ones.",
     "chance": "No better than chance against the true labels.",
     "ambiguous": "Ambiguous: other labels are as coherent as these.",

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rookery.errors import AdapterError, boundary
+from rookery.model_names import loadable_model
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.version import make_adapter
 
@@ -35,11 +36,16 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCALES = "rookery_scales"
 """Metadata key of the safetensors file: scales that alpha / rank cannot express bit for bit."""
+_BASE = "rookery_base"
+"""Metadata key of the safetensors file: the base's name where the config has one to load."""
 _SCALE_TOLERANCE = 1e-12
 """A recorded scale that differs by more than rounding lost against a later edit of lora_alpha."""
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
 )
+_BASE_COPY = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens)\.base_layer\.weight")
+"""The base model's own output layer or embeddings, frozen: `save_pretrained` adds them when the
+output layer is adapted (`save_embedding_layers`). peft and vLLM have them from the base model."""
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 """Named initialisations that leave the base model as it is; the others (pissa, olora, corda,
 loftq) change the base weights, and their factors mean nothing on the original base."""
@@ -95,9 +101,8 @@ def read_adapter(path: str | Path, *, name: str | None = None) -> Adapter:
         layer: _factors(folder, config, layer, pair, recorded)
         for layer, pair in _pair(folder, tensors).items()
     }
-    return make_adapter(
-        name or folder.resolve().name, base=config.base_model_name_or_path or "", factors=factors
-    )
+    base = _own_base_name(folder / _TENSORS, config.base_model_name_or_path or "")
+    return make_adapter(name or folder.resolve().name, base=base, factors=factors)
 
 
 def write_adapter(adapter: Adapter, path: str | Path) -> Path:
@@ -175,15 +180,23 @@ def _foreign_features(config: _PeftConfig) -> Iterable[tuple[bool, str, str]]:
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """All tensors, and the scales that `write_adapter` recorded."""
+    """All tensors of the adapter, and the scales that `write_adapter` recorded."""
     foreign = (OSError, ValueError, SafetensorError)
     with (
         boundary(AdapterError, f"{file} is not a readable safetensors file", foreign=foreign),
         safe_open(str(file), framework="pt") as handle,
     ):
-        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        keys = [key for key in handle.keys() if not _BASE_COPY.fullmatch(key)]  # noqa: SIM118
+        tensors = {key: handle.get_tensor(key) for key in keys}
         recorded = json.loads((handle.metadata() or {}).get(_SCALES, "{}"))
     return tensors, recorded
+
+
+def _own_base_name(file: Path, named: str) -> str:
+    """The name that the adapter had for its base, unless the config was given another since."""
+    with safe_open(str(file), framework="pt") as handle:
+        own = (handle.metadata() or {}).get(_BASE, "")
+    return own if own and loadable_model(own) == named else named
 
 
 def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -224,6 +237,12 @@ def _reason(key: str) -> str:
     if key.endswith(".bias"):
         return (
             "Biases are not supported: train the adapter again with bias='none', lora_bias=False."
+        )
+    if key.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return (
+            "It is a whole embedding or output layer, saved beside the LoRA factors: save the "
+            "adapter again with save_embedding_layers=False if that layer is the base model's own; "
+            "resized or trained ones are not supported."
         )
     return "Save the adapter with PeftModel.save_pretrained and one adapter only."
 
@@ -289,6 +308,8 @@ def _write_files(adapter: Adapter, folder: Path) -> None:
     parsed = _PeftConfig.model_validate(config)
     inexact = {k: f.scale for k, f in adapter.factors.items() if parsed.scale_of(k) != f.scale}
     metadata = {"format": "pt"} | ({_SCALES: json.dumps(inexact)} if inexact else {})
+    if config["base_model_name_or_path"] != (adapter.base or None):
+        metadata[_BASE] = adapter.base
     save_file(tensors, str(folder / _TENSORS), metadata=metadata)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / _CONFIG).write_text(text, encoding="utf-8")
@@ -309,7 +330,7 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base or None,
+        "base_model_name_or_path": loadable_model(adapter.base) or None,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from rookery.errors import AdapterError
+from rookery.model_names import loadable_model
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.version import make_adapter
 
@@ -135,10 +136,10 @@ def layout_of(adapters: Sequence[Adapter]) -> Layout:
 
     The scale is the first adapter's first; the dtype is theirs if they agree, else float32.
     """
-    bases = {adapter.base for adapter in adapters if adapter.base}
+    bases = {loadable_model(a.base): a.base for a in reversed(adapters) if a.base}
     if len(bases) > 1:
         raise AdapterError(
-            f"The adapters are of different base models ({', '.join(sorted(bases))}); "
+            f"The adapters are of different base models ({', '.join(sorted(bases.values()))}); "
             "adapters can be combined only when they share one."
         )
     shapes: dict[str, LayerShape] = {}
@@ -157,7 +158,7 @@ def layout_of(adapters: Sequence[Adapter]) -> Layout:
     every = [lora for adapter in adapters for lora in adapter.factors.values()]
     dtypes = {tensor.dtype for lora in every for tensor in (lora.a, lora.b)}
     return Layout(
-        base=next(iter(bases), ""),
+        base=next(iter(bases.values()), ""),
         layers=tuple(shapes[name] for name in sorted(shapes)),
         rank=max(adapter.rank for adapter in adapters),
         scale=every[0].scale or 1.0,

@@ -71,6 +71,13 @@ def test_splits_and_limits(rookery: Command, place: Path, split: str) -> None:
         assert {e.payload["task"] for e in run.events("rollout")} == {t.id for t in tasks}
 
 
+def test_options_may_follow_the_name_of_a_file(rookery: Command, place: Path) -> None:
+    few = rookery("eval", "tiny", "tasks.jsonl?limit=3", "--json", "--name", "x")
+    assert few.document["num_tasks"] == 3
+    kept = json.loads((place / "runs/x/config.json").read_text())["taskset"]
+    assert kept == f"{place / 'tasks.jsonl'}?limit=3", "a run is resumed from any folder"
+
+
 def test_unnamed_runs_get_a_name_each(rookery: Command, place: Path) -> None:
     for _ in range(2):
         assert rookery("eval", "tiny", "tasks.jsonl", "--limit", "1", "--runs-dir", "r").code == 0

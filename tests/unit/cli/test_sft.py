@@ -15,10 +15,13 @@ def test_an_adapter_is_made_and_can_be_used(rookery: Command, place: Path) -> No
     ended = rookery("sft", "tiny", "tasks.jsonl", "out/mine", *SMALL, "--learning-rate", "1e-2")
     assert ended.code == 0
     adapter = read_adapter(place / "out/mine")
-    assert adapter.rank == 2 and adapter.base == "tiny"
+    assert adapter.rank == 2 and adapter.base == str(place / "tiny"), "found from any folder"
+    num_modules = len(adapter.factors)
     assert (
-        f"out/mine: rank 2, {len(adapter.factors)} layers, version {adapter.version}" in ended.out
+        f"out/mine: rank 2, {num_modules} modules in 2 layers, version {adapter.version}"
+        in ended.out
     )
+    assert "loading tiny" in ended.err and "  3 of 3  " in ended.err and "loss" in ended.err
     assert {Path(p).parts[1] for p in tree(place) - before if p != "out"} == {"mine"}
     used = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "out/mine", "--json")
     assert used.code == 0 and used.document["models"][1]["name"] == "mine"

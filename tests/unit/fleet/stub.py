@@ -23,7 +23,8 @@ FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 def logprobs_after(model: str, prompt: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """A proper distribution over the vocabulary."""
+    """A proper distribution over the vocabulary; whoever registered an adapter, it is the same."""
+    model = model.rpartition("~")[0] or model
     digest = hashlib.shake_128(f"{model}|{list(prompt)}".encode()).digest(2 * VOCABULARY)
     logits = [
         int.from_bytes(digest[2 * i : 2 * i + 2], "big") / 8192 / temperature
@@ -66,7 +67,15 @@ class Stub:
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
+    reads_folders: bool = False
+    """Reads an adapter's folder when it is loaded and for every call: none stays in memory."""
+    num_dead_reads: int = 0
+    """Calls for which the folder was gone."""
     adapters: dict[str, str] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
+    """Of all adapters that were ever loaded."""
+    num_loads_begun: int = 0
+    is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -79,6 +88,16 @@ class Stub:
     resolver: str = ""
     """A folder to search for adapters by name, as the filesystem resolver does."""
     healthy: bool = True
+    tokenize_together: int = 0
+    """Texts are not answered before so many have come."""
+    num_tokenizing: int = 0
+    has_crashed: bool = False
+    """Its engine is dead: it answers 500, also to what it was serving, and 503 to /health."""
+    weights: str = ""
+    """What was written in the folder that its weights were updated from; empty: its first ones."""
+    refuse_update: bool = False
+    started_s: float | None = 1.0
+    """When its process was started, if it tells."""
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
     together_off: float | None = 0.0
@@ -88,12 +107,24 @@ class Stub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def num_connections(self) -> int:
+        server = self._runner.server
+        return len(server.connections) if server else 0
+
     async def wait_in_flight(self, num: int) -> None:
         """Until that many completions are being served."""
         async with self._changed:
             await self._changed.wait_for(lambda: sum(self.in_flight.values()) >= num)
 
+    def crash(self) -> None:
+        """Let the engine die and the API process live on for a while."""
+        self.has_crashed = True
+        self._crashed.set()
+
     async def start(self) -> None:
+        self.has_crashed = False
+        self._crashed = asyncio.Event()
         self._changed = asyncio.Condition()
         self._gate = asyncio.Semaphore(self.capacity or 10**6)
         app = web.Application(client_max_size=2**30)
@@ -110,17 +141,26 @@ class Stub:
                 web.post("/v1/unload_lora_adapter", self._unload),
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/tokenize", self._tokenize),
+                web.post("/collective_rpc", self._call_workers),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        assert site._server is not None
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await self._site.start()
+        assert self._site._server is not None
+        self.port = self._site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self.is_up = True
 
     async def stop(self) -> None:
         """Drop every connection at once, as a killed process does."""
+        self.is_up = False
+        assert self._site._server is not None
+        for listener in self._site._server.sockets:  # type: ignore[attr-defined]
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(5):
+            # Connections that were being accepted are there then; a closed server would leak them.
+            await asyncio.sleep(0)
         server = self._runner.server
         for connection in list(server.connections) if server else []:
             if connection.transport is not None:
@@ -129,7 +169,7 @@ class Stub:
         self.adapters.clear()
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy and not self.has_crashed else 503)
 
     async def _openapi(self, _: web.Request) -> web.Response:
         schema = {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
@@ -154,6 +194,8 @@ class Stub:
             f'vllm:cache_config_info{{block_size="{self.block}",'
             'enable_prefix_caching="True"} 1.0\n'
         )
+        if self.started_s is not None:
+            page += f"process_start_time_seconds {self.started_s}\n"
         return web.Response(text=page)
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -167,19 +209,40 @@ class Stub:
     async def _reset(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})
 
+    async def _call_workers(self, request: web.Request) -> web.Response:
+        document = await request.json()
+        if document["method"] != "reload_weights" or self.refuse_update:
+            return _error(500, "as asked")
+        folder = Path(document["kwargs"]["weights_path"])
+        self.weights = (folder / "model.safetensors").read_text()
+        return web.json_response({"results": [None]})
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
+        async with self._changed:
+            self.num_tokenizing += 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self.num_tokenizing >= self.tokenize_together)
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
-        document = await request.json()
+        # As in vLLM, a load that has begun is done, whether or not its client is still there.
+        return await asyncio.shield(self._do_load(await request.json(), self._runner))
+
+    async def _do_load(self, document: dict[str, str], runner: web.AppRunner) -> web.Response:
         name = document["lora_name"]
+        self.num_loads_begun += 1
         await asyncio.sleep(self.load_s)
+        if runner is not self._runner or not self.is_up:
+            return _error(500, "killed meanwhile")
         if self.refuse_load:
             return _error(500, self.refuse_load)
         if name in self.adapters:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if self.reads_folders and not _is_folder(document["lora_path"]):
+            return _error(404, f"No adapter found for {name}")
         self.adapters[name] = document["lora_path"]
+        self.paths.add(document["lora_path"])
         self.loads[name] += 1
         return web.Response(text="ok")
 
@@ -195,6 +258,8 @@ class Stub:
         self.bodies.append(body)
         if self.failures:
             return _error(self.failures.pop(0), "as asked")
+        if self.has_crashed:
+            return _error(500, "EngineDeadError")
         if self.garbage:
             return web.json_response(self.garbage.pop(0))
         if body.get("temperature", 1.0) > 2:
@@ -203,6 +268,9 @@ class Stub:
         self._resolve(name)
         if name != self.model and name not in self.adapters:
             return _error(404, f"The model `{name}` does not exist.")
+        if self.reads_folders and not _is_folder(self.adapters.get(name, "/")):
+            self.num_dead_reads += 1
+            return _error(500, "vLLM's engine would have died")
         self.in_flight[name] += 1
         async with self._changed:
             self._changed.notify_all()
@@ -211,7 +279,8 @@ class Stub:
             self.most_adapters = max(self.most_adapters, len(busy))
             async with self._gate:
                 if self.hang:
-                    await asyncio.Event().wait()
+                    await self._crashed.wait()
+                    return _error(500, "EngineDeadError")
                 await asyncio.sleep(self.latency_s)
                 self.num_served += 1
                 return web.json_response({"choices": self._choices(body)})
@@ -244,7 +313,7 @@ class Stub:
         tokens: list[int] = []
         tops: list[dict[str, float]] = []
         for position in range(body["max_tokens"]):
-            row = logprobs_after(body["model"], [*prompt, *tokens], heat)
+            row = logprobs_after(body["model"] + self.weights, [*prompt, *tokens], heat)
             order = sorted(range(VOCABULARY), key=lambda t: -row[t])
             seed = f"{body.get('seed')}:{sample}:{position}"
             drawn = hashlib.blake2b(seed.encode(), digest_size=1).digest()[0] % 5
@@ -278,6 +347,10 @@ async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
 
 
 def _error(status: int, message: str) -> web.Response:

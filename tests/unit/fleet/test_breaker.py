@@ -3,27 +3,17 @@
 from rookery.fleet.breaker import LONGEST_PAUSE_S, Breaker
 
 
-def test_slow_answers_open_it_after_three_and_a_broken_connection_at_once() -> None:
-    slow = Breaker()
-    assert [slow.record_loss(now_s=1, is_broken=False) for _ in range(4)] == [
-        False, False, True, False,
-    ]  # fmt: skip
-    broken = Breaker()
-    assert broken.record_loss(now_s=1, is_broken=True) and broken.is_open
-
-
-def test_a_success_in_between_starts_the_count_again() -> None:
+def test_a_loss_opens_it_once_and_a_success_closes_it() -> None:
     breaker = Breaker()
-    for _ in range(5):
-        breaker.record_loss(now_s=1, is_broken=False)
-        breaker.record_loss(now_s=1, is_broken=False)
-        breaker.record_success()
-    assert not breaker.is_open
+    assert [breaker.record_loss(now_s=1) for _ in range(3)] == [True, False, False]
+    assert breaker.is_open
+    breaker.record_success()
+    assert not breaker.is_open and breaker.record_loss(now_s=2)
 
 
 def test_probes_come_at_once_then_later_and_later_up_to_a_limit() -> None:
     breaker = Breaker()
-    breaker.record_loss(now_s=10.0, is_broken=True)
+    breaker.record_loss(now_s=10.0)
     now, pauses = 10.0, []
     for _ in range(9):
         assert breaker.should_probe(now_s=now)

@@ -213,6 +213,22 @@ async def test_bad_requests_get_a_sentence_before_anything_is_sent() -> None:
     assert cut.max_tokens == 8
 
 
+async def test_samples_of_neighbouring_seeds_are_drawn_apart() -> None:
+    """vLLM adds the index of a sample to the seed of its request."""
+    async with connect(Stub()) as client:
+        found = await probe(client)
+
+    def seeds(seed: int, n: int) -> set[int]:
+        params = SamplingParams(n=n, seed=seed)
+        request = SampleRequest(model=BASE, prompt=(1,), params=params)
+        first = sample_fields(request, capabilities=found).seed
+        assert first is not None and 0 <= first < 2**63
+        return {first + index for index in range(n)}
+
+    assert len(set().union(*(seeds(seed, 4) for seed in range(8)))) == 32
+    assert seeds(3, 1) == {3} and not seeds(3, 1) & seeds(2, 2) and seeds(2, 2) == seeds(2, 2)
+
+
 async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
     stub = Stub()
     async with connect(stub) as client:

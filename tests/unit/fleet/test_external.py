@@ -3,14 +3,15 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetDownError, FleetError
+from rookery.fleet import ServerLost, ServerRefusal
 from rookery.fleet.external import Codec, ExternalConfig, ExternalSampler, open_external
 from rookery.ports import Sampler
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
@@ -31,11 +32,30 @@ class Api:
         self.now = 0
         self.tokens = ["the", "cat"]
         self.key = ""
+        self.failures: list[tuple[int, Mapping[str, str]]] = []
+        """(status, headers) to answer to the next requests, one each."""
+        self.change: dict[str, Any] = {}
+        """What every choice says instead."""
+        self.num_free = 10**6
+        """Requests after so many are never answered."""
+        self.arrived = asyncio.Condition()
+
+    async def wait_for(self, num: int) -> None:
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.asked) >= num)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.key = request.headers.get("Authorization", "")
         body = json.loads(await request.read())
         self.asked.append(body)
+        async with self.arrived:
+            self.arrived.notify_all()
+        if len(self.asked) > self.num_free:
+            await asyncio.Event().wait()
+        if self.failures:
+            status, headers = self.failures.pop(0)
+            error = {"error": {"message": headers.get("said", "as asked")}}
+            return web.json_response(error, status=status, headers=headers)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.01)
@@ -61,7 +81,7 @@ class Api:
                         "tokens": self.tokens, "token_logprobs": values,
                         "top_logprobs": [likeliest] * len(self.tokens),
                     }  # fmt: skip
-            choices.append(choice)
+            choices.append(choice | self.change)
         return web.json_response({"choices": choices})
 
 
@@ -72,7 +92,7 @@ async def connect(
     app = web.Application()
     app.router.add_post("/v1/chat/completions", api.answer)
     app.router.add_post("/v1/completions", api.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -88,8 +108,8 @@ async def connect(
         await runner.cleanup()
 
 
-def ask(ref: ModelRef, n: int = 1, max_tokens: int = 4) -> SampleRequest:
-    params = SamplingParams(n=n, max_tokens=max_tokens, stop=("mat",), seed=3)
+def ask(ref: ModelRef, n: int = 1, max_tokens: int = 4, **options: Any) -> SampleRequest:
+    params = SamplingParams(n=n, max_tokens=max_tokens, stop=("mat",), seed=3, **options)
     return SampleRequest(model=ref, prompt=(0, 1, 2), params=params)
 
 
@@ -160,3 +180,113 @@ async def test_a_missing_key_and_adapters_are_refused(monkeypatch: pytest.Monkey
     async with connect(Api(), monkeypatch) as sampler:
         with pytest.raises(FleetError, match="takes no adapters"):
             await sampler.sample([ask(ModelRef(name="poet", version="1"))])
+
+
+async def test_one_refusal_ends_the_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    api.failures, api.num_free = [(400, {})], 1
+    async with connect(api, monkeypatch, max_in_flight=2) as sampler:
+        with pytest.raises(ServerRefusal, match=r"refused .400.: as asked"):
+            await sampler.sample([ask(sampler.base)] * 40)
+        api.num_free = 10**6
+        assert await sampler.sample([ask(sampler.base)] * 3), "it can be asked again"
+    assert len(api.asked) <= 2 + 3, "two were on their way, none followed"
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(401, {}), (402, {}), (404, {}), (429, {"said": "insufficient_quota: no credit"})],
+)
+async def test_what_is_refused_to_everybody_ends_the_run(
+    status: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Api()
+    api.failures = [(status, headers)]
+    async with connect(api, monkeypatch, max_in_flight=1) as sampler:
+        with pytest.raises(FleetDownError, match=f"refused .{status}"):
+            await sampler.sample([ask(sampler.base)] * 3)
+    assert len(api.asked) == 1
+
+
+async def test_an_internal_error_is_asked_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    async with connect(api, monkeypatch) as sampler:
+        api.failures = [(502, {})]
+        assert await sampler.sample([ask(sampler.base)]) and len(api.asked) == 2
+        api.failures = [(500, {}), (500, {})]
+        with pytest.raises(ServerLost, match=r"failed .500"):
+            await sampler.sample([ask(sampler.base)])
+        assert len(api.asked) == 4
+
+
+async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.fleet.client._LONGEST_WAIT_S", 0.05)
+    api = Api()
+    async with connect(api, monkeypatch, client={"busy_s": 5}) as sampler:
+        api.failures = [(429, {"Retry-After": "0.4"}), (503, {"Retry-After": "0.3"})]
+        began = time.monotonic()
+        await sampler.sample([ask(sampler.base)])
+        assert time.monotonic() - began >= 0.7 and len(api.asked) == 3
+        api.failures = [(429, {"Retry-After": "45"})]
+        with pytest.raises(FleetDownError, match=r"busy_s, 5 s: as asked .it asks to wait 45 s"):
+            await sampler.sample([ask(sampler.base)])
+        api.failures = [(429, {"Retry-After": "Wed, 21 Oct 2065 07:28:00 GMT"})]
+        with pytest.raises(FleetDownError, match=r"asks to wait \d{8,} s"):
+            await sampler.sample([ask(sampler.base)])
+        assert len(api.asked) == 5 and time.monotonic() - began < 5
+    assert ExternalConfig(url="http://x/v1", model="m").client.busy_s >= 60
+
+
+async def test_parameters_are_sent_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    async with connect(api, monkeypatch) as sampler:
+        await sampler.sample([ask(sampler.base, top_k=5, min_p=0.1, top_p=0.9)])
+        await sampler.sample([ask(sampler.base)])
+        for name, value in [("stop_tokens", (3,)), ("ignore_eos", True), ("top_logprobs", 2)]:
+            with pytest.raises(FleetError, match=f"{name} is .*not token ids"):
+                await sampler.sample([ask(sampler.base), ask(sampler.base, **{name: value})])
+    first, second = api.asked
+    assert (first["top_k"], first["min_p"], first["top_p"]) == (5, 0.1, 0.9)
+    assert not {"top_k", "min_p"} & set(second)
+    async with connect(api, monkeypatch, logprobs=True) as sampler:
+        with pytest.raises(FleetError, match="top_logprobs to 0"):
+            await sampler.score(
+                [ScoreRequest(model=sampler.base, tokens=(0,), labels=(6,), top_logprobs=2)]
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"finish_reason": "content_filter"}, "ended as 'content_filter'"),
+        ({"finish_reason": None}, "ended as None"),
+        ({"message": {"content": None, "refusal": "I cannot"}}, "no whole answer: I cannot"),
+        ({"logprobs": {"content": [{"token": "the"}]}}, "cannot be read"),
+    ],
+)
+async def test_an_answer_that_is_not_whole_is_a_failure(
+    change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Api()
+    api.change = change
+    async with connect(api, monkeypatch) as sampler:
+        with pytest.raises(FleetError, match=said):
+            await sampler.sample([ask(sampler.base)])
+        api.change = {"finish_reason": "length"}
+        [[cut]] = await sampler.sample([ask(sampler.base)])
+    assert cut.finish_reason == "length"
+
+
+async def test_closing_tells_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    api.num_free = 0
+    async with asyncio.timeout(10):
+        async with connect(api, monkeypatch, max_in_flight=2) as sampler:
+            request = ask(sampler.base)
+            calls = [asyncio.create_task(sampler.sample([request] * 2)) for _ in range(3)]
+            await api.wait_for(2)
+        for call in calls:
+            with pytest.raises(FleetDownError, match="was closed here"):
+                await call
+        with pytest.raises(FleetDownError, match="was closed here"):
+            await sampler.sample([request])

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from fleet.stub import Stub, greedy, logprobs_after, serve, until
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.replica import is_local
-from rookery.fleet.staging import wire_name
 from rookery.ports import Adapters, Publisher, Sampler
 from rookery.types import (
     Adapter,
@@ -74,14 +72,14 @@ async def test_it_is_the_ports_and_answers_in_request_order() -> None:
         ]
         answers = await fleet.sample(wanted)
         for request, [completion] in zip(wanted, answers, strict=True):
-            name = "tiny" if request.model == fleet.base else wire_name(request.model)
+            name = "tiny" if request.model == fleet.base else fleet.wire_name(request.model)
             assert list(completion.tokens) == greedy(name, request.prompt, 3)
             assert completion.model == request.model
         scores = await fleet.score(
             [ScoreRequest(model=ref, tokens=(1, 2, 3), start=1, labels=(4, 5)) for ref in refs]
         )
         for ref, score in zip(refs, scores, strict=True):
-            name = "tiny" if ref == fleet.base else wire_name(ref)
+            name = "tiny" if ref == fleet.base else fleet.wire_name(ref)
             row = logprobs_after(name, (1, 2, 3))
             assert score.label_logprobs == pytest.approx((row[4], row[5]))
             assert score.logprobs[1] == pytest.approx(logprobs_after(name, (1, 2))[3])
@@ -135,10 +133,10 @@ async def test_32_adapters_on_8_slots_load_once_each_and_none_starves(model: str
         ]
         answers = await fleet.sample(wanted)
     assert all(
-        list(c.tokens) == greedy(wire_name(r.model), r.prompt, 3)
+        list(c.tokens) == greedy(fleet.wire_name(r.model), r.prompt, 3)
         for r, [c] in zip(wanted, answers, strict=True)
     )
-    assert stub.loads == {wire_name(ref): 1 for ref in refs}
+    assert stub.loads == {fleet.wire_name(ref): 1 for ref in refs}
     assert stub.most_adapters <= 8
 
 
@@ -286,11 +284,11 @@ async def test_unloading_waits_for_requests_and_removes_everything() -> None:
         assert fleet.loaded == (ref,), "it was loaded twice"
         task = asyncio.create_task(fleet.sample(requests(ref, 3)))
         await stub.wait_in_flight(1)
-        folder = stub.adapters[wire_name(ref)]
+        folder = stub.adapters[fleet.wire_name(ref)]
         assert "adapter_model.safetensors" in os.listdir(folder)
         await fleet.unload(ref)
         assert len(await task) == 3
-        assert stub.unloads == [wire_name(ref)] and fleet.loaded == ()
+        assert stub.unloads == [fleet.wire_name(ref)] and fleet.loaded == ()
         with pytest.raises(FileNotFoundError):
             os.listdir(folder)
         with pytest.raises(FleetError, match="not loaded"):
@@ -349,8 +347,8 @@ async def test_least_recently_used_adapters_make_room(model: str) -> None:
         refs = [await fleet.load(make_small(f"a{i}", i)) for i in range(5)]
         for ref in (refs[0], refs[1], refs[2], refs[0], refs[3], refs[4]):
             await fleet.sample(requests(ref, 1))
-        assert stub.unloads == [wire_name(refs[1]), wire_name(refs[2])]
-        assert set(stub.adapters) == {wire_name(refs[i]) for i in (0, 3, 4)}
+        assert stub.unloads == [fleet.wire_name(refs[1]), fleet.wire_name(refs[2])]
+        assert set(stub.adapters) == {fleet.wire_name(refs[i]) for i in (0, 3, 4)}
 
 
 async def test_servers_that_take_no_adapters_say_what_to_do() -> None:
@@ -370,10 +368,11 @@ async def test_a_server_that_searches_a_folder_needs_no_load(model: str, tmp_pat
         [[completion]] = await fleet.sample(
             [SampleRequest(model=ref, prompt=(1, 2), params=GREEDY)]
         )
-        assert list(completion.tokens) == greedy(wire_name(ref), (1, 2), 3)
+        assert list(completion.tokens) == greedy(fleet.wire_name(ref), (1, 2), 3)
         assert not stub.loads
         await fleet.unload(ref)
-        assert os.listdir(folder) == []
+        assert fleet.wire_name(ref) not in os.listdir(folder)
+    assert os.listdir(folder) == []
 
 
 def test_files_of_this_machine_are_seen_by_its_own_servers_alone() -> None:
@@ -409,9 +408,7 @@ async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
             await stubs[0].wait_in_flight(2)
             stubs[0].healthy = False
             ill = fleet.pool.replicas[0]
-            ill.breaker.record_loss(now_s=time.monotonic(), is_broken=True)
-            ill.lane.is_open = False
-            ill.attention.set()
+            fleet.pool.suspect(ill, "a connection broke")
         assert len(call.result()) == 12
         assert not ill.lane.in_flight and not ill.lane.is_open
 

@@ -1,11 +1,13 @@
 """Server processes: started, owned, stopped. A small program stands in for vLLM's."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -16,10 +18,10 @@ import pytest
 
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError
+from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet import launch as launching
-from rookery.fleet.diagnosis import explain_failure, last_lines
-from rookery.fleet.launch import LaunchProgress, open_servers, reap_orphans
-from rookery.fleet.ledger import Ledger, ServerRecord, find_ledgers, process_start
+from rookery.fleet.launch import LaunchProgress, open_servers
+from rookery.fleet.ledger import Ledger, ServerRecord, find_ledgers, process_start, reap_orphans
 from rookery.fleet.ports import reserve_port
 from rookery.fleet.settings import LaunchConfig, command_line, environment
 
@@ -143,18 +145,6 @@ async def test_cancelling_stops_even_a_stubborn_server(monkeypatch: pytest.Monke
     assert process_start(pids[0]) == ""
 
 
-async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
-    async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
-        first = server.pid
-        os.kill(first, signal.SIGKILL)
-        wait_for(lambda: process_start(first) == "")
-        await server.restart()
-        assert server.is_alive and server.pid != first
-        assert (await ask(server.url))["pid"] == server.pid
-        with pytest.raises(FleetError, match="died 2 times"):
-            await server.restart()
-
-
 def test_servers_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
@@ -204,6 +194,34 @@ def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
             process.wait()
 
 
+def test_a_ledger_that_is_looked_at_before_it_is_locked_stays(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_made, is_looked_at, is_locked = threading.Event(), threading.Event(), threading.Event()
+    real, made = fcntl.flock, list[Ledger]()
+
+    def flock(descriptor: int, kind: int) -> None:
+        if threading.current_thread() is other:
+            is_made.set()
+            is_looked_at.wait(10)
+            real(descriptor, kind)
+            is_locked.set()
+        else:
+            real(descriptor, kind)
+            is_looked_at.set()
+            is_locked.wait(0.2)  # only if the lock of the one who looks does not hold it up
+
+    other = threading.Thread(target=lambda: made.append(Ledger.create(state, purpose="run")))
+    monkeypatch.setattr("fcntl.flock", flock)
+    other.start()
+    is_made.wait(10)
+    assert reap_orphans(state) == 0
+    other.join()
+    [ledger] = made
+    assert [found.has_owner for found in find_ledgers(state)] == [True]
+    ledger.close(keep_logs=False)
+
+
 def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
     first = reserve_port("127.0.0.1", first=18600)
     second = reserve_port("127.0.0.1", first=18600)
@@ -215,20 +233,6 @@ def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
         reservation.release()
 
 
-def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert last_lines(log) == [] and explain_failure(log) == ""
-    log.write_text("\n".join(f"line {i}" for i in range(50_000)) + "\n\n50 %\r100 %\n")
-    assert last_lines(log, num=3) == ["line 49999", "50 %", "100 %"]
-    for text, said in [
-        ("error: unrecognized arguments: --nope", "launch.args"),
-        ("ValueError: No available memory for the cache blocks.", "max_model_len"),
-        ("[Errno 98] error while attempting to bind", "launch.port"),
-    ]:
-        log.write_text(text)
-        assert said in explain_failure(log)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -236,11 +240,52 @@ def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
         ({"api_servers": 4}, "max_loras: 0"),
         ({"max_loras": 99}, "at least max_loras"),
         ({"max_lora": 8}, "Did you mean max_loras"),
+        ({"args": ["--host", "0.0.0.0"]}, r"args holds --host.*launch\.host"),
+        ({"args": ["--seed", "1", "--host=0.0.0.0"]}, "args holds --host=0.0.0.0"),
+        ({"args": ["--hos", "0.0.0.0"]}, "args holds --hos,"),
+        ({"args": ["--uds", "/tmp/x"]}, "args holds --uds"),
+        ({"args": ["--api_key=x"]}, r"args holds --api_key=x.*launch\.api_key"),
+        ({"args": ["--config", "x.yaml"]}, "args holds --config,.*could hold any flag"),
+        ({"args": ["--dtype", "float32"]}, r"launch\.dtype"),
+        ({"env": {"VLLM_API_KEY": "x"}}, r"env holds VLLM_API_KEY.*launch\.api_key"),
+        ({"env": {"VLLM_SERVER_DEV_MODE": "1"}}, "env holds VLLM_SERVER_DEV_MODE"),
+        ({"dtype": "float32", "device": "cuda"}, "dtype: bfloat16 .*max_loras: 0"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_config(LaunchConfig, {"model": "tiny", **given}, origin="x")
+
+
+@pytest.mark.parametrize("key", ["", "config's"])
+async def test_the_key_that_servers_ask_for_is_the_one_their_client_has(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exported key reaches the servers; the fleet gets past it and finds that the stand-in has
+    no model."""
+    monkeypatch.setenv("VLLM_API_KEY", "exported")
+    launch = CONFIG.model_copy(update={"api_key": key})
+    with pytest.raises(FleetError, match="names no model"):
+        async with open_fleet(FleetConfig(launch=launch)):
+            pass
+
+
+def test_other_flags_and_float32_without_adapters_are_fine() -> None:
+    args = ("--seed", "3", "--config-format", "hf", "--hf-overrides.x", "1", "-tp", "2")
+    assert LaunchConfig(model="m", args=args).args == args
+    LaunchConfig(model="m", dtype="float32", device="cuda", max_loras=0)
+    LaunchConfig(model="m", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(("given", "exported"), [("", "theirs"), ("own", "theirs"), ("", "")])
+async def test_the_key_of_a_server_is_known_to_whoever_asks_it(
+    given: str, exported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", exported)
+    async with open_servers(CONFIG.model_copy(update={"api_key": given})) as [server]:
+        told = await ask(server.url)
+        assert server.config.api_key == (given or exported)
+        assert told["env"].get("VLLM_API_KEY", "") == server.config.api_key
 
 
 def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(

@@ -19,11 +19,13 @@ def adapter(i: int) -> ModelRef:
     return ModelRef(name=f"a{i}", version="1")
 
 
-def make_call(ref: ModelRef, at: float = 0.0, prompt: TokenIds = (1, 2), new: int = 8) -> Call:
+def make_call(
+    ref: ModelRef, at: float = 0.0, prompt: TokenIds = (1, 2), new: int = 8, n: int = 1
+) -> Call:
     return Call(
         ref=ref,
         is_base=ref == BASE,
-        fields=Fields(max_tokens=new),
+        fields=Fields(max_tokens=new, n=n),
         prompts=(prompt,),
         arrival_s=at,
         prefix=prefix_hashes(ref, prompt),
@@ -105,6 +107,105 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
         if not waiting:
             break
     assert served_at is not None and served_at <= 0.1 + PATIENCE_S + 1.0
+
+
+class Crowd:
+    """Clients that send a call of one sequence each, and the next when it is done: the lanes are
+    always full, and their calls never end at the same time."""
+
+    def __init__(self, router: Router, refs: list[ModelRef]) -> None:
+        self.router = router
+        self.now, self.num_served = 0.0, 0
+        self._ends: list[tuple[float, int, Call, Lane]] = []
+        self._ids = itertools.count()
+        for ref in refs:
+            router.add(make_call(ref))
+
+    def serve_until(self, wanted: Call, limit_s: float) -> float:
+        """How long the wanted call, which comes now, waits among the others."""
+        wanted.arrival_s = self.now
+        self.router.add(wanted)
+        began_s = self.now
+        while self.now - began_s < limit_s:
+            if self._dispatch(wanted):
+                return self.now - began_s
+            self.now, _, call, lane = heapq.heappop(self._ends)
+            self.router.end(call, lane, self.now, is_done=True)
+            self.num_served += 1
+            if call.num_sequences == 1:
+                self.router.add(make_call(call.ref, at=self.now))
+        raise AssertionError(f"it waited {limit_s:g} s while {self.num_served} calls were served")
+
+    def _dispatch(self, wanted: Call) -> bool:
+        placed = self.router.dispatch(self.now)
+        for call, lane in placed:
+            due_s = self.now + 0.2 + 0.01 * (next(self._ids) % 20)
+            heapq.heappush(self._ends, (due_s, next(self._ids), call, lane))
+        return any(call is wanted for call, _ in placed)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.sampled_from([2, 8, 16, 40]),
+    windows=st.lists(st.sampled_from([8, 16]), min_size=1, max_size=3),
+    is_base=st.booleans(),
+    crowd=st.lists(st.sampled_from([BASE, adapter(0), adapter(1)]), min_size=100, max_size=120),
+)
+def test_wide_calls_do_not_wait_for_younger_narrow_ones(
+    n: int, windows: list[int], is_base: bool, crowd: list[ModelRef]
+) -> None:
+    lanes = [Lane(name=f"s{i}", window=w, max_loras=4) for i, w in enumerate(windows)]
+    full = Crowd(Router(lanes), crowd)
+    warm = make_call(BASE)
+    full.serve_until(warm, 60.0)
+    wide = make_call(BASE if is_base else adapter(9), n=n)
+    # The older ones go first: a hundred of them, at least eight at a time, 0.4 s each at most.
+    limit_s = 0.4 * (len(crowd) / sum(windows) + 2)
+    assert full.serve_until(wide, 60.0) <= limit_s
+
+
+def test_a_wide_call_keeps_one_lane_and_the_others_go_on() -> None:
+    a, b = Lane(name="a", window=8, max_loras=1), Lane(name="b", window=8, max_loras=1)
+    router = Router([a, b])
+    for _ in range(12):
+        router.add(make_call(BASE))
+    assert len(router.dispatch(0.0)) == 12
+    wide = make_call(BASE, at=1.0, n=8)
+    router.add(wide)
+    for _ in range(8):
+        router.add(make_call(adapter(0), at=2.0))
+    placed = router.dispatch(2.0)
+    assert len(placed) == 2 and len({lane.name for _, lane in placed}) == 1
+    other = next(lane for lane in (a, b) if lane is not placed[0][1])
+    for call in list(other.in_flight):
+        router.end(call, other, 3.0, is_done=True)
+    assert router.dispatch(3.0)[0] == (wide, other)
+
+
+def test_no_more_calls_are_in_flight_than_there_are_connections() -> None:
+    lanes = [Lane(name=f"s{i}", window=100, max_loras=1) for i in range(2)]
+    router = Router(lanes, max_calls=7)
+    for _ in range(20):
+        router.add(make_call(BASE))
+    first = router.dispatch(0.0)
+    assert len(first) == 7 and router.dispatch(1.0) == [] and router.num_waiting == 13
+    router.end(*first[0], 2.0, is_done=True)
+    assert len(router.dispatch(2.0)) == 1
+
+
+def test_calls_wait_by_age_whatever_their_model() -> None:
+    lane = Lane(name="s", window=1, max_loras=4)
+    router = Router([lane])
+    refs = [adapter(0), BASE, adapter(1), adapter(0), BASE, adapter(2), adapter(1)]
+    calls = [make_call(ref, at=0.1 * i) for i, ref in enumerate(refs)]
+    for call in calls:
+        router.add(call)
+    served = []
+    for tick in range(len(calls)):
+        [(call, _)] = router.dispatch(1.0 + tick)
+        served.append(call)
+        router.end(call, lane, 1.5 + tick, is_done=True)
+    assert served == calls
 
 
 def test_an_adapter_is_spread_only_when_its_home_is_full_for_long() -> None:

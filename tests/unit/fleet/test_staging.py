@@ -8,25 +8,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet.adapters import K, Q, make_small, write_model
+from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
-from rookery.fleet import staging as stage
 from rookery.fleet.arenas import ArenaFile, Spares
-from rookery.fleet.fit import Fit, base_names, check_fit, read_shapes
+from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.inside.arena import MANIFEST, factor_view, open_arena
-from rookery.fleet.staging import Staging, open_staging, wire_name
+from rookery.fleet.owner import claim_folder
+from rookery.fleet.staging import Staging, open_staging
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
 
 REF = ModelRef(name="gen 3/child*7", version="3fa9")
 
 
-def test_names_are_fit_for_paths_and_stay_distinct() -> None:
-    assert wire_name(ModelRef(name="poet", version="3fa9")) == "poet@3fa9"
-    assert "/" not in wire_name(REF) and wire_name(REF) != wire_name(replace(REF, version="3fb"))
+def test_names_are_fit_for_paths_and_nobody_else_s(tmp_path: Path) -> None:
+    poet = ModelRef(name="poet", version="3fa9")
+    with open_staging(tmp_path) as one, open_staging(tmp_path) as two:
+        assert one.wire_name(poet) == f"poet@3fa9~{one.owner.token}"
+        refs = (REF, replace(REF, version="3fb"))
+        names = [staging.wire_name(ref) for staging in (one, two) for ref in refs]
+    assert len(set(names)) == 4 and not any("/" in name for name in names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,10 +49,10 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
         arena = staging.arena_folder(REF, adapter, dtype=dtype)
         assert staging.peft_folder(REF, adapter, base="server/model") == folder
         assert staging.arena_folder(REF, adapter, dtype=dtype) == arena
-    read = read_adapter(folder)
-    assert read.base == "server/model"
-    manifest = json.loads((arena / MANIFEST).read_text())
-    memory = open_arena(arena, manifest, ()).on(torch.device("cpu"))
+        read = read_adapter(folder)
+        assert read.base == "server/model"
+        manifest = json.loads((arena / MANIFEST).read_text())
+        memory = open_arena(arena, manifest, ()).on(torch.device("cpu"))
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     for name, rank, size_in, size_out, at_a, at_b in json.loads(manifest["layers"]):
         lora = read.factors[name]
@@ -94,7 +100,8 @@ def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
             memory = open_arena(folder, manifest, ()).on(torch.device("cpu"))
             name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
             assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
-    assert all(path.is_dir() for path in tmp_path.iterdir()), "nothing is left beside the folders"
+        names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
+        assert names == {".owner"}, "nothing is left beside the folders"
 
 
 def test_files_without_unnamed_ones_get_a_name_and_lose_it(
@@ -152,36 +159,55 @@ def test_spares_made_together_are_all_taken_before_others_are_made() -> None:
 
 
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
-    staging = Staging(tmp_path)
     other = replace(REF, version="3fa9.float32.arenas")
-    for ref in (REF, other):
-        staging.peft_folder(ref, make_small("a"), base="")
-        staging.arena_folder(ref, make_small("a"), dtype="float32")
-    staging.remove(REF)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert all(path.name.startswith(wire_name(other)) for path in tmp_path.iterdir())
+    with open_staging(tmp_path) as staging:
+        for ref in (REF, other):
+            staging.peft_folder(ref, make_small("a"), base="")
+            staging.arena_folder(ref, make_small("a"), dtype="float32")
+        staging.remove(REF)
+        left = [path.name for path in staging.root.iterdir() if path.is_dir()]
+        assert len(left) == 2
+        assert all(name.startswith(staging.wire_name(other)) for name in left)
 
 
-def test_own_folders_go_and_left_over_ones_are_cleaned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage, "_MEMORY", tmp_path)
-    left = tmp_path / "rookery-adapters-dead"
-    left.mkdir()
-    (left / ".lock").touch()
-    with open_staging(None) as first:
+def test_own_folders_go_and_those_of_the_dead_are_removed(tmp_path: Path) -> None:
+    left = leave_behind(tmp_path, servers=())
+    with open_staging(tmp_path) as first:
         assert not left.exists()
-        with open_staging(None) as second:
+        with open_staging(tmp_path) as second:
             assert first.root.is_dir() and second.root.is_dir()
         assert first.root.is_dir() and not second.root.exists()
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_that_a_server_may_know_of_or_that_others_judge_stay(tmp_path: Path) -> None:
+    known = leave_behind(tmp_path, servers=("http://127.0.0.1:9",))
+    elsewhere = leave_behind(tmp_path, servers=())
+    (elsewhere / ".owner").write_text("another machine\n")
+    unfinished = leave_behind(tmp_path, servers=())
+    (unfinished / ".owner").write_text("")
+    with open_staging(tmp_path):
+        pass
+    assert set(tmp_path.iterdir()) == {known, elsewhere, unfinished}
+
+
+def leave_behind(parent: Path, *, servers: tuple[str, ...]) -> Path:
+    """What a killed process leaves: its folder, with a record that nobody holds."""
+    with claim_folder(parent) as owner:
+        for url in servers:
+            owner.note_server(url)
+        record = (owner.folder / ".owner").read_text()
+    owner.folder.mkdir(exist_ok=True)
+    (owner.folder / ".owner").write_text(record)
+    return owner.folder
+
+
 def test_unknown_dtypes_and_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="float8"):
-        Staging(tmp_path).arena_folder(REF, make_small("a"), dtype="float8")
-    with pytest.raises(AdapterError, match=r"on cpu.*in_place: false"):
-        Staging(tmp_path, in_place=True).arena_folder(REF, make_small("a"), dtype="float32")
+    with open_staging(tmp_path) as staging, pytest.raises(AdapterError, match="float8"):
+        staging.arena_folder(REF, make_small("a"), dtype="float8")
+    refused = pytest.raises(AdapterError, match=r"on cpu.*in_place: false")
+    with open_staging(tmp_path, in_place=True) as staging, refused:
+        staging.arena_folder(REF, make_small("a"), dtype="float32")
 
 
 def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
@@ -193,6 +219,55 @@ def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "more.safetensors").write_bytes(b"\xff" * 20)
     assert read_shapes(folder) == {}
+
+
+def test_the_output_layer_of_a_tied_model_has_the_embeddings_shape(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny")
+    assert read_head(folder) == {"lm_head": (32, 97)}
+    save_file({"lm_head.weight": np.zeros((97, 32), np.float32)}, folder / "head.safetensors")
+    assert read_head(folder) == {} and read_shapes(folder)["lm_head"] == (32, 97)
+    assert read_head(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("size", [97, 98])
+def test_an_adapted_output_layer_fits_by_the_vocabulary(size: int) -> None:
+    fit = Fit(base_names=frozenset(), max_rank=8, shapes={Q: (32, 32)}, head={"lm_head": (32, 97)})
+    head = LoraFactors(a=torch.zeros(2, 32), b=torch.zeros(size, 2), scale=1.0)
+    adapter = make_adapter("a", base="", factors={"lm_head": head})
+    if size == 97:
+        assert check_fit(adapter, fit) is adapter
+    else:
+        with pytest.raises(AdapterError, match="maps 32 to 98; this model's maps 32 to 97"):
+            check_fit(adapter, fit)
+    assert check_fit(adapter, replace(fit, head=None)) is adapter, "left to the servers"
+    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+        check_fit(adapter, replace(fit, has_wrong_head=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "of_files"),
+    [
+        ("model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"),
+        ("model.language_model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("model.vision_tower.encoder.fc1", "vision_tower.vision_model.encoder.fc1"),
+        ("lm_head", "language_model.lm_head"),
+    ],
+)
+def test_layers_are_sent_by_the_names_of_the_weight_files(given: str, of_files: str) -> None:
+    """As transformers 5 and older ones, and weight files, name the layers of multimodal models."""
+    shapes = {of_files: (32, 16), Q: (32, 32)}
+    fit = Fit(base_names=frozenset(), max_rank=8, shapes=shapes, head={})
+    factors = LoraFactors(a=torch.zeros(2, 32), b=torch.zeros(16, 2), scale=1.0)
+    adapter = make_adapter("a", base="", factors={given: factors})
+    fitted = check_fit(adapter, fit)
+    assert list(fitted.factors) == [of_files] and fitted.version == adapter.version
+    with pytest.raises(AdapterError, match=r"adapts .* twice"):
+        check_fit(make_adapter("a", base="", factors={given: factors, of_files: factors}), fit)
+    two = {of_files: (32, 16), f"model.{of_files}": (32, 16)}
+    adapter = make_adapter("a", base="", factors={f"model.model.{of_files}": factors})
+    with pytest.raises(AdapterError, match="not a linear layer here"):
+        check_fit(adapter, replace(fit, shapes=two))
 
 
 def test_base_models_are_known_by_their_last_part() -> None:

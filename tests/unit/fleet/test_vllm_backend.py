@@ -1,9 +1,15 @@
 """The synchronous client, from plain code against a server in another thread."""
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +32,11 @@ class Server:
         self.thread.start()
         self.call("start")
 
-    def call(self, name: str) -> None:
-        asyncio.run_coroutine_threadsafe(getattr(self.stub, name)(), self.loop).result()
+    def call(self, name: str, *arguments: Any) -> None:
+        async def work() -> None:
+            await getattr(self.stub, name)(*arguments)
+
+        asyncio.run_coroutine_threadsafe(work(), self.loop).result(30)
 
     def close(self) -> None:
         self.call("stop")
@@ -134,3 +143,167 @@ def test_settings_come_from_the_environment_and_the_config(
     monkeypatch.setenv("VLLM_PORT", "none")
     with pytest.raises(ConfigError, match="port is"):
         backend.initialize_vllm_client()
+
+
+def test_shutting_down_wakes_threads_that_wait(server: Server) -> None:
+    backend.initialize_vllm_client()
+    server.stub.hang = True
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(backend.generate_with_vllm, [[1]]) for _ in range(3)]
+        server.call("wait_in_flight", 3)
+        backend.shutdown_vllm_client()
+        for call in waiting:
+            with pytest.raises(FleetError, match=r"shut down while this call waited"):
+                call.result(10)
+    server.stub.hang = False
+    assert backend.generate_with_vllm([[1]], max_tokens=1), "and connects again"
+
+
+def test_shutting_down_wakes_a_thread_that_connects(server: Server) -> None:
+    server.stub.hang = True
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(backend.initialize_vllm_client)
+        server.call("wait_in_flight", 1)
+        backend.shutdown_vllm_client()
+        with pytest.raises(FleetError, match="shut down before it was connected"):
+            connecting.result(10)
+
+
+def run_script(code: str, server: Server, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "VLLM_BASE_URL": server.stub.url},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+FORK = """
+import os, sys, threading
+import rookery.vllm_backend as backend
+from rookery.errors import FleetError
+
+backend.register_lora_adapter("poet", sys.argv[1])
+before = backend.generate_with_vllm([[1]], "poet", max_tokens=2)
+held, leave = threading.Event(), threading.Event()
+
+def hold():
+    with backend._lock:  # as a thread that registers an adapter does
+        held.set()
+        leave.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+leave.set()
+if child == 0:
+    assert backend.get_client_info() == {"initialized": False}
+    for work in (
+        lambda: backend.generate_with_vllm([[1]], "poet"),
+        lambda: backend.unregister_lora_adapter("poet"),
+        backend.list_lora_adapters,
+    ):
+        try:
+            work()
+        except FleetError as error:
+            assert "was forked" in str(error) and "initialize_vllm_client" in str(error)
+        else:
+            raise AssertionError("no sentence")
+    assert backend.initialize_vllm_client()["adapters"] == []
+    assert backend.generate_with_vllm([[1]], max_tokens=2)
+    print("child", flush=True)
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert backend.generate_with_vllm([[1]], "poet", max_tokens=2) == before
+print("parent")
+"""
+
+
+def test_a_forked_process_is_told_and_can_connect_itself(server: Server, folder: Path) -> None:
+    ended = run_script(FORK, server, folder)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("child\nparent\n", "", 0)
+
+
+EXIT = """
+import json, sys, urllib.request
+import rookery.vllm_backend as backend
+
+url = backend.initialize_vllm_client()["base_url"]
+backend.register_lora_adapter("poet", sys.argv[1])
+backend.generate_with_vllm([[1]], "poet")
+models = json.load(urllib.request.urlopen(url + "/v1/models"))["data"]
+print(models[1]["root"])
+"""
+
+
+def test_a_program_that_ends_leaves_nothing_behind(server: Server, folder: Path) -> None:
+    ended = run_script(EXIT, server, folder)
+    assert (ended.stderr, ended.returncode) == ("", 0)
+    staged = Path(ended.stdout.strip())
+    assert staged.parent.name.startswith("rookery-adapters-") and not staged.parent.exists()
+    assert server.stub.unloads and not server.stub.adapters
+
+
+def test_equal_prompts_never_share_a_draw(server: Server) -> None:
+    def seeds(**options: Any) -> set[int]:
+        """The seeds that vLLM draws with: it adds a sample's index to the seed of its request."""
+        before = len(server.stub.bodies)
+        backend.generate_with_vllm([[1]] * 4, max_tokens=1, **options)
+        bodies = server.stub.bodies[before:]
+        return {body["seed"] + index for body in bodies for index in range(body["n"])}
+
+    backend.initialize_vllm_client()
+    first = seeds(n=4)
+    assert len(first) == 16 and seeds(n=4) == first, "keyed by the seed alone"
+    assert not first & seeds(n=4, seed=1)
+    assert len(seeds(n=1)) == 4
+
+
+def test_texts_are_tokenized_together(server: Server) -> None:
+    backend.initialize_vllm_client()
+    server.stub.tokenize_together = 4
+    texts = ["w1", "w2", "w3", "w4", "w1"]
+    answers = backend.generate_with_vllm(texts, max_tokens=1, temperature=0)
+    assert [a["token_ids"] for a in answers] == [greedy("tiny", [int(t[1:])], 1) for t in texts]
+    with pytest.raises(ValueError, match=r"one prompt; give a list"):
+        backend.generate_with_vllm("w1")
+    with pytest.raises(ValueError, match=r"one prompt; give a list"):
+        backend.generate_with_vllm([1, 2])  # type: ignore[list-item]
+
+
+def test_an_explicit_host_and_port_beat_the_environment(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}"):
+        backend.initialize_vllm_client({"host": "127.0.0.1", "port": port, "timeout": 0})
+    monkeypatch.setenv("VLLM_BASE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("VLLM_HOST", "127.0.0.1")
+    assert backend.initialize_vllm_client({"port": server.stub.port})["is_up"]
+    assert backend.initialize_vllm_client({"base_url": server.stub.url, "port": port})["is_up"]
+
+
+def test_adapters_reach_another_machine_by_a_folder_that_both_see(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.fleet.replica.is_local", lambda url: False)
+    with pytest.raises(FleetError, match="set adapter_folder to a folder that both see"):
+        backend.register_lora_adapter("poet", folder)
+    monkeypatch.setenv("VLLM_ADAPTER_FOLDER", str(tmp_path / "shared"))
+    backend.initialize_vllm_client()
+    backend.register_lora_adapter("poet", folder)
+    assert backend.generate_with_vllm([[1]], "poet", max_tokens=1)
+    [path] = server.stub.adapters.values()
+    assert tmp_path / "shared" in Path(path).parents
+
+
+def test_what_needs_torch_says_so(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert backend.generate_with_vllm(["w1"], max_tokens=1), "sampling does not"
+    with pytest.raises(ImportError, match=r"vLLM is not available: pip install 'rookery\[vllm\]'"):
+        backend.register_lora_adapter("poet", folder)
+    with pytest.raises(ImportError, match="vLLM is not available"):
+        backend.init_communicator()

@@ -1,22 +1,14 @@
 """A tiny labelling problem on the tiny model: founders that each know one half of it."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from loops.evolution import Inputs, run_evolution
 
-from rookery.embedded import EngineConfig, run_engine
-from rookery.fleet import Fleet
-from rookery.loops.genome import GenomeConfig, GenomeResult, evolve
-from rookery.loops.genome.founders import FileInit, make_founders, read_founders
-from rookery.loops.genome.loop import Hatchery
-from rookery.rollout import TasksetEvaluator
-from rookery.rollout_log import RolloutLog
-from rookery.runs import Run
+from rookery.loops.genome import GenomeResult
 from rookery.slots import SlottedModel
-from rookery.tasks.taskset import load_taskset
-from rookery.tasks.template import load_template
 from rookery.weights import write_adapter
 
 
@@ -52,62 +44,12 @@ def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Evolve = Callable[..., GenomeResult]
+@pytest.fixture(scope="session")
+def inputs(tiny_folder: Path, founders_folder: Path, tasks_folder: Path) -> Inputs:
+    return Inputs(model=tiny_folder, founders=founders_folder, tasks=tasks_folder)
 
 
 @pytest.fixture
-def genome(tiny_folder: Path, tiny_model: SlottedModel, founders_folder: Path, tasks_folder: Path):
-    """Runs an evolution on the tiny model, or on a fleet; keyword arguments change the config."""
-
-    async def run(
-        run: Run,
-        *,
-        on_generation=None,
-        fleet: Fleet | None = None,
-        is_elsewhere=False,
-        **changes: object,
-    ) -> GenomeResult:
-        document = {
-            "engine": {"model": str(tiny_folder)},
-            "init": {"type": "file", "path": str(founders_folder)},
-            "tasksets": [
-                {"type": "jsonl", "path": str(tasks_folder / f"{name}.jsonl"), "name": name}
-                for name in ("first", "second")
-            ],
-            "stages": [
-                {"type": "ga", "generations": 2,
-                 "population": {"size": 4, "children": {"count": 4}}}
-            ],
-            "finals": {"num_finalists": 3, "num_voters": 3},
-            **changes,
-        }  # fmt: skip
-        config = GenomeConfig.model_validate(document)
-        tasksets = [load_taskset(taskset) for taskset in config.tasksets]
-        settings = EngineConfig(model=str(tiny_folder))
-        embedded = run_engine(
-            tiny_model, config=settings, detokenize=lambda tokens: str(tokens), name="tiny"
-        )
-        async with nullcontext(fleet) if fleet else embedded as engine:
-            evaluator = TasksetEvaluator(
-                engine,
-                template=load_template(tiny_folder),
-                tasksets=tasksets,
-                log=RolloutLog(run),
-            )
-            founders = (
-                read_founders(config.init)
-                if isinstance(config.init, FileInit)
-                else make_founders(
-                    config.init, layers=engine.linear_layers, base="tiny", seed=config.seed
-                )
-            )
-            return await evolve(
-                config,
-                founders=founders,
-                tasksets=tasksets,
-                hatchery=Hatchery(evaluator, engine, engine.base, 64, is_elsewhere),
-                run=run,
-                on_generation=on_generation,
-            )
-
-    return run
+def genome(inputs: Inputs, tiny_model: SlottedModel) -> Callable[..., Awaitable[GenomeResult]]:
+    """Runs an evolution on the tiny model; see `run_evolution`."""
+    return partial(run_evolution, inputs=inputs, model=tiny_model)

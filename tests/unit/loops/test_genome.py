@@ -6,22 +6,40 @@ from typing import Any
 
 import pytest
 from fleet.stub import Stub, serve
+from loops.evolution import clockless
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rookery.errors import AdapterError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
-from rookery.loops.genome import GenomeConfig, rebuild
+from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.runs import Run
 from rookery.weights import read_adapter
+
+
+class Here:
+    """The engine behind it, unchanged."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Elsewhere(Here):
+    """The engine behind it, as if it computed on other hardware."""
+
+    is_remote = True
 
 
 def _run(root: Path, name: str) -> Run:
     return Run.create(root, kind="genome", config={}, name=name)
 
 
-def _without_time(report: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in report.items() if k not in {"run", "seconds", "seed"}}
+def _num_distinct(run: Run) -> int:
+    """Candidates of the search that differ: two that are bit-equal are one."""
+    return len({event.payload["version"] for event in run.events("candidate")})
 
 
 async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
@@ -38,7 +56,8 @@ async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
         assert evolved["low"] <= evolved["mean"] <= evolved["high"]
         assert best["gain"] is None and evolved["gain"]["low"] <= evolved["gain"]["high"]
         assert set(evolved["by_source"]) == {"first", "second"}
-        assert result.report["num_candidates"] == 4 + 2 * 4
+        assert len(result.report["lineage"]) == 4 + 2 * 4
+        assert result.report["num_candidates"] == _num_distinct(run)
         assert len(result.report["generations"]) == 3
         assert result.report["num_tokens"] > 0
         winner = read_adapter(run.path / "winner")
@@ -57,11 +76,11 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
     genome, tmp_path: Path
 ) -> None:
     reports = []
-    for name, seed, is_elsewhere in (("a", 1, False), ("b", 1, True), ("c", 2, False)):
+    for name, seed, wrap in (("a", 1, Here), ("b", 1, Elsewhere), ("c", 2, Here)):
         with _run(tmp_path, name) as run:
-            found = await genome(run, seed=seed, is_elsewhere=is_elsewhere)
+            found = await genome(run, seed=seed, wrap=wrap, race={"enabled": False})
             reports.append(found.report)
-    first, second, other = map(_without_time, reports)
+    first, second, other = map(clockless, reports)
     assert first == second
     assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
 
@@ -76,9 +95,9 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
             config = FleetConfig(urls=tuple(stub.url for stub in stubs))
             async with open_fleet(config) as fleet:
                 with _run(tmp_path, f"on-{num}") as run:
-                    found = await genome(run, fleet=fleet, is_elsewhere=True)
+                    found = await genome(run, fleet=fleet)
                     lineages.append((run.path / "lineage.json").read_text())
-        reports.append(_without_time(found.report))
+        reports.append(clockless(found.report))
         assert all(stub.loads for stub in stubs), "every server had work"
     assert reports[0] == reports[1] and lineages[0] == lineages[1]
     assert len({node["score"] for node in reports[0]["lineage"]}) > 1
@@ -104,15 +123,14 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
         run = Run.open(path)
         try:
             with pytest.raises(Killed):
-                await genome(run, on_generation=die)
+                await genome(run, watcher=Watcher(on_generation=die))
             num_kills += 1
         finally:
             run.close()
     with Run.open(path) as run:
         report = (await genome(run)).report
         assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
-    same = {"rows", "lineage", "winner", "generations", "num_rollouts", "num_tokens"}
-    assert {k: report[k] for k in same} == {k: expected[k] for k in same}
+    assert clockless(report) == clockless(expected)
     assert num_kills == 3
 
 
@@ -130,16 +148,7 @@ async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -
         assert len({f.version for f in founders}) == 3
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
-        assert result.report["num_candidates"] == 3 + 8
-
-
-@pytest.mark.parametrize("use", ["pairs", "both"])
-async def test_pair_merges_join_the_founders(genome, founders_folder, tmp_path, use: str) -> None:
-    init = {"type": "file", "path": str(founders_folder), "use": use, "num_pairs": 3}
-    with _run(tmp_path, "a") as run:
-        report = (await genome(run, init=init)).report
-    pairs = [n for n in report["lineage"] if n["id"].startswith("g000-")]
-    assert len(pairs) == 3 and all(len(p["parents"]) == 2 for p in pairs)
+        assert len(result.report["lineage"]) == 3 + 8
 
 
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
@@ -207,8 +216,8 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
         founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
         for entry in lineage["candidates"]:
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
+        assert result.report["num_candidates"] == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
-    assert result.report["num_candidates"] == 4 + len(lineage["candidates"])
 
 
 async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
@@ -256,19 +265,8 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Pa
         )
         failed = [e.payload for e in run.events("candidate") if e.payload["error"]]
     assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
-    assert f"{len(failed)} candidates failed and lost" in result.report["warnings"][0]
+    assert f"{len(failed)} candidates failed and lost" in result.report["warnings"][-1]
     assert result.report["winner"].startswith("f")
-
-
-async def test_floors_make_candidates_infeasible(genome, tmp_path: Path) -> None:
-    with _run(tmp_path, "a") as run:
-        result = await genome(
-            run, floors={"first": "founder"}, finals={"random_search": False, "num_finalists": 1}
-        )
-        search = [e.payload for e in run.events("candidate")]
-    best = max(p["score"] for p in search if p["violation"] == 0)
-    winner = next(p for p in search if p["id"] == result.report["winner"])
-    assert winner["violation"] == 0 and winner["score"] == best
 
 
 async def test_when_every_candidate_fails_the_run_says_why(
@@ -278,19 +276,8 @@ async def test_when_every_candidate_fails_the_run_says_why(
     path = str(tasks_folder / "first.jsonl")
     tasksets = [{"type": "jsonl", "path": path, "name": "first", "scorer": scorer}]
     (tasks_folder / "bad.py").write_text("def reward(task, completion):\n    return 'nine'\n")
-    with _run(tmp_path, "a") as run, pytest.raises(TaskError, match="candidates failed"):
+    with _run(tmp_path, "a") as run, pytest.raises(TaskError, match="All 4 founders failed"):
         await genome(run, tasksets=tasksets)
-
-
-def test_the_report_split_is_disjoint_and_read_once() -> None:
-    config = GenomeConfig.model_validate(
-        {"init": {"type": "zero"}, "tasksets": [{"type": "generated", "generator": "label-kind"}]}
-    )
-    from rookery.tasks.taskset import load_taskset
-
-    taskset = load_taskset(config.tasksets[0])
-    splits = [{t.id for t in taskset.split(s)} for s in ("search", "select", "report")]
-    assert not splits[0] & splits[1] and not splits[1] & splits[2] and not splits[0] & splits[2]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +288,10 @@ def test_the_report_split_is_disjoint_and_read_once() -> None:
         ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
+        ({"stages": [{"type": "ga", "population": {"children": {"operators": [
+            {"type": "crossover", "name": "ties", "weights": "extrapolate"}]}}}]}, "negative"),
+        ({"stages": [{"type": "ga", "population": {"children": {"operators": [
+            {"type": "crossover", "name": "slerp", "num_parents": 3}]}}}]}, "num_parents: 3"),
     ],
 )  # fmt: skip
 def test_bad_configs_are_refused(change: dict, message: str) -> None:

@@ -291,6 +291,25 @@ async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_
     assert oracle.accuracy(result.labels) > 0.85
 
 
+async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: Path) -> None:
+    """A model that does not know the concept: each batch keeps what its start labels say."""
+    seen = set()
+    for seed in range(8):
+        oracle = Oracle(24, prior=0.0, pull=3.0, noise=0.0)
+        path = write_items(tmp_path / "items.jsonl", oracle)
+        config = make_config(path, batch_size=12, seed=seed, siblings={"inverted": False})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"gold": None})})
+        result = await run_icm(tmp_path, oracle, config, name=f"s{seed}")
+        rights = [result.labels[f"i{i}"] == ("True" if oracle.truth[i] > 0 else "False")
+                  for i in range(24)]  # fmt: skip
+        is_opposite = all(rights[:12]) != all(rights[12:])
+        seen.add(is_opposite)
+        [row] = result.report["transfers"]
+        assert row["accuracy"] == (0.0 if is_opposite else 1.0)
+        assert (result.report["verdict"] == "opposite") == is_opposite
+    assert seen == {True, False}
+
+
 async def test_more_than_two_labels(tmp_path: Path) -> None:
     """Three labels by prompt; the hidden concept of the fake is their name in the text."""
     rows = [{"id": f"i{i}", "word": "abc"[i % 3]} for i in range(9)]

@@ -79,13 +79,29 @@ constraint = st.one_of(
 )
 
 
+def members_of(constraint: Constraint) -> set[int]:
+    names = ("members", "premise", "conclusion", "first", "second")
+    found = [getattr(constraint, name) for name in names if hasattr(constraint, name)]
+    return set().union(*[value if isinstance(value, tuple) else (value,) for value in found])
+
+
+def reachable(drawn: list[Constraint], labels: tuple[int, ...], item: int) -> list[int]:
+    """Labelled items that are tied to an item by constraints between labelled items."""
+    held = {i for i, label in enumerate(labels) if label != UNLABELLED}
+    found = {item}
+    for _ in labels:
+        ties = [members_of(c) & held for c in drawn]
+        found = found.union(*[tie for tie in ties if tie & found])
+    return sorted(found)
+
+
 @given(
     st.lists(constraint, max_size=3),
     st.tuples(*[st.integers(-1, 1)] * 5),
     st.integers(0, 4),
     st.integers(0, 1),
 )
-def test_repairs_are_every_consistent_labelling_of_the_component(
+def test_repairs_are_every_consistent_labelling_of_what_is_tied(
     drawn: list[Constraint], labels: tuple[int, ...], item: int, label: int
 ) -> None:
     constraints = Constraints(drawn, num_items=5, num_labels=2)
@@ -97,7 +113,7 @@ def test_repairs_are_every_consistent_labelling_of_the_component(
     if not constraints.num_violated(proposed):
         assert options == (proposed,)
         return
-    own = [m for m in constraints.component(item) if proposed[m] != UNLABELLED]
+    own = reachable(drawn, proposed, item)
     expected = set()
     for values in product((0, 1), repeat=len(own)):
         option = list(proposed)
@@ -106,6 +122,56 @@ def test_repairs_are_every_consistent_labelling_of_the_component(
         if not constraints.num_violated(tuple(option)):
             expected.add(tuple(option))
     assert set(options) == expected - {labels}
+
+
+@pytest.mark.parametrize(
+    ("tied", "num_options"),
+    [
+        ([EqualAnswer(members=tuple(range(1101)), answers=("a",) * 1101, label=0)], 1),
+        ([AsymmetricPair(first=i, second=i + 1, mirror=(1, 0)) for i in range(1100)], 1),
+        ([AsymmetricPair(first=0, second=i, mirror=(1, 0)) for i in range(1, 1101)], 1),
+    ],
+)
+def test_over_a_thousand_tied_items_are_repaired(tied: list[Constraint], num_options: int) -> None:
+    constraints = Constraints(tied, num_items=1101, num_labels=2)
+    assert constraints.contradictions == ()
+    [labels] = (o for o in constraints.consistent((0,) * 1101, item=0) if o[0] == TRUE)
+    options = constraints.repairs(labels, item=700, label=1 - labels[700])
+    assert len(options) == num_options
+    assert options[0] == tuple(1 - label for label in labels)
+
+
+def test_a_hub_without_a_label_ties_nothing() -> None:
+    """Were the spokes repaired together, each of 2 ** 30 ways would cost an evaluation."""
+    spokes = [AsymmetricPair(first=0, second=i, mirror=(1, 0)) for i in range(1, 31)]
+    tied = [*spokes, Exclusive(members=(1, 31), label=TRUE)]
+    constraints = Constraints(tied, num_items=32, num_labels=2)
+    middle = tuple(i % 2 for i in range(1, 30))
+    assert constraints.repairs((NONE, TRUE, *middle, NONE), item=31, label=TRUE) == (
+        (NONE, TRUE, *middle, FALSE),
+        (NONE, FALSE, *middle, TRUE),
+        (NONE, FALSE, *middle, FALSE),
+    )
+
+
+def test_contradictions_are_found_at_once_wherever_they_are() -> None:
+    """An odd circle of opposites behind forty items that have many ways to be right."""
+    free = [Implies(premise=i, conclusion=i + 1, label=0) for i in range(40)]
+    circle = [
+        AsymmetricPair(first=a, second=b, mirror=(1, 0)) for a, b in ((40, 41), (41, 42), (40, 42))
+    ]
+    constraints = Constraints([*free, *circle], num_items=44, num_labels=2)
+    assert constraints.contradictions == (tuple(range(43)),)
+    assert list(constraints.consistent((0,) * 44, item=3)) == []
+    assert list(constraints.consistent((0,) * 44, item=43)) == [(0,) * 43 + (x,) for x in (0, 1)]
+
+
+def test_what_is_too_entangled_is_refused() -> None:
+    """Eight items, no two alike, and seven labels."""
+    pairs = [(a, b) for a in range(8) for b in range(a)]
+    rules = [Exclusive(members=pair, label=label) for pair in pairs for label in range(7)]
+    with pytest.raises(ValueError, match="contradict one another, or are too entangled"):
+        Constraints(rules, num_items=8, num_labels=7)
 
 
 def test_components_join_through_others() -> None:

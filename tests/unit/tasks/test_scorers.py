@@ -109,7 +109,9 @@ async def test_a_task_that_cannot_be_judged_is_an_error_and_never_zero(
         (("red", "blue"), "blue", "blue"),
         (("red", "blue"), 1, "blue"),
         (("red", "blue"), "B", "blue"),
-        (("B", "A"), "A", "A"),
+        (("A", "B"), "B", "B"),
+        (("AB", "0", "B"), "AB", "AB"),
+        (("O", "A", "B", "AB"), 2, "B"),
         (("red ", "blue"), "red", "red "),
         (("2", "1", "0"), 0, "2"),
         (("2", "1", "0"), "0", "0"),
@@ -134,11 +136,13 @@ async def test_choice(choices, reference, right, task, completion):
         (("red", "blue"), "", "reference ''"),
         (("red", "blue"), True, "reference True"),
         (("red", "blue"), None, "reference None"),
+        (("O", "A", "B", "AB"), "B", "text of choice 2 and the letter of choice 1 .*2 or 1"),
+        (("O", "A ", "B", "AB"), " A", "text of choice 1 and the letter of choice 0"),
         (("red", "red"), "red", "choices that differ"),
         (("red",), "red", "at least two"),
     ],
 )
-async def test_choice_refuses_a_reference_that_names_none(
+async def test_choice_refuses_a_reference_that_does_not_name_one(
     choices, reference, words, task, completion
 ):
     with pytest.raises(TaskError, match=words):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +8,7 @@ from pydantic import ValidationError
 from rookery.errors import TaskError
 from rookery.tasks.scorers import ExactConfig
 from rookery.tasks.splits import SPLITS, SplitsConfig, split_key, split_of
-from rookery.tasks.taskset import Taskset
+from rookery.tasks.taskset import Taskset, join_splits
 from rookery.types import Message, Task
 
 prompts = st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=30, unique=True)
@@ -139,3 +141,66 @@ def test_groups_decide_the_split_in_place_of_the_prompt(group, size):
         groups={task.id: str(group) for task in tasks},
     )
     assert sorted(map(len, by_split(made).values())) == [0, 0, size]
+
+
+few = st.lists(st.sampled_from([f"question {i}" for i in range(40)]), min_size=1, unique=True)
+splits = st.builds(
+    lambda parts, salt: fractions(parts).model_copy(update={"salt": salt}),
+    weights,
+    st.sampled_from(["rookery", "again"]),
+)
+groups = st.sampled_from(["", "", "1", "2", "3"])
+
+
+@given(st.lists(st.tuples(few, splits, st.data()), min_size=2, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(given_sets):
+    made = []
+    for number, (texts, own, data) in enumerate(given_sets):
+        one = taskset(texts, own, name=f"set{number}")
+        drawn = {task.id: data.draw(groups) for task in one.tasks}
+        made.append(replace(one, groups={name: group for name, group in drawn.items() if group}))
+    joined = join_splits(made)
+    seen: dict[str, set[str]] = {}
+    for before, after in zip(made, joined, strict=True):
+        assert after.tasks == before.tasks
+        found = by_split(after)
+        for name in SPLITS:
+            for task in after.tasks:
+                if task.prompt in found[name]:
+                    for key in (str(task.prompt), after.groups.get(task.id)):
+                        seen.setdefault(key or str(task.prompt), set()).add(name)
+            if before.splits.fraction(name) == 0:
+                assert found[name] == []
+        assert set(by_split(before)["report"]) <= set(found["report"]), "a report loses no task"
+    assert all(len(names) == 1 for names in seen.values()), seen
+    assert [one.moved for one in join_splits(joined)] == [one.moved for one in joined]
+    assert [one.moved for one in join_splits(joined[::-1])][::-1] == [one.moved for one in joined]
+
+
+def test_tasksets_of_equal_splits_keep_every_task_where_it_is():
+    texts = [f"question {i}" for i in range(200)]
+    for one in join_splits([taskset(texts), taskset(texts[:90], name="other")]):
+        assert one.moved == {} and one.notes == ()
+
+
+def test_unequal_fractions_move_the_shared_questions_and_say_so():
+    texts = [f"question {i}" for i in range(300)]
+    early, late = SplitsConfig(search=0.8, select=0.1, report=0.1), SplitsConfig()
+    first, second = join_splits([taskset(texts, early), taskset(texts[:200], late, name="other")])
+    shared = set(texts[:200])
+    assert set(by_split(second)["report"]) == shared & set(by_split(first)["report"])
+    assert len(first.moved) > 40 and not second.moved
+    assert f"set: {len(first.moved)} of 300 tasks are in a later split" in first.notes[0]
+
+
+def test_a_taskset_without_a_report_leaves_out_what_another_reports_on():
+    texts = [f"question {i}" for i in range(60)]
+    train = SplitsConfig(search=1.0, select=0.0, report=0.0)
+    test = SplitsConfig(search=0.0, select=0.0, report=1.0)
+    first, second = join_splits([taskset(texts, train), taskset(texts[:20], test, name="test")])
+    assert by_split(first) == {"search": texts[20:], "select": [], "report": []}
+    assert by_split(second)["report"] == texts[:20]
+    assert "20 are left out" in first.notes[0]
+    with pytest.raises(TaskError, match=r"none of them .* 20 moved for another taskset"):
+        join_splits([taskset(texts[:20], train), second])[0].split("search")

@@ -129,6 +129,10 @@ def test_the_scorer_is_guessed_from_the_rows(row, scorer, tmp_path: Path):
         ({"text": ["x", "y"], "label": ["A", "B"]}, "B", ("x", "y"), 1),
         ({"text": ["x", "y"], "label": ["1", "2"]}, "1", ("x", "y"), 0),
         ({"text": ["x", "y"]}, "y", ("x", "y"), "y"),
+        ({"A": "x", "B": "y"}, "B", ("x", "y"), 1),
+        ({"A": "x", "B": "y"}, "y", ("x", "y"), "y"),
+        ({"A": "B", "B": "A", "C": None}, "A", ("B", "A"), 0),
+        ({"1": "x", "2": "y"}, "1", ("x", "y"), 0),
     ],
 )
 def test_choices(choices, answer, text, reference, tmp_path: Path):
@@ -199,6 +203,8 @@ def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path):
         ),
         ({"prompt": "a", "answer": 1, "choices": "xy"}, {}, "'choices' is str 'xy'; it must be a"),
         ({"prompt": "a", "answer": 1, "choices": [1, 2]}, {}, "it must be a list of texts"),
+        ({"prompt": "a", "answer": 1, "choices": {"A": 1}}, {}, "{A: text, B: text, ...}"),
+        ({"prompt": "a", "answer": 1, "choices": {"text": "x", "n": 2}}, {}, "is dict {'text'"),
         (
             {"prompt": "a", "answer": 7, "choices": ["x", "y"]},
             {},
@@ -259,6 +265,62 @@ def test_a_given_id_twice_names_both_lines(tmp_path: Path):
     rows = [{"id": "a", **GOOD}, {"id": "b", **GOOD}, "", {"id": "a", "prompt": "x", "answer": "1"}]
     with pytest.raises(TaskError, match=r"line 4: the id 'a' is already that of .*line 1"):
         load(tmp_path, rows)
+
+
+QUESTION = {"id": 1, "prompt": "Q", "choices": ["x", "y"], "answer": "x"}
+MIXED = [
+    QUESTION,
+    QUESTION | {"id": 2, "choices": ["x", "x"]},
+    QUESTION | {"prompt": "another"},
+    '{"prompt": ',
+    QUESTION | {"id": 3, "prompt": "third"},
+    QUESTION | {"id": 4, "answer": "z"},
+    QUESTION | {"id": 5, "prompt": ""},
+]
+
+
+def test_a_few_bad_rows_are_refused_with_their_number_and_the_way_out(tmp_path: Path):
+    with pytest.raises(TaskError) as refused:
+        load(tmp_path, MIXED)
+    words = str(refused.value)
+    assert "line 3: the id '1' is already that of" in words and "{id: null}" in words
+    assert "5 of 7 rows cannot be used" in words and "bad_rows: skip" in words
+
+
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
+    made = load(tmp_path, MIXED, bad_rows="skip")
+    assert [task.id for task in made.tasks] == ["data/1", "data/3"]
+    assert (made.skipped.num_skipped, made.skipped.num_rows) == (5, 7)
+    [note] = made.notes
+    assert note.startswith("data: 5 of 7 rows were skipped. The first: ")
+    for place in ("line 3: the id", "line 4: is not JSON", "line 7: 'prompt' is empty"):
+        assert place in note, note
+    assert load(tmp_path, [QUESTION], bad_rows="skip").notes == ()
+
+
+def test_a_file_of_nothing_but_bad_rows_is_an_error_even_when_they_are_skipped(tmp_path: Path):
+    rows = [QUESTION | {"answer": "z"}, QUESTION | {"answer": "z", "id": 2}]
+    with pytest.raises(TaskError, match=r"line 1: choice got .* None of 2 rows can be used"):
+        load(tmp_path, rows, bad_rows="skip")
+
+
+def test_ids_are_made_where_the_file_repeats_its_own(tmp_path: Path):
+    rows = [{"id": 7, "prompt": f"question {i}", "answer": "x"} for i in range(3)]
+    made = load(tmp_path, rows, fields={"id": None})
+    without = load(tmp_path, [{"prompt": r["prompt"], "answer": "x"} for r in rows])
+    assert made.tasks == without.tasks
+
+
+def test_any_value_of_the_config_follows_the_name_of_a_file(tmp_path: Path):
+    path = write(tmp_path / "data.jsonl", MIXED)
+    assert len(load_taskset_file(f"{path}?bad_rows=skip").tasks) == 2
+    assert len(load_taskset_file(f"{path}?bad_rows=skip&limit=1").tasks) == 1
+    with pytest.raises(ConfigError, match=r"bad_row is not a key\. Did you mean bad_rows"):
+        load_taskset_file(f"{path}?bad_row=skip")
+    strange = write(tmp_path / "what?limit=x.jsonl", [GOOD])
+    assert load_taskset_file(str(strange)).tasks
+    (tmp_path / "set.yaml").write_text("type: jsonl\npath: data.jsonl\n")
+    assert len(load_taskset_file(f"{tmp_path}/set.yaml?bad_rows=skip").tasks) == 2
 
 
 def test_ids_made_from_content_are_stable_and_numbered_when_rows_repeat(tmp_path: Path):
@@ -417,6 +479,74 @@ def test_tasksets_are_a_union_inside_other_configs(tmp_path: Path):
     assert (
         TypeAdapter(TasksetConfig).validate_python({"type": "hf", "dataset": "x"}).split == "train"
     )
+
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "answers"),
+    [
+        (ROWS, "", ["1", "2", "3"]),
+        ({"name": "sums", "data": ROWS}, "", ["1", "2", "3"]),
+        ({"dataset": "sums", "dev": ROWS[:1], "test": ROWS[1:]}, "test", ["2", "3"]),
+        ({"dev": ROWS[:1], "test": ROWS[1:2]}, "test", ["2"]),
+        ({"data": {"dev": ROWS[:1], "test": ROWS}}, "data.dev", ["1"]),
+        ({"prompt": ["0+1=", "1+1="], "answer": ["1", "2"]}, "", ["1", "2"]),
+        ({"test": {"prompt": ["0+1="], "answer": ["1"]}}, "test", ["1"]),
+    ],
+)
+def test_a_json_file_of_any_shape_is_read(document, key, answers, tmp_path: Path):
+    path = tmp_path / "sums.json"
+    path.write_text(json.dumps(document))
+    made = load_taskset(HfConfig(dataset=str(path), key=key))
+    assert [task.reference for task in made.tasks] == answers
+
+
+def test_json_lines_called_json_are_read(tmp_path: Path):
+    path = write(tmp_path / "rows.json", ROWS)
+    assert len(load_taskset_file(str(path)).tasks) == 3
+
+
+@pytest.mark.parametrize(
+    ("document", "query", "words"),
+    [
+        (
+            {"dataset": "sums", "dev": ROWS[:1], "test": ROWS},
+            "",
+            r"holds 2 lists of rows: dev \(1 rows\), test \(3 rows\)\. .* key: dev .*\?key=dev",
+        ),
+        (
+            {"dataset": "sums", "dev": ROWS},
+            "?key=tst",
+            r"has no 'tst': .* holds 'dataset' \(a text\), 'dev' \(a list of 3\)",
+        ),
+        ({"a": 1, "b": {"c": "x"}}, "", r"holds 'a' \(1\), 'b' \(an object of 1 keys\); rows are"),
+        ("text", "", "holds a text; rows are a list of objects"),
+        ([1, *ROWS], "", r"row 1: holds 1; a row is an object.* 1 of 4 rows cannot be used"),
+        ({"dev": ROWS, "test": ROWS}, "?split=test", "split is 'test', .* named by key"),
+    ],
+)
+def test_a_json_file_without_clear_rows_says_what_is_there(document, query, words, tmp_path: Path):
+    path = tmp_path / "sums.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(TaskError, match=words):
+        load_taskset_file(f"{path}{query}")
+
+
+def test_broken_json_files_are_sentences(tmp_path: Path):
+    path = tmp_path / "sums.json"
+    for text, words in [
+        (b'[{"prompt": ', r"sums\.json is not JSON: Expecting value"),
+        (b"[\xff]", "is not UTF-8"),
+        (b"[NaN]", "NaN is not a JSON value"),
+    ]:
+        path.write_bytes(text)
+        with pytest.raises(TaskError, match=words):
+            load_taskset_file(str(path))
+    write(tmp_path / "sums.jsonl", [GOOD])
+    with pytest.raises(TaskError, match=r"names the list of rows in a \.json file"):
+        load_taskset(HfConfig(dataset=str(tmp_path / "sums.jsonl"), key="x"))
 
 
 @pytest.fixture

@@ -51,6 +51,19 @@ def test_a_baseline_above_the_winner_is_named() -> None:
     assert "Higher" not in headline().context
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"), [(0.01, 0.2, "unclear"), (-0.1, 0.2, "unclear"), (-2, -1, "worse")]
+)
+def test_a_base_model_above_the_winner_is_said_first(low: float, high: float, verdict: str) -> None:
+    said = headline(rows=[*winner(low, high), made_row("base model", 0.95)])
+    assert said.verdict == verdict
+    assert said.sentence.startswith(
+        "The base model without any adapter scores higher: 0.950 against 0.900. "
+    )
+    below = headline(rows=[*winner(0.1, 0.2), made_row("base model", 0.9)])
+    assert below.verdict == "better" and "base model" not in below.sentence
+
+
 def test_a_founder_that_wins_is_called_one() -> None:
     lineage = [{"id": "founder-a", "generation": 0, "operator": "founder", "is_winner": True}]
     assert "The winner is a founder" in headline(lineage=lineage).context

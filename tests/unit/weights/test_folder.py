@@ -3,13 +3,14 @@
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,6 +101,34 @@ def test_round_trip_is_bit_equal_and_leaves_nothing_beside_it(tmp_path: Path) ->
     assert read_adapter(folder).name == "uneven" and read_adapter(folder).base == "tiny"
     assert read_adapter(folder, name="poet").name == "poet"
     assert os.listdir(folder.parent) == ["uneven"]
+
+
+def hub_cache(path: Path, model: str) -> Path:
+    """A Hugging Face cache that holds the tiny model under a hub id."""
+    folder = path / f"models--{model.replace('/', '--')}"
+    tiny_llama().save_pretrained(folder / "snapshots" / "0a1b")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0a1b")
+    return path
+
+
+def test_peft_finds_the_base_of_rookerys_own_name_and_the_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapter = replace(uneven_adapter(), base="smollm2")
+    folder = write_adapter(adapter, tmp_path / "uneven")
+    cache = hub_cache(tmp_path / "cache", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    model = AutoPeftModelForCausalLM.from_pretrained(
+        str(folder), cache_dir=str(cache), local_files_only=True
+    )
+    assert model.peft_config["default"].r == 3
+    assert read_adapter(folder).base == "smollm2"
+    assert read_adapter(edit_config(folder, base_model_name_or_path="mine")).base == "mine"
+    again = write_adapter(replace(adapter, base="Qwen/Qwen3-8B"), tmp_path / "other")
+    assert json.loads((again / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "Qwen/Qwen3-8B"
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -251,6 +280,8 @@ A_KEY, B_KEY = f"base_model.model.{Q0}.lora_A.weight", f"base_model.model.{Q0}.l
         ({f"base_model.model.{Q0}.lora_magnitude_vector": torch.zeros(1)}, "This is DoRA"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(1)}, "embeddings"),
         ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(1)}, "Biases"),
+        ({"base_model.model.model.embed_tokens.weight": torch.zeros(1)}, "save_embedding_layers"),
+        ({"base_model.model.lm_head.weight": torch.zeros(1)}, "save_embedding_layers"),
         ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(2, 16)}, "there twice"),
     ],
 )
@@ -260,6 +291,24 @@ def test_tensors_that_are_not_plain_lora_are_refused(
     folder = edit_tensors(write_adapter(uneven_adapter(), tmp_path / "x"), changes)
     with pytest.raises(AdapterError, match=sentence):
         read_adapter(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_adapted_output_layer_is_read_as_peft_saves_it(tmp_path: Path) -> None:
+    """peft adds the base model's own output layer to the file, which is no part of the adapter."""
+    folder = trained_folder(tmp_path / "head", target_modules=["q_proj", "lm_head"])
+    copied = "base_model.model.lm_head.base_layer.weight"
+    assert copied in load_file(folder / "adapter_model.safetensors")
+    adapter = read_adapter(folder)
+    assert {layer.rpartition(".")[2] for layer in adapter.factors} == {"q_proj", "lm_head"}
+    again = write_adapter(adapter, tmp_path / "again")
+    tokens = torch.tensor([[1, 2, 3]])
+    saved, written = (
+        PeftModel.from_pretrained(tiny_llama(), str(path))(tokens).logits
+        for path in (folder, again)
+    )
+    assert torch.equal(saved, written)
+    assert not torch.equal(saved, tiny_llama()(tokens).logits)
 
 
 def test_missing_and_unreadable_files_are_sentences(tmp_path: Path) -> None:

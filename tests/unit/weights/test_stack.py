@@ -81,6 +81,12 @@ def test_what_cannot_share_a_layout_is_a_sentence() -> None:
         unstack(stack([made(0), made(1)]), names=["x"])
 
 
+def test_two_names_of_one_base_share_a_layout() -> None:
+    names = ["smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+    both = [make_adapter(str(i), base=names[i], factors=made(i).factors) for i in range(2)]
+    assert layout_of(both).base == "smollm2"
+
+
 def test_a_layout_can_be_given() -> None:
     layout = Layout(base="", layers=(LayerShape("p", 4, 6), LayerShape("q", 4, 4)), rank=4)
     adapter = made(0, rank=2, scale=1.0, shapes={"p": (4, 6)})

@@ -1,4 +1,5 @@
-"""Runs inside vLLM's own processes: `extension` in its workers, `token_route` in its API processes.
+"""Runs inside vLLM's own processes: `extension` in its workers, `token_route` in its API processes;
+`guard` before them.
 
 `launch.py` copies this folder to where the servers' Python finds it. So nothing here imports
 anything of Rookery, and torch and vLLM only when called; the files import one another relatively.

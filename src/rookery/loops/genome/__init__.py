@@ -1,14 +1,22 @@
 """genome: evolves a population of LoRA adapters, without gradients.
 
-loop.py      the loop and its config
-founders.py  where the first adapters come from: files, zero, random, pair merges
-nursery.py   plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
-trials.py    adapters -> fitness: all together, in one batch, with racing
-stages/      the ways to search: ga, es, cmaes
-finals.py    choosing on the select split, measuring on the report split, once, with baselines
+config.py            what a run is told
+founders.py          where the first adapters come from: files, zero, random
+checks.py            what is refused before the first question
+nursery.py           plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
+loading.py           adapters on their way into the engine
+search_evaluator.py  adapters -> fitness: all together, in one batch, with racing
+stages/              the ways to search: ga, es, cmaes
+generation_log.py    what is recorded of each generation, and who is told
+final_report.py      choosing on the select split, measuring on the report split, once
+comparison.py        the rows of the report, with intervals
+documents.py         what is left behind, and the warnings
+loop.py              the loop
 """
 
-from rookery.loops.genome.loop import GenomeConfig, GenomeResult, evolve
+from rookery.loops.genome.config import GenomeConfig
+from rookery.loops.genome.generation_log import Generation, Watcher
+from rookery.loops.genome.loop import GenomeResult, evolve
 from rookery.loops.genome.nursery import rebuild
 
-__all__ = ["GenomeConfig", "GenomeResult", "evolve", "rebuild"]
+__all__ = ["Generation", "GenomeConfig", "GenomeResult", "Watcher", "evolve", "rebuild"]

@@ -6,8 +6,9 @@ adapter = nursery.adapter("g003-c07")        # the same bits every time
 rebuild(lineage_document, founders, "g003-c07")
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,6 +123,18 @@ class Nursery:
             self._made[name] = self._make(self._recipes[name])
             self._versions[name] = self._made[name].version
         return self._made[candidate]
+
+    def maker(self, candidate: str) -> Callable[[], Adapter]:
+        """Makes the candidate when called, in any thread."""
+        return partial(self.adapter, candidate)
+
+    def version(self, candidate: str) -> str | None:
+        """Its content hash; None for one that was never made."""
+        return self._versions.get(candidate)
+
+    def num_distinct(self, candidates: Iterable[str]) -> int:
+        """How many there are, of equal weights one; those that could not be made count each."""
+        return len({self._versions.get(name, f"unmade/{name}") for name in candidates})
 
     def missing(self, candidate: str) -> list[str]:
         """What must be made to have the candidate: its ancestors that are not at hand, each after

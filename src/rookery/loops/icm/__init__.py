@@ -7,7 +7,10 @@ relations.py  constraints over fields of the items
 objective.py  U = alpha * P - I
 reader.py     label log-probabilities: each context once, by content, durable
 chain.py      one search: the paper's annealing
+batch.py      items that are labelled together, and what their searches found
 siblings.py   what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
+decisions.py  decisions as events
+transfer.py   whether labels of one batch mean the same in another
 verdict.py    what the labels are worth
 report.py     the result beside its siblings
 exports.py    files for training

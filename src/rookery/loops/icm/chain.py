@@ -5,11 +5,14 @@ repeat: draw an item; ask for its most likely label given all others
         if that is news: take it up, repair its group in every consistent way, keep the best
         accept by the gain in U and the temperature
 until all items are labelled and none is frustrated, or the iterations are used up
+
+A labelling for which the engine leaves a question unanswered has no utility and is not taken up.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rookery.errors import EngineError
 from rookery.loops.icm.objective import Assessment, ObjectiveConfig, Read, assess, predict
 from rookery.loops.icm.reader import Context, Reader
 from rookery.search.annealing import (
@@ -25,8 +28,12 @@ from rookery.search.annealing import (
 )
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.search.streams import stream_seed
 
 __all__ = ["Chain", "ChainResult", "Problem", "Step"]
+
+NUM_STARTS = 8
+"""Random starts to try where the engine cannot answer for one of their items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +48,11 @@ class Problem:
     reader: Reader
     objective: ObjectiveConfig
 
-    async def assess(self, labellings: Sequence[Labels]) -> list[Assessment]:
-        """U of each labelling; all that is not known yet is asked for at once."""
+    async def assess(self, labellings: Sequence[Labels]) -> list[Assessment | None]:
+        """U of each labelling; all that is not known yet is asked for at once.
+
+        None where the engine could not answer for an item: what is missing is not averaged away.
+        """
         contexts = [(labels, item) for labels in labellings for item in labelled_items(labels)]
         reads = iter(await self.reader.read(contexts))
         return [
@@ -50,10 +60,13 @@ class Problem:
             for labels in labellings
         ]
 
-    def _judge(self, labels: Labels, reads: dict[int, Read]) -> Assessment:
+    def _judge(self, labels: Labels, reads: dict[int, Read | None]) -> Assessment | None:
+        answered = {item: read for item, read in reads.items() if read is not None}
+        if len(answered) < len(reads):
+            return None
         return assess(
             labels,
-            reads,
+            answered,
             config=self.objective,
             num_violated=self.constraints.num_violated(labels),
         )
@@ -115,19 +128,16 @@ class Chain:
         self._speculate = speculate
         self._on_step = on_step
         self._steps: list[Step] = []
+        self._asked: set[int] = set()
+        """Unlabelled items that were drawn since a label changed."""
 
     async def run(self, start: Labels | None = None) -> ChainResult:
-        """Search from random start labels, or from the given ones."""
+        """Search from random start labels, or from the given ones.
+
+        EngineError when the engine cannot answer for any start.
+        """
         problem = self._problem
-        if start is None:
-            start = start_labels(
-                problem.constraints,
-                num_items=problem.num_items,
-                num_labels=problem.num_labels,
-                config=self._config,
-                seed=self._seed,
-            )
-        [now] = await problem.assess([start])
+        start, now = await self._begin(start)
         state = begin(start, utility=now.utility)
         best, labelled_at = now, [UNLABELLED] * problem.num_items
         best_at = tuple(labelled_at)
@@ -138,6 +148,7 @@ class Chain:
             if decision is None or not decision.is_accepted:
                 continue
             now = tried[decision.labels]
+            self._asked.clear()
             for item in _changed(before.labels, state.labels):
                 labelled_at[item] = decision.iteration
             if state.best_labels is state.labels:
@@ -153,16 +164,37 @@ class Chain:
             steps=tuple(self._steps),
         )
 
+    async def _begin(self, start: Labels | None) -> tuple[Labels, Assessment]:
+        starts = [start] if start is not None else map(self._draw_start, range(NUM_STARTS))
+        for labels in starts:
+            [found] = await self._problem.assess([labels])
+            if found is not None:
+                return labels, found
+        raise EngineError(
+            "The engine answers, but not for the labels that a search begins with. Its score "
+            "events say why: rookery runs export."
+        )
+
+    def _draw_start(self, attempt: int) -> Labels:
+        return start_labels(
+            self._problem.constraints,
+            num_items=self._problem.num_items,
+            num_labels=self._problem.num_labels,
+            config=self._config,
+            seed=stream_seed(self._seed, "start", attempt) if attempt else self._seed,
+        )
+
     async def _iterate(
         self, state: Annealing, now: Assessment
     ) -> tuple[Annealing, Decision | None, dict[Labels, Assessment]]:
         item = self._draw(state)
         [read] = await self._problem.reader.read([(state.labels, item)])
-        options = self._options(state.labels, item, read, now)
-        if not options:
+        self._asked.add(item)
+        options = () if read is None else self._options(state.labels, item, read, now)
+        found = zip(options, await self._problem.assess(options), strict=True)
+        tried = {labels: assessment for labels, assessment in found if assessment is not None}
+        if not tried:
             return skip(state), None, {}
-        found = await self._problem.assess(options)
-        tried = dict(zip(options, found, strict=True))
         utilities = [(labels, assessment.utility) for labels, assessment in tried.items()]
         state, decision = tell(state, utilities, config=self._config, seed=self._seed)
         after = tried[decision.labels] if decision.is_accepted else now
@@ -183,14 +215,16 @@ class Chain:
     async def _look_ahead(self, state: Annealing, now: Assessment) -> None:
         """Ask for what the next iterations need if none of them changes anything, in one call.
 
-        A wrong guess costs tokens and no decision: every read is found by its content.
+        A wrong guess costs tokens and no decision: every read is found by its content. What is
+        asked for depends on what this chain asked before, not on what others did meanwhile.
         """
         if self._speculate <= 1:
             return
         wanted: list[Context] = []
         for ahead in range(self._speculate):
             item = self._draw(replace(state, iteration=state.iteration + ahead))
-            read = self._problem.reader.known((state.labels, item))
+            is_asked = state.labels[item] != UNLABELLED or item in self._asked
+            read = self._problem.reader.known((state.labels, item)) if is_asked else None
             if read is None:
                 wanted.append((state.labels, item))
                 continue

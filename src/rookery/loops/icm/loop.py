@@ -25,20 +25,22 @@ from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.fleet.external import ExternalConfig
+from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
+from rookery.loops.icm.decisions import DecisionLog
 from rookery.loops.icm.exports import ExportsConfig, check_exports, write_exports
 from rookery.loops.icm.items import DataConfig, Item, batch_items
 from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.reader import ScoreStore, SharedReader
 from rookery.loops.icm.relations import ConstraintConfig, build_constraints, fields_of
-from rookery.loops.icm.report import Batch, label_records, make_report
+from rookery.loops.icm.report import label_records, make_report
 from rookery.loops.icm.siblings import SiblingsConfig
 from rookery.ports import Adapters, Sampler
-from rookery.runs import NewEvent, Run
+from rookery.runs import Run
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED
-from rookery.search.orders import TreeOrder
+from rookery.search.orders import IdOrder, TreeOrder
 from rookery.search.streams import stream_seed
 from rookery.train.sft import SftConfig
 from rookery.types import Datum, ModelRef
@@ -55,9 +57,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-BLOCK_DECISIONS = 64
-"""Decisions written together: they follow from the answers, which are written at once."""
 
 
 class IterateConfig(Config):
@@ -191,6 +190,7 @@ async def label(
         siblings=config.siblings,
         search=config.search,
         gold=truth,
+        errors=store.errors,
     )
     records = label_records(batches)
     write_exports(run, records, labels=config.data.labels, config=config.exports)
@@ -239,14 +239,15 @@ def open_problem(
             f"A batch of {len(items)} items makes prompts of {prompts.longest_tokens:,} tokens; "
             f"the model reads {bench.context_tokens:,}: write batch_size: {fits} or less."
         )
-    names = list(dict.fromkeys(item.group for item in items))
-    groups = tuple(names.index(item.group) for item in items)
-    members = [[i for i, own in enumerate(groups) if own == g] for g in range(len(names))]
-    order = TreeOrder(members)
+    members: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        members.setdefault(item.group, []).append(index)
+    places = {name: place for place, name in enumerate(members)}
+    order = TreeOrder(list(members.values()))
     return Problem(
         num_items=len(items),
         num_labels=len(config.data.labels),
-        groups=groups,
+        groups=tuple(places[item.group] for item in items),
         constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
         reader=SharedReader(
             bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
@@ -267,11 +268,19 @@ def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
 def _open_batch(
     config: IcmConfig, index: int, items: Sequence[Item], *, bench: Bench, store: ScoreStore
 ) -> Batch:
+    def open_reader(others: Sequence[Item]) -> SharedReader:
+        prompts = Prompts(others, encoder=bench.encoder, data=config.data)
+        order = IdOrder(len(others))
+        return SharedReader(
+            bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
+        )
+
     return Batch(
         index=index,
         items=tuple(items),
         problem=open_problem(config, items, bench=bench, store=store),
         seed=stream_seed(config.seed, "batch", index),
+        open_reader=open_reader,
         provenance={
             "model": bench.model.served_name,
             "order": "tree",
@@ -311,10 +320,10 @@ async def _search(
     room = asyncio.Semaphore(config.parallel)
 
     async def search(batch: Batch, chain: int) -> ChainResult:
-        journal = _Journal(run, batch, chain)
+        decisions = DecisionLog(run, batch, chain=chain)
 
         def stepped(step: Step) -> None:
-            journal.add(step)
+            decisions.add(step)
             if on_step is not None:
                 on_step(
                     ChainStep(
@@ -334,7 +343,7 @@ async def _search(
                 speculate=config.speculate,
                 on_step=stepped,
             ).run()
-        journal.flush()
+        decisions.flush()
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
@@ -348,38 +357,6 @@ async def _search(
         raise failed.exceptions[0] from None
     for batch in batches:
         batch.results = [task.result() for task in batch.tasks]
-
-
-class _Journal:
-    """Decisions as events, written in blocks: a resumed run makes those it lost again.
-
-    They are keyed by iteration: one that decides otherwise the second time is refused.
-    """
-
-    def __init__(self, run: Run, batch: Batch, chain: int) -> None:
-        self._run = run
-        self._batch = batch
-        self._chain = chain
-        self._waiting: list[NewEvent] = []
-
-    def add(self, step: Step) -> None:
-        payload = {
-            "item": self._batch.items[step.item].id,
-            "is_accepted": step.is_accepted,
-            "utility": step.utility,
-            "proposed_utility": step.proposed_utility,
-            "temperature": step.temperature,
-            "labels": "".join("-" if x < 0 else chr(ord("0") + x) for x in step.labels),
-            "num_frustrated": step.num_frustrated,
-        }
-        key = f"{self._batch.index}/{self._chain}/{step.iteration}"
-        self._waiting.append(NewEvent(kind="decision", payload=payload, key=key))
-        if len(self._waiting) >= BLOCK_DECISIONS:
-            self.flush()
-
-    def flush(self) -> None:
-        self._run.append_many(self._waiting)
-        self._waiting.clear()
 
 
 def _seconds(run: Run) -> float:

@@ -1,14 +1,21 @@
 """Items as tokens: a demonstration of each item with each label, and the query that asks for it.
 
     prompts = Prompts(items, encoder=load_encoder(folder), data=config.data)
-    prompts.context(labels, target=3, order=order.of(3))     # head, demonstrations, query
+    prompts.context(labels, target=3, order=order.of(3))     # demonstrations, then the query
     prompts.label_tokens                                     # one token per label
 
-Every piece is encoded as it reads within the whole, and the pieces are checked to join exactly: the
-label is the same single token in a demonstration and as the answer to a query.
+A context is what the tokenizer makes of its whole text. It is put together from pieces that are
+cut behind the labels, where no token reaches across:
+
+    Review: Fine.\\nPositive: True | \\n\\nReview: Dull.\\nPositive: False | \\n\\nReview: ...
+
+So the separator belongs to the piece behind it: many tokenizers read it otherwise before a word
+than at the end of a text ("\\n\\n" is two tokens of SmolLM2 before a word, one at the end). The
+preamble, and what a tokenizer does at the beginning of a text, belong to the first piece.
 """
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +28,9 @@ from rookery.search.labelling import UNLABELLED, Labels
 from rookery.types import TokenIds
 
 __all__ = ["Encoder", "Prompts", "load_encoder"]
+
+SEPARATORS = ("\n\n", "\n", "\n\n###\n\n", "\n---\n", " ", ", ", " | ")
+"""Tried in this order when the config's separator does not work, to name one that does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,76 +48,163 @@ class Prompts:
 
     def __init__(self, items: Sequence[Item], *, encoder: Encoder, data: DataConfig) -> None:
         self.items = tuple(items)
-        self._separator = data.separator
-        self._encode = encoder.encode
-        self.head: TokenIds = encoder.first
-        if data.preamble:
-            self.head += self._encode(data.preamble) + self._after(data.preamble, data.separator)
-        self.queries = [self._after(data.separator, item.text) for item in items]
-        self.label_tokens = tuple(self._label_token(items[0].text, label) for label in data.labels)
-        tail = self._after(f"{items[0].text} {data.labels[0]}", data.separator)
-        self._check(data)
-        self._demos = [[(*q, token, *tail) for token in self.label_tokens] for q in self.queries]
+        self.label_tokens = _label_tokens(items[0], encoder, data)
+        pieces = _cut([item.text for item in items], encoder, data, self.label_tokens)
+        if pieces is None:
+            raise TaskError(_say_why(items, encoder, data, self.label_tokens))
+        self._openings = [encoder.first + opening for opening in pieces.openings]
+        self._queries = pieces.queries
+        self._demos = [[(*q, token) for token in self.label_tokens] for q in self._queries]
         self._digests = [[_digest(demo) for demo in own] for own in self._demos]
-        self._query_digests = [_digest(query) for query in self.queries]
+        self._opening_digests = [_digest(opening) for opening in self._openings]
+        self._query_digests = [_digest(query) for query in self._queries]
 
     @property
     def longest_tokens(self) -> int:
-        """The tokens of the longest context: all items as demonstrations, and a query."""
-        demos = sum(len(own[0]) for own in self._demos)
-        rest = (len(q) - len(own[0]) for q, own in zip(self.queries, self._demos, strict=True))
-        return len(self.head) + demos + max(rest)
-
-    def demo(self, item: int, label: int) -> TokenIds:
-        """An item with a label, as others are shown it."""
-        return self._demos[item][label]
+        """The tokens of the longest context: all items but one as demonstrations, and a query."""
+        pairs = zip(self._openings, self._queries, strict=True)
+        begun = max(len(opening) - len(query) for opening, query in pairs)
+        return begun + sum(len(own[0]) for own in self._demos) - 1
 
     def context(self, labels: Labels, target: int, *, order: Sequence[int]) -> TokenIds:
-        """Head, the labelled items in the given order, and the query of the target."""
-        demos = (self._demos[i][labels[i]] for i in order if labels[i] != UNLABELLED)
-        return (*self.head, *chain.from_iterable(demos), *self.queries[target])
+        """The labelled items in the given order, and the query of the target."""
+        shown = [item for item in order if labels[item] != UNLABELLED]
+        if not shown:
+            return self._openings[target]
+        first, *others = shown
+        demos = (self._demos[item][labels[item]] for item in others)
+        return (
+            *self._openings[first],
+            self.label_tokens[labels[first]],
+            *chain.from_iterable(demos),
+            *self._queries[target],
+        )
 
     def num_tokens(self, labels: Labels, target: int, *, order: Sequence[int]) -> int:
         """The length of that context, without building it."""
-        demos = sum(len(self._demos[i][0]) for i in order if labels[i] != UNLABELLED)
-        return len(self.head) + demos + len(self.queries[target])
+        shown = [item for item in order if labels[item] != UNLABELLED]
+        if not shown:
+            return len(self._openings[target])
+        begun = len(self._openings[shown[0]]) - len(self._queries[shown[0]])
+        demos = sum(len(self._demos[item][0]) for item in shown)
+        return begun + demos + len(self._queries[target])
 
     def digest(self, labels: Labels, target: int, *, order: Sequence[int], salt: str) -> str:
         """Names the content of that context under one model, `salt`: equal names, equal tokens."""
-        parts = [self._digests[i][labels[i]] for i in order if labels[i] != UNLABELLED]
+        shown = [item for item in order if labels[item] != UNLABELLED]
+        parts = [self._opening_digests[shown[0] if shown else target]]
+        if shown:
+            parts += [self._digests[item][labels[item]] for item in shown]
+            parts.append(self._query_digests[target])
         key = hashlib.blake2b(salt.encode(), digest_size=16)
-        key.update(_digest((*self.head, *self.label_tokens)))
+        key.update(_digest(self.label_tokens))
         key.update(b"".join(parts))
-        key.update(self._query_digests[target])
         return key.hexdigest()
 
-    def _after(self, before: str, text: str) -> TokenIds:
-        """The tokens of a text as it continues another one."""
-        head, both = self._encode(before), self._encode(before + text)
-        return both[len(head) :] if both[: len(head)] == head else self._encode(text)
 
-    def _label_token(self, text: str, label: str) -> int:
-        tokens = self._after(text, f" {label}")
-        if len(tokens) != 1:
+def _label_tokens(item: Item, encoder: Encoder, data: DataConfig) -> TokenIds:
+    found = []
+    query = encoder.encode(item.text)
+    for label in data.labels:
+        whole = encoder.encode(f"{item.text} {label}")
+        if whole[: len(query)] != query:
+            raise TaskError(_do_not_join(item, label))
+        if len(whole) != len(query) + 1:
             raise TaskError(
-                f"The label {label!r} is {len(tokens)} tokens behind a prompt; it must be one, the "
-                "same in demonstrations and as the answer: take another word, such as True, yes, A."
+                f"The label {label!r} is {len(whole) - len(query)} tokens behind a prompt; it must "
+                "be one, the same in demonstrations and as the answer: take another word, such as "
+                "True, yes, A."
             )
-        return tokens[0]
+        found.append(whole[-1])
+    if len(set(found)) < len(found):
+        raise TaskError(f"The labels {list(data.labels)} are not different tokens.")
+    return tuple(found)
 
-    def _check(self, data: DataConfig) -> None:
-        """The pieces join to what the tokenizer makes of the whole text, for every item."""
-        if len(set(self.label_tokens)) < len(self.label_tokens):
-            raise TaskError(f"The labels {list(data.labels)} are not different tokens.")
-        for item, query in zip(self.items, self.queries, strict=True):
-            for label, token in zip(data.labels, self.label_tokens, strict=True):
-                whole = self._after(data.separator, f"{item.text} {label}{data.separator}")
-                if whole[: len(query) + 1] != (*query, token):
-                    raise TaskError(
-                        f"Item {item.id}: its text and the label {label!r} do not join: the "
-                        "tokenizer reads them differently apart and together. End data.prompt with "
-                        "a word, and begin data.separator with a line break."
-                    )
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The tokens of every text at the beginning of a context, and behind a label."""
+
+    texts: Sequence[str]
+    openings: list[TokenIds]
+    queries: list[TokenIds]
+    label_tokens: TokenIds
+
+    def join(self, places: Sequence[int], data: DataConfig, *, shift: int) -> tuple[str, TokenIds]:
+        """These items in a row, all but the last with labels in turn: their text, their tokens."""
+        text, tokens = _head(data), []
+        *shown, last = places
+        for number, place in enumerate(shown):
+            label = (shift + number) % len(data.labels)
+            text += f"{self.texts[place]} {data.labels[label]}{data.separator}"
+            tokens += [*self._piece(number, place), self.label_tokens[label]]
+        return text + self.texts[last], (*tokens, *self._piece(len(shown), last))
+
+    def _piece(self, number: int, place: int) -> TokenIds:
+        return (self.queries if number else self.openings)[place]
+
+
+def _cut(
+    texts: Sequence[str], encoder: Encoder, data: DataConfig, label_tokens: TokenIds
+) -> _Pieces | None:
+    """The pieces, or None where the tokenizer does not read them so.
+
+    What a tokenizer makes of a text behind a place that no token reaches across does not depend on
+    what stands before it. So it is enough that every item joins with every label, at the beginning
+    and behind another item; and, to be sure, all of them in one text.
+    """
+    encode = encoder.encode
+    before = f"{min(texts, key=len)} {data.labels[0]}"
+    known = encode(before)
+    behind = [encode(before + data.separator + text) for text in texts]
+    if any(tokens[: len(known)] != known for tokens in behind):
+        return None
+    pieces = _Pieces(
+        texts=texts,
+        openings=[encode(_head(data) + text) for text in texts],
+        queries=[tokens[len(known) :] for tokens in behind],
+        label_tokens=label_tokens,
+    )
+    num = len(texts)
+    rows = [(place, (place + 1) % num, place) for place in range(num)]
+    joined = [pieces.join(row, data, shift=x) for row in rows for x in range(len(data.labels))]
+    joined.append(pieces.join(range(num), data, shift=0))
+    return pieces if all(encode(text) == tokens for text, tokens in joined) else None
+
+
+def _head(data: DataConfig) -> str:
+    return data.preamble + data.separator if data.preamble else ""
+
+
+def _say_why(
+    items: Sequence[Item], encoder: Encoder, data: DataConfig, label_tokens: TokenIds
+) -> str:
+    """Why there are no pieces, and a separator with which there are."""
+    texts = [item.text for item in items]
+    for item in items:
+        query = encoder.encode(item.text)
+        for label, token in zip(data.labels, label_tokens, strict=True):
+            if encoder.encode(f"{item.text} {label}") != (*query, token):
+                return _do_not_join(item, label)
+    for separator in SEPARATORS:
+        other = data.model_copy(update={"separator": separator})
+        if _cut(texts, encoder, other, label_tokens) is not None:
+            remedy = f"write data.separator: {json.dumps(separator)}"
+            break
+    else:
+        tried = ", ".join(map(json.dumps, SEPARATORS))
+        remedy = f"write another one ({tried} do not work either), or other labels"
+    return (
+        f"data.separator is {json.dumps(data.separator)}: this tokenizer joins it with the label "
+        f"before it to other tokens, so that demonstrations cannot be put together: {remedy}."
+    )
+
+
+def _do_not_join(item: Item, label: str) -> str:
+    return (
+        f"Item {item.id}: its text and the label {label!r} do not join: the tokenizer reads them "
+        "differently apart and together. End data.prompt with a word or a colon."
+    )
 
 
 def load_encoder(model_folder: str | Path) -> Encoder:
@@ -130,10 +227,14 @@ def load_encoder(model_folder: str | Path) -> Encoder:
         found = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return tuple(int(token) for token in found)
 
-    with_special = tuple(tokenizer.encode("a", add_special_tokens=True))
-    plain = encode("a")
-    start = with_special.index(plain[0]) if plain and plain[0] in with_special else 0
-    return Encoder(encode=encode, first=with_special[:start])
+    with_special, plain = tuple(tokenizer.encode("a", add_special_tokens=True)), encode("a")
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return Encoder(encode=encode, first=with_special[:start])
+    raise ModelError(
+        f"The tokenizer of {model_folder} reads 'a' as {list(plain)}, and with the tokens that "
+        f"every prompt begins with as {list(with_special)}: what it begins with cannot be told."
+    )
 
 
 def _digest(tokens: TokenIds) -> bytes:

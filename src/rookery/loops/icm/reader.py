@@ -5,21 +5,26 @@
 
 `PlainReader` asks for every context again, one at a time. Both give the same numbers, so that a
 search takes the same decisions with either.
+
+What the engine cannot answer is an answer too: a context that fails by itself while others are
+answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
+When nothing is answered the engine is gone: that is an error, and nothing is stored.
 """
 
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from zlib import crc32
 
-from rookery.errors import EngineError
+from rookery.errors import EngineError, FleetError
 from rookery.loops.icm.objective import Read
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
-from rookery.search.labelling import Labels
+from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import Order
 from rookery.search.prefixes import PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
@@ -39,22 +44,47 @@ PLANNED_BLOCK_TOKENS = 16
 """The block of the planned count: what most servers' prefix caches use."""
 
 
+NUM_PROBES = 3
+"""Short contexts that are asked for to see whether an engine answers anything at all."""
+
+Failure = EngineError | FleetError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A context that was sent, and what came of it."""
+
+    key: str
+    read: Read | None
+    error: str
+    """Why there is no read; empty where there is one."""
+    num_tokens: int
+    num_computed: int
+    """Of these, what a prefix cache leaves to compute."""
+
+
 class ScoreStore:
     """Reads found again by content; durable when they have a run."""
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
-        self._known: dict[str, Read] = {}
+        self._known: dict[str, Read | None] = {}
         self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
         self.part = "search"
         """What new reads are counted as."""
+        self.errors: dict[str, str] = {}
+        """Of the contexts that the engine could not answer, by key."""
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         """Of the contexts that were sent, each once, by part."""
         self.computed: Counter[str] = Counter()
-        """Of these, what a prefix cache leaves to compute."""
+        """Of these, what a prefix cache leaves to compute; it begins cold when a run is resumed."""
         for event in run.events("score") if run is not None else ():
             self._take(event.key, event.payload)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it was answered, be it by a failure."""
+        return key in self._known
 
     def find(self, key: str) -> Read | None:
         return self._known.get(key)
@@ -63,25 +93,31 @@ class ScoreStore:
         """Count a request that is about to be sent: the tokens left to compute."""
         return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
 
-    def add(self, scored: Sequence[tuple[str, Read, int, int]]) -> None:
-        """Store (key, read, tokens, tokens to compute) of a block, all or none."""
-        events = []
-        for key, read, num_tokens, num_computed in scored:
-            if key in self._known:
-                continue
-            payload = {
-                "logprobs": list(read),
-                "num_tokens": num_tokens,
-                "num_computed": num_computed,
+    def add(self, scored: Iterable[Scored]) -> None:
+        """Store a block, all or none. Failed contexts are stored as good ones are."""
+        news = {
+            one.key: {
+                "logprobs": None if one.read is None else list(one.read),
+                "error": one.error,
+                "num_tokens": one.num_tokens,
+                "num_computed": one.num_computed,
                 "part": self.part,
             }
-            self._take(key, payload)
-            events.append(NewEvent(kind="score", payload=payload, key=key))
-        if events and self._run is not None:
-            self._run.append_many(events)
+            for one in scored
+            if one.key not in self._known
+        }
+        if self._run is not None:
+            self._run.append_many(
+                [NewEvent(kind="score", payload=new, key=key) for key, new in news.items()]
+            )
+        for key, new in news.items():
+            self._take(key, new)
 
-    def _take(self, key: str, payload: Any) -> None:
-        self._known[key] = tuple(payload["logprobs"])
+    def _take(self, key: str, payload: Mapping[str, Any]) -> None:
+        logprobs = payload["logprobs"]
+        self._known[key] = None if logprobs is None else tuple(logprobs)
+        if logprobs is None:
+            self.errors[key] = payload["error"]
         self.requests[payload["part"]] += 1
         self.tokens[payload["part"]] += payload["num_tokens"]
         self.computed[payload["part"]] += payload["num_computed"]
@@ -92,8 +128,8 @@ class Reader(Protocol):
 
     naive_tokens: int
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read]:
-        """The reads, in order."""
+    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+        """The reads, in order; None for a context that the engine cannot answer."""
         ...
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
@@ -101,7 +137,7 @@ class Reader(Protocol):
         ...
 
     def known(self, context: Context) -> Read | None:
-        """A read that costs nothing any more."""
+        """A read that costs nothing any more; None for what is not known, or failed."""
         ...
 
 
@@ -124,13 +160,15 @@ class PlainReader:
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         del contexts
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read]:
-        reads = []
+    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+        reads: list[Read | None] = []
         for labels, target in contexts:
             request = _request(self._prompts, self._order, self._model, (labels, target))
             self.naive_tokens += len(request.tokens)
-            scores = await self._sampler.score([request])
-            reads.extend(_check(scores, [request]))
+            [answer] = await _ask(self._sampler, [request])
+            if isinstance(answer, Exception):
+                raise answer
+            reads.append(answer)
         return reads
 
 
@@ -163,7 +201,7 @@ class SharedReader:
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         await self._fetch({self._key(context): context for context in contexts})
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read]:
+    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
         """Each context's read, in order; none is ever asked for twice."""
         keys = [self._key(context) for context in contexts]
         for labels, target in contexts:
@@ -171,12 +209,11 @@ class SharedReader:
                 labels, target, order=self._order.of(target)
             )
         await self._fetch(dict(zip(keys, contexts, strict=True)))
-        reads = [self._store.find(key) for key in keys]
-        assert all(read is not None for read in reads)
-        return [read for read in reads if read is not None]
+        assert all(key in self._store for key in keys)
+        return [self._store.find(key) for key in keys]
 
     async def _fetch(self, contexts: dict[str, Context]) -> None:
-        missing = {key: c for key, c in contexts.items() if self._store.find(key) is None}
+        missing = {key: c for key, c in contexts.items() if key not in self._store}
         waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
         own = [key for key in missing if key not in self._in_flight]
         own.sort(key=lambda key: self._place[missing[key][1]])
@@ -202,9 +239,8 @@ class SharedReader:
                     for context in block.values()
                 ]
                 plans = [self._store.plan(request) for request in requests]
-                reads = _check(await self._sampler.score(requests), requests)
-            sizes = [len(request.tokens) for request in requests]
-            self._store.add(list(zip(block, reads, sizes, plans, strict=True)))
+                answers = await self._answer(requests)
+            self._store.add(map(_scored, block, answers, requests, plans))
             done.set_result(None)
         except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)
@@ -213,6 +249,28 @@ class SharedReader:
         finally:
             for key in block:
                 del self._in_flight[key]
+
+    async def _answer(self, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
+        """An answer to each. What fails is asked for by itself, twice, while the engine lives."""
+        answers = await _ask(self._sampler, requests)
+        for _ in range(2):
+            failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+            alone = await asyncio.gather(*(_ask(self._sampler, [requests[i]]) for i in failed))
+            for i, [answer] in zip(failed, alone, strict=True):
+                answers[i] = answer
+            if any(isinstance(answer, Exception) for answer in answers):
+                await self._require_live_engine()
+        return answers
+
+    async def _require_live_engine(self) -> None:
+        """Raise unless one of the shortest contexts there are is answered: an item by itself."""
+        blank = (UNLABELLED,) * len(self._prompts.items)
+        for item in range(min(NUM_PROBES, len(blank))):
+            request = _request(self._prompts, self._order, self._model, (blank, item))
+            [answer] = await _ask(self._sampler, [request])
+            if not isinstance(answer, Exception):
+                return
+        raise answer
 
     def _key(self, context: Context) -> str:
         labels, target = context
@@ -227,16 +285,35 @@ def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) 
     return ScoreRequest(model=model, tokens=tokens, start=len(tokens), labels=prompts.label_tokens)
 
 
-def _check(scores: Sequence[Score], requests: Sequence[ScoreRequest]) -> list[Read]:
-    """One finite number per label and request, or an error: none is ever made up."""
+async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
+    """One answer per request: finite numbers for all labels, or why there are none."""
+    try:
+        scores = await sampler.score(requests)
+    except (EngineError, FleetError) as error:
+        return [error] * len(requests)
     if len(scores) != len(requests):
-        raise EngineError(f"{len(requests)} contexts were asked for and {len(scores)} answered.")
-    for score, request in zip(scores, requests, strict=True):
-        found = score.label_logprobs
-        if len(found) != len(request.labels) or not all(map(math.isfinite, found)):
-            raise EngineError(
-                f"{request.model.served_name} gave the label log-probabilities {list(found)} for "
-                f"{len(request.labels)} labels: all must be there and finite. A server needs "
-                "log-probabilities of given tokens."
-            )
-    return [score.label_logprobs for score in scores]
+        sentence = f"{len(requests)} contexts were asked for and {len(scores)} answered."
+        return [EngineError(sentence)] * len(requests)
+    return [_read(score, request) for score, request in zip(scores, requests, strict=True)]
+
+
+def _read(score: Score, request: ScoreRequest) -> Read | Failure:
+    found = score.label_logprobs
+    if len(found) == len(request.labels) and all(map(math.isfinite, found)):
+        return found
+    return EngineError(
+        f"{request.model.served_name} gave the label log-probabilities {list(found)} for "
+        f"{len(request.labels)} labels: all must be there and finite. A server needs "
+        "log-probabilities of given tokens."
+    )
+
+
+def _scored(key: str, answer: Read | Failure, request: ScoreRequest, num_computed: int) -> Scored:
+    is_failure = isinstance(answer, Exception)
+    return Scored(
+        key=key,
+        read=None if isinstance(answer, Exception) else answer,
+        error=str(answer) if is_failure else "",
+        num_tokens=len(request.tokens),
+        num_computed=num_computed,
+    )

@@ -122,9 +122,17 @@ def build_constraints(
     """The constraints of one batch."""
     found = [c for config in configs for c in _build(config, items=items, labels=labels)]
     try:
-        return Constraints(found, num_items=len(items), num_labels=len(labels))
+        constraints = Constraints(found, num_items=len(items), num_labels=len(labels))
     except ValueError as error:
         raise TaskError(str(error)) from None
+    for tied in constraints.contradictions:
+        names = ", ".join(items[member].id for member in tied[:4])
+        more = f" and {len(tied) - 4} more" if len(tied) > 4 else ""
+        raise TaskError(
+            f"The constraints of the items {names}{more} contradict one another: no labels keep "
+            "them all. Mend or drop these items, or drop a constraint."
+        )
+    return constraints
 
 
 def _build(

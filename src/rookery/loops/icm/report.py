@@ -1,51 +1,24 @@
 """The report of a labelling: the result beside its siblings, what it cost, and its verdict."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import ChainResult, Problem
 from rookery.loops.icm.exports import LabelRecord
-from rookery.loops.icm.items import Item
 from rookery.loops.icm.objective import Read, predict
-from rookery.loops.icm.reader import Reader
 from rookery.loops.icm.siblings import Siblings, SiblingsConfig
-from rookery.loops.icm.verdict import Agreement, Evidence, agree, judge
+from rookery.loops.icm.transfer import transfer
+from rookery.loops.icm.verdict import Agreement, Crowd, Evidence, agree, judge
 from rookery.search.annealing import AnnealingConfig
-from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items
 
-__all__ = ["Batch", "label_records", "make_report"]
+__all__ = ["label_records", "make_report"]
 
 LISTED_STEPS = 2000
 """Decisions of one chain that the report holds; beyond that every second, third, ... one."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """One batch of items and what its chains found."""
-
-    index: int
-    items: tuple[Item, ...]
-    problem: Problem
-    seed: int
-    provenance: Mapping[str, Any]
-    tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
-    results: list[ChainResult] = field(default_factory=list)
-
-    @property
-    def reader(self) -> Reader:
-        return self.problem.reader
-
-    @property
-    def chain(self) -> int:
-        """The best one, the first of equals."""
-        return max(range(len(self.results)), key=lambda c: self.results[c].rank)
-
-    @property
-    def best(self) -> ChainResult:
-        return self.results[self.chain]
 
 
 @dataclass(slots=True)
@@ -68,15 +41,23 @@ async def make_report(
     siblings: SiblingsConfig,
     search: AnnealingConfig,
     gold: Mapping[str, int],
+    errors: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Everything the report says of the labels, as values for JSON."""
+    """Everything the report says of the labels, as values for JSON.
+
+    `errors` holds what the engine could not answer, and is read when all else was asked.
+    """
     truth = [_gold_of(batch, gold) for batch in batches]
     rows = await _rows(batches, siblings, search, truth)
     tied = _offset([batch.problem.constraints.components for batch in batches], batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)
     gold_row = agree(ours, whole, tied=tied)
-    verdict, warnings = judge(_evidence(batches, rows, labels, gold_row))
+    golden = None if not gold else await _gold_summary(batches, truth, gold_row)
+    transfers = await _transfers(batches)
+    evidence = _evidence(batches, rows, labels, gold_row)
+    failed = [errors[key] for key in sorted(errors)]
+    verdict, warnings = judge(replace(evidence, transfers=transfers, errors=failed))
     return {
         "labels": list(labels),
         "num_items": sum(len(batch.items) for batch in batches),
@@ -89,7 +70,9 @@ async def make_report(
         "num_violated": sum(batch.best.assessment.num_violated for batch in batches),
         "mass": _mean([batch.best.assessment.mass for batch in batches]),
         "balance": _balance([batch.best.labels for batch in batches], labels),
-        "gold": None if not gold else await _gold_summary(batches, truth, gold_row),
+        "gold": golden,
+        "transfers": [{"batch": batch, **_agreement(own)} for batch, own in transfers.items()],
+        "num_unanswered": len(errors),
         "rows": [_row(row, ours, whole, labels, tied) for row in rows],
         "chains": [
             _chain(batch, chain, result, labels)
@@ -130,7 +113,7 @@ async def _utility(problem: Problem, labels: Labels) -> float | None:
     if UNLABELLED in labels:
         return None
     [assessment] = await problem.assess([labels])
-    return assessment.utility
+    return None if assessment is None else assessment.utility
 
 
 async def _label_batch(
@@ -158,6 +141,8 @@ def _evidence(
     labels = tuple(label for batch in batches for label in batch.best.labels)
     return Evidence(
         labels=labels,
+        crowds=[_crowd(batch) for batch in batches],
+        transfers={},
         names=names,
         num_frustrated=sum(len(batch.best.assessment.frustrated) for batch in batches),
         num_violated=sum(batch.best.assessment.num_violated for batch in batches),
@@ -165,6 +150,39 @@ def _evidence(
         gold=gold,
         rivals=[rival for b in range(len(batches)) for rival in _rivals(batches[b], rows, b)],
     )
+
+
+def _crowd(batch: Batch) -> Crowd:
+    """The label that most of what could be otherwise is; of one item alone it says nothing."""
+    labels, constraints = batch.best.labels, batch.problem.constraints
+    num_labelled = len(labelled_items(labels))
+
+    def share(label: int) -> float:
+        given = constraints.fewest(labels, label)
+        free = num_labelled - given
+        return (labels.count(label) - given) / free if num_labelled > 1 and free else 0.0
+
+    label = max(range(batch.problem.num_labels), key=share)
+    return Crowd(
+        batch=batch.index,
+        label=label,
+        num_items=labels.count(label),
+        num_labelled=num_labelled,
+        share=share(label),
+    )
+
+
+async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
+    """By batch, how its labels agree with those that the first batch's predict."""
+    found = {}
+    for batch in batches[1:]:
+        expected = _joined([await transfer(batches[0], batch)])
+        agreement = agree(
+            _joined([batch.best.labels]), expected, tied=batch.problem.constraints.components
+        )
+        if agreement is not None:
+            found[batch.index] = agreement
+    return found
 
 
 def _rivals(batch: Batch, rows: Sequence[_Row], place: int) -> list[tuple[float, float]]:
@@ -191,7 +209,8 @@ async def _gold_summary(
         if len(known) == len(batch.items):
             labels = tuple(known[item] for item in range(len(batch.items)))
             [assessment] = await batch.problem.assess([labels])
-            utilities.append(assessment.utility)
+            if assessment is not None:
+                utilities.append(assessment.utility)
     complete = len(utilities) == len(batches)
     return {**_agreement(found), "utility": _mean(utilities) if complete else None}
 

@@ -19,7 +19,7 @@ from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
 from rookery.search.streams import shuffled, stream, stream_seed
 
-__all__ = ["Siblings", "SiblingsConfig", "invert"]
+__all__ = ["Siblings", "SiblingsConfig", "calibrated", "invert", "most_likely", "surest"]
 
 
 class SiblingsConfig(Config):
@@ -76,23 +76,20 @@ class Siblings:
         start = invert(start, num_labels=self._problem.num_labels)
         if not labelled_items(start) or self._problem.constraints.num_violated(start):
             return None
+        if (await self._problem.assess([start]))[0] is None:
+            return None
         seed = stream_seed(self._seed, "inverted")
         return await Chain(self._problem, config=config, seed=seed).run(start)
 
-    async def _read(self, shots: Labels) -> list[Read]:
+    async def _read(self, shots: Labels) -> list[Read | None]:
         """All items behind the same demonstrations, each without itself."""
         contexts = [(shots, item) for item in range(self._problem.num_items)]
-        reads = [normalised(read) for read in await self._problem.reader.read(contexts)]
-        if not self._problem.objective.calibrate:
-            return reads
-        means = [sum(column) / len(reads) for column in zip(*reads, strict=True)]
-        return [
-            normalised(tuple(v - mean for v, mean in zip(read, means, strict=True)))
-            for read in reads
-        ]
+        found = await self._problem.reader.read(contexts)
+        reads = [None if read is None else normalised(read) for read in found]
+        return calibrated(reads) if self._problem.objective.calibrate else reads
 
-    def _answer(self, reads: Sequence[Read]) -> Labels:
-        return tuple(argmax_label(read) for read in reads)
+    def _answer(self, reads: Sequence[Read | None]) -> Labels:
+        return tuple(UNLABELLED if read is None else argmax_label(read) for read in reads)
 
     def _random_shots(self) -> Labels:
         return start_labels(
@@ -103,26 +100,50 @@ class Siblings:
             seed=stream_seed(self._seed, "shots"),
         )
 
-    def _consistent(self, reads: Sequence[Read]) -> tuple[Labels, Labels]:
+    def _consistent(self, reads: Sequence[Read | None]) -> tuple[Labels, Labels]:
         """The likeliest consistent labels, and the surest of each label as demonstrations."""
         labels = most_likely(reads, self._problem.constraints)
-        per_label = -(-self._config.num_shots // self._problem.num_labels)
-        shots = self._blank
-        for label in range(self._problem.num_labels):
-            own = [item for item, found in enumerate(labels) if found == label]
-            own.sort(key=lambda item: -reads[item][labels[item]])
-            for item in own[:per_label]:
-                shots = relabel(shots, item, label)
-        return labels, shots
+        sure = {i: read[labels[i]] for i, read in enumerate(reads) if read is not None}
+        number = -(-self._config.num_shots // self._problem.num_labels)
+        return labels, surest(labels, sure, num_each=number)
 
 
-def most_likely(reads: Sequence[Read], constraints: Constraints) -> Labels:
-    """Component by component, the consistent labels of the highest total log-probability."""
-    labels: Labels = tuple(argmax_label(read) for read in reads)
-    for component in constraints.components:
-        options = list(constraints.consistent(labels, item=component[0]))
-        if options:
-            labels = max(options, key=lambda o: sum(reads[m][o[m]] for m in component))
+def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Labels:
+    """Of each label the items that are surest of it, and no other labels."""
+    shots: Labels = (UNLABELLED,) * len(labels)
+    for label in sorted({*labels} - {UNLABELLED}):
+        own = [item for item in labelled_items(labels) if labels[item] == label]
+        for item in sorted(own, key=lambda item: -sure[item])[:num_each]:
+            shots = relabel(shots, item, label)
+    return shots
+
+
+def calibrated(reads: Sequence[Read | None]) -> list[Read | None]:
+    """Normalised reads without what the model says of every item alike."""
+    found = [read for read in reads if read is not None]
+    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+
+    def centred(read: Read) -> Read:
+        return normalised(tuple(v - mean for v, mean in zip(read, means, strict=True)))
+
+    return [None if read is None else centred(read) for read in reads]
+
+
+def most_likely(reads: Sequence[Read | None], constraints: Constraints) -> Labels:
+    """Of the items that are tied together, the consistent labels of the highest log-probability.
+
+    An item without a read has no label.
+    """
+    known = {item: read for item, read in enumerate(reads) if read is not None}
+    labels = tuple(argmax_label(known[i]) if i in known else UNLABELLED for i in range(len(reads)))
+    seen: set[int] = set()
+    for item in known:
+        if item not in seen:
+            tied = constraints.tied(labels, item)
+            seen.update(tied)
+            options = list(constraints.consistent(labels, item=item))
+            if options:
+                labels = max(options, key=lambda o: sum(known[m][o[m]] for m in tied))
     return labels
 
 

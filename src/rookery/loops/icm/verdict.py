@@ -1,8 +1,9 @@
 """What the labels are worth, said without flattery: one verdict and the sentences behind it.
 
 partial      some items have no label
-collapsed    all items have the same label
+collapsed    nearly all items of a batch have the same label, and no constraint asks for it
 inconsistent constraints are broken
+opposite     labels of one batch predict the opposite of those of another
 inverse      true labels were given and the labels are their opposite
 chance       true labels were given and the labels agree with them no better than chance
 ambiguous    other consistent labels have as high a utility
@@ -19,12 +20,13 @@ from typing import Literal
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.statistics import Interval, wilson
 
-__all__ = ["Agreement", "Evidence", "Verdict", "agree", "judge"]
+__all__ = ["Agreement", "Crowd", "Evidence", "Verdict", "agree", "judge"]
 
 Verdict = Literal[
     "partial",
     "collapsed",
     "inconsistent",
+    "opposite",
     "inverse",
     "chance",
     "ambiguous",
@@ -34,6 +36,9 @@ Verdict = Literal[
 
 LOW_MASS = 0.5
 """Below this the model mostly expects something else than a label."""
+
+CROWDED = 0.95
+"""From this share of one label on, the others are too few to be a concept."""
 
 MANY_FRUSTRATED = 0.25
 """Above this share of frustrated items the labels predict one another hardly better than a coin."""
@@ -52,8 +57,26 @@ class Agreement:
         return self.interval.low <= self.chance <= self.interval.high
 
     @property
+    def is_below_chance(self) -> bool:
+        """Also where there are too few items to be sure; not for a difference in the last bits."""
+        return self.interval.estimate < self.chance - 1e-9
+
+    @property
     def is_inverse(self) -> bool:
         return self.interval.high < self.chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """The label that most items of one batch carry."""
+
+    batch: int
+    label: int
+    num_items: int
+    """Those that carry it."""
+    num_labelled: int
+    share: float
+    """Of the labels that no constraint gives away, those that are this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +84,10 @@ class Evidence:
     """Everything a verdict rests on."""
 
     labels: Labels
+    crowds: Sequence[Crowd]
+    """One for each batch."""
+    transfers: Mapping[int, Agreement]
+    """Of each batch but the first: its labels with those that the first one's predict."""
     names: Sequence[str]
     num_frustrated: int
     num_violated: int
@@ -69,6 +96,8 @@ class Evidence:
     rivals: Sequence[tuple[float, float]]
     """(utility lost against the result, share of labels in common) of complete and consistent
     labellings that other starts ended with or that need no search."""
+    errors: Sequence[str] = ()
+    """Of the contexts that the engine could not answer."""
 
 
 def agree(
@@ -83,7 +112,8 @@ def agree(
     if not both:
         return None
     share = sum(labels[i] == others[i] for i in both) / len(both)
-    num_free = sum(any(i in set(both) for i in own) for own in tied)
+    known = set(both)
+    num_free = sum(not known.isdisjoint(own) for own in tied)
     ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
     chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
     # Half a success is rounded towards chance.
@@ -104,6 +134,7 @@ def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
     """The verdict, and a warning for everything that speaks against the labels."""
     found: dict[Verdict, str] = {}
     _judge_form(evidence, found)
+    _judge_transfers(evidence, found)
     _judge_gold(evidence, found)
     _judge_rivals(evidence, found)
     warnings = list(found.values())
@@ -111,6 +142,17 @@ def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
         warnings.append(
             f"The model gives the labels {evidence.mass:.0%} of its probability: it expects "
             "something else there. Check the prompt and the labels."
+        )
+    for batch, agreement in evidence.transfers.items():
+        if "opposite" not in found and agreement.is_chance:
+            warnings.append(
+                f"Labels of batch 0 hardly predict those of batch {batch}: {_words(agreement)}. "
+                "They may be of another concept."
+            )
+    if evidence.errors:
+        warnings.append(
+            f"The engine could not answer {len(evidence.errors)} contexts, and labels that need "
+            f"them were not tried. The first says: {evidence.errors[0]}"
         )
     return next(iter(found), "coherent"), warnings
 
@@ -123,14 +165,42 @@ def _judge_form(evidence: Evidence, found: dict[Verdict, str]) -> None:
             f"Only {num_labelled} of {num_items} items are labelled: adding the others made the "
             "labels predict one another worse, or the iterations were used up. This is no success."
         )
-    held = Counter(label for label in evidence.labels if label != UNLABELLED)
-    if len(held) == 1 and num_labelled > 1:
+    crowded = [crowd for crowd in evidence.crowds if crowd.share >= CROWDED]
+    if crowded:
         found["collapsed"] = (
-            f"All labels are {evidence.names[next(iter(held))]}. One label for everything predicts "
-            "itself best: declare constraints between items, or set objective.calibrate."
+            f"{'; '.join(_crowd_words(crowd, evidence) for crowd in crowded)}. One label for "
+            "everything predicts itself best: declare constraints between items, or set "
+            "objective.calibrate. If the items really are so uneven, check some by hand."
         )
     if evidence.num_violated:
         found["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
+
+
+def _crowd_words(crowd: Crowd, evidence: Evidence) -> str:
+    name = evidence.names[crowd.label]
+    where = f" of batch {crowd.batch}" if len(evidence.crowds) > 1 else ""
+    if crowd.num_items == crowd.num_labelled:
+        return f"All labels{where} are {name}"
+    return f"{crowd.num_items} of {crowd.num_labelled} labels{where} are {name}"
+
+
+def _judge_transfers(evidence: Evidence, found: dict[Verdict, str]) -> None:
+    against = {batch: own for batch, own in evidence.transfers.items() if own.is_below_chance}
+    if against:
+        words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
+        found["opposite"] = (
+            f"Batches have opposite labels. Behind labels of batch 0 the model expects others than "
+            f"there are ({words}). Label all items in one batch, or turn the labels of these "
+            "batches around."
+        )
+
+
+def _words(agreement: Agreement) -> str:
+    interval = agreement.interval
+    return (
+        f"{interval.estimate:.0%} of {agreement.num_items} labels are as expected, 95 % interval "
+        f"{interval.low:.0%} to {interval.high:.0%}, chance {agreement.chance:.0%}"
+    )
 
 
 def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:

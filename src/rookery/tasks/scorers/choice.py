@@ -15,7 +15,8 @@ __all__ = ["ChoiceConfig", "ChoiceScorer", "correct_choice"]
 
 
 class ChoiceConfig(ScorerOptions):
-    """The reference is the text of one choice, its index from 0, or its letter from A."""
+    """The reference is the text of one choice, its index from 0, or its letter from A; a text that
+    is the text of one choice and the letter of another is refused."""
 
     type: Literal["choice"] = "choice"
     normalize: Literal["sum", "mean"] = "sum"
@@ -27,7 +28,15 @@ class ChoiceConfig(ScorerOptions):
             return f"choice needs at least two choices, got {len(task.choices)}"
         if len(set(task.choices)) < len(task.choices):
             return f"choice needs choices that differ, got {list(task.choices)}"
-        if correct_choice(task) is None:
+        named = _named_choices(task)
+        if len(named) > 1:
+            return (
+                f"choice got the reference {task.reference!r}, which is the text of choice "
+                f"{named[0]} and the letter of choice {named[1]} of {list(task.choices)}: write "
+                f"its index from 0 as a number ({named[0]} or {named[1]}), or give the choices "
+                'with their letters, {"A": ..., "B": ...}, and the letter'
+            )
+        if not named:
             return (
                 f"choice got the reference {task.reference!r}, which is none of {len(task.choices)}"
                 f" choices {list(task.choices)}: write the text of one, its index from 0 as a "
@@ -45,6 +54,9 @@ class ChoiceScorer:
         self._config = config
         self.normalize: Literal["sum", "mean"] = config.normalize
 
+    def read(self, completion: Completion) -> str | None:
+        return completion.text
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         if completion.text not in task.choices:
@@ -56,21 +68,29 @@ class ChoiceScorer:
 
 
 def correct_choice(task: Task) -> str | None:
-    """The text of the right choice, or None when the reference names none.
+    """The text of the right choice, or None when the reference names none, or two.
 
-    Text wins over letter: of the choices ("B", "A") the reference "A" is the second. A string of
+    The reference is a number, the index from 0; or a text, the text of a choice or a letter from
+    A. A text that is both, of two choices, is ambiguous: "B" of ("O", "A", "B", "AB"). A string of
     digits is text only, since some datasets count from 0 and some from 1.
     """
+    named = _named_choices(task)
+    return task.choices[named[0]] if len(named) == 1 else None
+
+
+def _named_choices(task: Task) -> list[int]:
+    """Places of the choices that the reference can mean: by its text first, then by its letter."""
     reference, choices = task.reference, task.choices
     if isinstance(reference, bool):
-        return next((c for c in choices if c.casefold() == str(reference).casefold()), None)
+        word = str(reference).casefold()
+        return [i for i, choice in enumerate(choices) if choice.casefold() == word][:1]
     if isinstance(reference, int):
-        return choices[reference] if 0 <= reference < len(choices) else None
+        return [reference] if 0 <= reference < len(choices) else []
     if not isinstance(reference, str):
-        return None
-    for same in (str.__str__, str.strip):
-        found = next((c for c in choices if same(c) == same(reference)), None)
-        if found is not None:
-            return found
-    letter = string.ascii_uppercase.find(reference.strip()) if len(reference.strip()) == 1 else -1
-    return choices[letter] if 0 <= letter < len(choices) else None
+        return []
+    word = reference.strip()
+    named = [i for i, choice in enumerate(choices) if choice == reference]
+    named = named or [i for i, choice in enumerate(choices) if choice.strip() == word]
+    letter = string.ascii_uppercase.find(word) if len(word) == 1 else -1
+    by_letter = [letter] if 0 <= letter < len(choices) else []
+    return list(dict.fromkeys(named[:1] + by_letter))

@@ -46,6 +46,9 @@ class ExactScorer:
     def __init__(self, config: ExactConfig) -> None:
         self._config = config
 
+    def read(self, completion: Completion) -> str | None:
+        return normalize_text(completion.text, config=self._config) or None
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         given = normalize_text(completion.text, config=self._config)

@@ -64,6 +64,10 @@ class JsonSchemaScorer:
         self._config = config
         self._validator = _validator(config.json_schema)
 
+    def read(self, completion: Completion) -> str | None:
+        found = find_json(completion.text)
+        return None if found is None else json.dumps(found, sort_keys=True)
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         found = find_json(completion.text)

@@ -90,6 +90,9 @@ class JudgeScorer:
         name, _, version = config.model.rpartition("@")
         self._model = ModelRef(name=name, version=version)
 
+    def read(self, completion: Completion) -> str | None:
+        return completion.text.strip() or None
+
     async def reward(self, task: Task, completion: Completion) -> float:
         request = SampleRequest(
             model=self._model,

@@ -7,6 +7,7 @@ one long multiplication. The process is started at the first reward and killed w
 
 import asyncio
 import json
+import re
 import select
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.errors import TaskError
+from rookery.tasks.scorers.numeric import find_answer
 from rookery.tasks.scorers.options import ScorerOptions, reference_texts, require_judgeable
 from rookery.types import Completion, Task
 
 __all__ = ["MathConfig", "MathScorer"]
+
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 START_LIMIT_S = 120.0
 """Importing sympy takes a second on an idle machine; this only ends a start that hangs."""
@@ -56,6 +60,14 @@ class MathScorer:
         self._worker = _Worker()
         # One thread: it waits for the process, and the next check waits for it.
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-scorer")
+
+    def read(self, completion: Completion) -> str | None:
+        """The last boxed formula, else the last number, as it is written: 1/2 and 0.5 are two."""
+        boxed = _BOXED.findall(completion.text)
+        if boxed:
+            return "".join(boxed[-1].split()) or None
+        number = find_answer(completion.text)
+        return completion.text.strip() or None if number is None else str(number)
 
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)

@@ -73,6 +73,10 @@ class NumericScorer:
     def __init__(self, config: NumericConfig) -> None:
         self._config = config
 
+    def read(self, completion: Completion) -> str | None:
+        given = find_answer(completion.text)
+        return None if given is None else str(given)
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         given = find_answer(completion.text)

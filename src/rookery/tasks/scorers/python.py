@@ -63,6 +63,9 @@ class PythonScorer:
         self._is_async = inspect.iscoroutinefunction(self._function)
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="python-scorer")
 
+    def read(self, completion: Completion) -> str | None:
+        return completion.text.strip() or None
+
     async def reward(self, task: Task, completion: Completion) -> float:
         with boundary(TaskError, f"Task {task.id}: the scorer {self._name} failed"):
             if self._is_async:

@@ -7,6 +7,7 @@ The pattern is searched with Python's `re`, which has no time limit: nested repe
 """
 
 import re
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -58,12 +59,19 @@ class RegexScorer:
         self._config = config
         self._pattern = re.compile(config.pattern)
 
+    def read(self, completion: Completion) -> str | None:
+        found = [match.group(self._config.group or 0) for match in self._matches(completion)]
+        return found[-1].strip() if found and found[-1] is not None else None
+
+    def _matches(self, completion: Completion) -> Iterator[re.Match[str]]:
+        return self._pattern.finditer(completion.text)
+
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
         group = self._config.group
         if group is None:
             return float(self._pattern.search(completion.text) is not None)
-        captured = [match.group(group) for match in self._pattern.finditer(completion.text)]
+        captured = [match.group(group) for match in self._matches(completion)]
         if not captured or captured[-1] is None:
             return 0.0
         wanted = {text.strip() for text in reference_texts(task.reference)}

@@ -11,15 +11,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rookery.loops.genome.stages.cmaes import CmaesStage, run_cmaes
+from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.es import EsStage, run_es
 from rookery.loops.genome.stages.ga import GaStage, run_ga
-from rookery.loops.genome.stages.scene import Scene
 
-__all__ = ["STAGES", "CmaesStage", "EsStage", "GaStage", "Scene", "StageConfig"]
+__all__ = ["STAGES", "CmaesStage", "EsStage", "GaStage", "StageConfig", "StageContext"]
 
 StageConfig = Annotated[GaStage | EsStage | CmaesStage, Field(discriminator="type")]
 
-STAGES: Mapping[str, Callable[[Any, Scene], Awaitable[None]]] = {
+STAGES: Mapping[str, Callable[[Any, StageContext], Awaitable[list[str]]]] = {
     "cmaes": run_cmaes,
     "es": run_es,
     "ga": run_ga,

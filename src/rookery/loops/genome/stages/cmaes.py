@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import ConfigError
-from rookery.loops.genome.stages.scene import Scene
+from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, CmaesState
 from rookery.search.streams import stream_seed
@@ -29,24 +29,25 @@ class CmaesStage(CmaesConfig, Config):
         return self.generations * (self.population or 10)
 
 
-async def run_cmaes(config: CmaesStage, scene: Scene) -> None:
-    """Search the coefficients of the founders."""
-    founders = scene.nursery.founders
+async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
+    """Search the coefficients of the founders; the last generation is the population."""
+    founders = context.nursery.founders
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
     start = min(plain.high or 1.0, max(plain.low or 0.0, 1.0 / len(founders)))
     state = CmaesState(
         config=plain,
-        seed=stream_seed(scene.seed, "cmaes", scene.index),
+        seed=stream_seed(context.seed, "cmaes", context.index),
         start=(start,) * len(founders),
     )
     search = Cmaes(state)
+    population: list[str] = []
     for _ in range(config.generations):
-        generation = len(scene.journal.generations)
+        generation = len(context.log.generations)
         plans = [
             ChildPlan(
-                id=f"{scene.prefix}m{generation:03d}-p{index:02d}",
+                id=f"{context.prefix}m{generation:03d}-p{index:02d}",
                 generation=generation,
                 merge="sum",
                 parents=founders,
@@ -57,9 +58,11 @@ async def run_cmaes(config: CmaesStage, scene: Scene) -> None:
             )
             for index, point in enumerate(search.ask())
         ]
-        best = scene.best()
-        fitness = await scene.measure(
+        best = context.best()
+        fitness = await context.measure(
             plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="cmaes"
         )
         search.tell([fitness[plan.id] for plan in plans])
-        scene.nursery.keep([best] if best else [])
+        population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
+        context.nursery.keep([best] if best else [])
+    return population

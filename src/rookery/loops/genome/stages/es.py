@@ -16,7 +16,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import TaskError
 from rookery.loops.genome.nursery import Drift
-from rookery.loops.genome.stages.scene import Scene
+from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
 from rookery.search.es import Es, EsConfig
 from rookery.search.streams import stream_seed
@@ -38,38 +38,39 @@ class EsStage(EsConfig, Config):
         return self.steps * (2 * self.num_pairs + 1) + 1
 
 
-async def run_es(config: EsStage, scene: Scene) -> None:
-    """Climb from the best candidate."""
-    start = scene.best()
+async def run_es(config: EsStage, context: StageContext) -> list[str]:
+    """Climb from the best candidate; the last centre is the population."""
+    start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
-    scale = _spread(scene.nursery.adapter(start))
+    scale = _spread(context.nursery.adapter(start))
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
-    es = Es(config=plain, seed=stream_seed(scene.seed, "es", scene.index))
-    centre = _drift(scene, "e000-centre", start, terms=(), is_chained=False)
+    es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
+    centre = _drift(context, "e000-centre", start, terms=(), is_chained=False)
     for _ in range(config.steps):
         trials = strategy.ask(es)
         recipes = [
             _drift(
-                scene,
+                context,
                 trial.id,
                 centre.id,
                 terms=[(trial.seed, trial.sign * plain.sigma * scale)],
             )
             for trial in trials
         ]
-        fitness = await scene.measure(
+        fitness = await context.measure(
             [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
         )
-        scene.nursery.keep([start, centre.id])
-        es = strategy.tell(es, {trial.id: fitness[scene.prefix + trial.id] for trial in trials})
+        context.nursery.keep([start, centre.id])
+        es = strategy.tell(es, {trial.id: fitness[context.prefix + trial.id] for trial in trials})
         terms = [(term.seed, term.weight * scale) for term in es.updates[-1]]
-        centre = _drift(scene, f"e{es.generation:03d}-centre", centre.id, terms=terms)
-    await scene.measure([centre], rivals=[start], keep=2, stage="es")
+        centre = _drift(context, f"e{es.generation:03d}-centre", centre.id, terms=terms)
+    last = await context.measure([centre], rivals=[start], keep=2, stage="es")
+    return [start] if last[centre.id].is_failed else [centre.id]
 
 
 def _drift(
-    scene: Scene,
+    context: StageContext,
     name: str,
     parent: str,
     *,
@@ -78,8 +79,8 @@ def _drift(
 ) -> Drift:
     """The parent plus the terms, each a seed and how much of its noise."""
     return Drift(
-        id=scene.prefix + name,
-        generation=len(scene.journal.generations),
+        id=context.prefix + name,
+        generation=len(context.log.generations),
         parent=parent,
         seeds=tuple(seed for seed, _ in terms),
         amounts=tuple(amount for _, amount in terms),

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.genome.stages.scene import Scene
+from rookery.loops.genome.stages.context import StageContext
 from rookery.search import archive as grid
 from rookery.search import islands as ring
 from rookery.search import population as ga
@@ -51,7 +51,7 @@ class GaStage(Config):
     archive: ArchiveConfig | None = None
     """Quality-diversity: the best of every cell; features are named after tasksets."""
     archive_parents: int = Field(default=2, ge=0)
-    """How many of the archive join the population each generation."""
+    """How many of the archive are parents each generation, of a child each, beside the members."""
 
     @property
     def num_candidates(self) -> int:
@@ -72,16 +72,16 @@ class GaStage(Config):
         return {o.name for o in operators if isinstance(o, MutationConfig)}
 
 
-async def run_ga(config: GaStage, scene: Scene) -> None:
-    """Evolve from everything measured so far."""
+async def run_ga(config: GaStage, context: StageContext) -> list[str]:
+    """Evolve from everything measured so far; the members of all islands at the end."""
     settings = config.population
-    populations = _settle(config, scene)
+    populations = _settle(config, context)
     archive = Archive(config=config.archive) if config.archive is not None else None
     for generation in range(1, config.generations + 1):
         if _is_stale(populations, config.patience):
-            return
-        plans = [ga.ask(p, config=settings, seed=scene.seed) for p in populations]
-        fitness = await scene.measure(
+            break
+        plans = [ga.ask(p, config=settings, seed=context.seed) for p in populations]
+        fitness = await context.measure(
             [plan for island in plans for plan in island],
             rivals=dict.fromkeys(m.id for p in populations for m in p.members),
             keep=settings.size * len(populations),
@@ -89,26 +89,27 @@ async def run_ga(config: GaStage, scene: Scene) -> None:
         )
         populations = [
             ga.tell(p, {plan.id: fitness[plan.id] for plan in island}, config=settings,
-                    seed=scene.seed)
+                    seed=context.seed)
             for p, island in zip(populations, plans, strict=True)
         ]  # fmt: skip
         populations = _migrate(populations, config, generation)
         if archive is not None:
-            archive = _archive(archive, list(fitness), scene)
-            populations = _recall(archive, populations, config, scene, generation)
-        scene.nursery.keep(id for p in populations for id in ga.references(p))
+            archive = _archive(archive, list(fitness), context)
+            populations = _recall(archive, populations, config, context, generation)
+        context.nursery.keep(id for p in populations for id in ga.references(p))
+    return [m.id for p in populations for m in p.members if not m.fitness.is_failed]
 
 
-def _settle(config: GaStage, scene: Scene) -> list[Population]:
+def _settle(config: GaStage, context: StageContext) -> list[Population]:
     """One population per island, the candidates so far dealt out in turn."""
-    fitness = scene.fitness()
+    fitness = context.fitness()
     islands = ring.settle(list(fitness), config=config.islands)
     return [
         ga.found(
             {id: fitness[id] for id in members},
             config=config.population,
-            seed=scene.seed,
-            island=scene.prefix + (f"i{k}-" if config.islands.num_islands > 1 else ""),
+            seed=context.seed,
+            island=context.prefix + (f"i{k}-" if config.islands.num_islands > 1 else ""),
         )
         for k, members in enumerate(islands.members)
     ]
@@ -133,11 +134,11 @@ def _migrate(populations: list[Population], config: GaStage, generation: int) ->
     return populations
 
 
-def _archive(archive: Archive, ids: list[str], scene: Scene) -> Archive:
+def _archive(archive: Archive, ids: list[str], context: StageContext) -> Archive:
     names = {feature.name for feature in archive.config.features}
     for id in ids:
-        measured = scene.trials.measured[id]
-        means = scene.trials.means(id)
+        measured = context.search.measured[id]
+        means = context.search.means(id)
         if names <= set(means) and measured.fitness.violation == 0:
             features = {name: means[name] for name in names}
             score = measured.fitness.score
@@ -149,23 +150,23 @@ def _recall(
     archive: Archive,
     populations: list[Population],
     config: GaStage,
-    scene: Scene,
+    context: StageContext,
     generation: int,
 ) -> list[Population]:
-    """Let some of the archive join each population as members."""
+    """Let some of the archive be parents of each population's next generation."""
     recalled = []
     for k, population in enumerate(populations):
-        rng = stream(scene.seed, "archive", k, generation)
+        rng = stream(context.seed, "archive", k, generation)
         ids = grid.sample(archive, count=config.archive_parents, rng=rng)
-        newcomers = [
+        guests = [
             Candidate(
                 id=id,
                 generation=population.generation,
-                fitness=scene.trials.measured[id].fitness,
+                fitness=context.search.measured[id].fitness,
                 sigma=config.population.children.sigma.start,
                 operator="archive",
             )
             for id in ids
         ]
-        recalled.append(ga.immigrate(population, newcomers, config=config.population))
+        recalled.append(ga.invite(population, guests))
     return recalled

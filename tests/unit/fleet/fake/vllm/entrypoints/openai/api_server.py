@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import rookery_inside.extension  # the launcher must have put both there
 import rookery_inside.token_route
 
 MODE = os.environ.get("FAKE_VLLM", "")
+KEY = os.environ.get("VLLM_API_KEY", "")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -19,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
         told = {"argv": sys.argv[1:], "pid": os.getpid(), "child": child}
         told["env"] = {k: v for k, v in os.environ.items() if "VLLM" in k or "CUDA" in k}
         content = json.dumps(told).encode()
-        self.send_response(200)
+        is_let_in = not KEY or self.headers["Authorization"] == f"Bearer {KEY}"
+        self.send_response(200 if is_let_in or not self.path.startswith("/v1") else 401)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -29,11 +32,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def use_up_failure() -> bool:
+    """Whether this start is one of those that fail: a file per port counts them."""
+    port = sys.argv[sys.argv.index("--port") + 1]
+    counter = Path(os.environ.get("FAKE_VLLM_FAILURES", "/nowhere"), port)
+    left = int(counter.read_text()) if counter.exists() else 0
+    if left:
+        counter.write_text(str(left - 1))
+    return left > 0
+
+
 child = 0
 assert rookery_inside.extension.WorkerExtension and rookery_inside.token_route.TokenRoute
 sys.stdout.write("loading the model\n")
 sys.stdout.flush()
-if MODE == "memory":
+if MODE == "memory" or use_up_failure():
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
 if MODE == "hang":
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""The rollouts of a run, so that nothing is asked twice.
+"""The rollouts of a run, so that nothing is asked twice and a failed answer stays failed.
 
 log = RolloutLog(run)                    # what the run's events hold
 rollout = log.find(key, task, model)     # None: not asked yet
@@ -16,20 +16,22 @@ __all__ = ["RolloutLog"]
 
 
 class RolloutLog:
-    """Rollouts found again by (weights, task, way of asking); durable when they have a run."""
+    """Rollouts found again by (weights, task, way of asking), the failed ones too.
+
+    With a run they are its events and stay on disk: memory does not grow with their number.
+    """
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
         self._adding = threading.Lock()
-        self._known: dict[str, Any] = {}
-        if run is not None:
-            self._known = {event.key: event.payload for event in run.events("rollout")}
+        self._memory: dict[str, Mapping[str, Any]] = {}
+        """Holds them when there is no run."""
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._memory) if self._run is None else self._run.counts().get("rollout", 0)
 
     def find(self, key: str, task: Task, model: ModelRef) -> Rollout | None:
-        payload = self._known.get(key)
+        payload = self._payload(key)
         if payload is None:
             return None
         completion = payload["completion"]
@@ -41,7 +43,7 @@ class RolloutLog:
         )
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
-        """Store a block of rollouts, all or none. Failed ones are not: they are asked again.
+        """Store a block of rollouts, all or none: a resumed run decides by what this one saw.
 
         For any number of threads: of two answers to one question the first is kept.
         """
@@ -56,13 +58,20 @@ class RolloutLog:
                     "num_tokens": num_tokens,
                 }
                 for key, model, rollout, num_tokens in rollouts
-                if not rollout.error and key not in self._known
+                if self._payload(key) is None
             }
-            if news and self._run is not None:
+            if self._run is None:
+                self._memory |= news
+            elif news:
                 self._run.append_many(
                     [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
                 )
-            self._known |= news
+
+    def _payload(self, key: str) -> Mapping[str, Any] | None:
+        if self._run is None:
+            return self._memory.get(key)
+        event = self._run.get("rollout", key)
+        return None if event is None else event.payload
 
 
 def _write_completion(completion: Completion | None) -> dict[str, object] | None:

@@ -1,0 +1,33 @@
+"""Work that runs side by side and fails with one error, not with a group of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from rookery.errors import RookeryError
+
+__all__ = ["task_group", "together"]
+
+Result = TypeVar("Result")
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup. The first error ends the others, and is raised when they ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        # An error of ours is a sentence, and tells more than what followed from it.
+        first = min(errors.exceptions, key=lambda error: not isinstance(error, RookeryError))
+    else:
+        return
+    raise first
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results, in order."""
+    async with task_group() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]

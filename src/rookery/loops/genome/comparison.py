@@ -1,0 +1,78 @@
+"""The rows of the report: what each entry earned on the same tasks, and how sure one can be.
+
+    rows = compare({"evolved": rewards, "best founder": rewards}, tasks, weights=..., seed=0)
+    rows[0]["mean"], rows[0]["gain"]["low"]
+
+Rewards are by task id. An entry that misses a task has no mean, and no difference to another.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rookery.rollout import mean_by_source
+from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
+from rookery.search.streams import stream
+from rookery.types import Task
+
+__all__ = ["compare", "complete_means"]
+
+Rewards = Mapping[str, float]
+
+
+def compare(
+    rewards: Mapping[str, Rewards],
+    tasks: Sequence[Task],
+    *,
+    weights: Mapping[str, float],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """A row per entry: its mean, `gain` over the second entry, `lead` over the first, the winner.
+
+    Differences are paired by task.
+    """
+    strata = Strata(names=tuple(task.source for task in tasks), weights=weights)
+    whole = {
+        name: [own[task.id] for task in tasks]
+        for name, own in rewards.items()
+        if all(task.id in own for task in tasks)
+    }
+
+    def difference(ours: str, theirs: str, key: str) -> dict[str, float | None] | None:
+        if ours == theirs or not {ours, theirs} <= set(whole):
+            return None
+        rng = stream(seed, key, ours)
+        return _interval(paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata))
+
+    winner, reference = list(rewards)[:2]
+    rows: list[dict[str, Any]] = []
+    for name, own in rewards.items():
+        rng = stream(seed, "report", name)
+        mean = bootstrap_mean(whole[name], rng=rng, strata=strata) if name in whole else None
+        rows.append(
+            {
+                "name": name,
+                "is_winner": name == winner,
+                **_interval(mean),
+                "gain": difference(name, reference, "gain"),
+                "lead": difference(name, winner, "lead"),
+                "by_source": complete_means(own, tasks),
+                "num_failed": sum(task.id not in own for task in tasks),
+                "small": "" if mean is None else mean.small,
+            }
+        )
+    return rows
+
+
+def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
+    """The mean reward of each source that misses none of its tasks."""
+    sizes = Counter(task.source for task in tasks)
+    earned = Counter(task.source for task in tasks if task.id in rewards)
+    means = mean_by_source(rewards, tasks)
+    return {source: mean for source, mean in means.items() if earned[source] == sizes[source]}
+
+
+def _interval(interval: Interval | None) -> dict[str, float | None]:
+    if interval is None:
+        return {"mean": None, "low": None, "high": None}
+    return {"mean": interval.estimate, "low": interval.low, "high": interval.high}

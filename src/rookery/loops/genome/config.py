@@ -1,0 +1,116 @@
+"""What a genome run is told: the config, with every default the vetted setting."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.loops.engines import EngineChoice
+from rookery.loops.genome.final_report import FinalConfig
+from rookery.loops.genome.founders import FileInit, InitConfig
+from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.search.children import CrossoverConfig
+from rookery.search.parents import may_be_negative
+from rookery.search.racing import RaceConfig
+from rookery.tasks.taskset import TasksetConfig, from_folder
+from rookery.weights.merge import (
+    DareConfig,
+    DareTiesConfig,
+    ExtrapolateConfig,
+    LayerwiseConfig,
+    LinearConfig,
+    MergeConfig,
+    SlerpConfig,
+    TiesConfig,
+    check_operator,
+)
+from rookery.weights.mutate import GaussianConfig, MutateConfig, SvdConfig
+
+__all__ = ["MERGES", "MUTATIONS", "GenomeConfig"]
+
+MERGES: Mapping[str, MergeConfig] = {
+    "linear": LinearConfig(),
+    "sum": LinearConfig(normalise=False),
+    "ties": TiesConfig(),
+    "dare": DareConfig(),
+    "dare_ties": DareTiesConfig(),
+    "slerp": SlerpConfig(),
+    "layerwise": LayerwiseConfig(),
+    "extrapolate": ExtrapolateConfig(),
+}
+"""The crossovers that operators can name; a config may change them or add its own."""
+
+MUTATIONS: Mapping[str, MutateConfig] = {"gaussian": GaussianConfig(), "svd": SvdConfig()}
+
+
+class GenomeConfig(Config):
+    """One evolution of LoRA adapters."""
+
+    engine: EngineChoice = EngineConfig()
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    init: InitConfig
+    tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
+    stages: tuple[StageConfig, ...] = (GaStage(),)
+    """How to search, one after another."""
+    race: RaceConfig = RaceConfig()
+    """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
+    floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
+    """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
+    rank: int | None = Field(default=None, ge=1)
+    """The children's rank; null takes the founders' largest."""
+    merges: dict[str, MergeConfig] = Field(default_factory=dict)
+    """Changes and additions to the crossovers by name."""
+    mutations: dict[str, MutateConfig] = Field(default_factory=dict)
+    """Changes and additions to the mutations by name."""
+    made_on: Literal["cpu", "cuda"] = "cpu"
+    """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
+    layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
+    2 GB there beside them. The last bits of a child depend on it."""
+    finals: FinalConfig = FinalConfig()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for stage in self.stages:
+            if isinstance(stage, GaStage):
+                _require(stage.merges, {*MERGES, *self.merges}, "crossover")
+                _require(stage.mutations, {*MUTATIONS, *self.mutations}, "mutation")
+                self._check_crossovers(stage)
+                if stage.population.objective == "pareto" and self.race.enabled:
+                    raise ValueError(
+                        "objective pareto compares every taskset by itself, and a race only the "
+                        "weighted score: write race: {enabled: false}"
+                    )
+        return self
+
+    def _check_crossovers(self, stage: GaStage) -> None:
+        methods = {**MERGES, **self.merges}
+        for operator in stage.population.children.operators:
+            if isinstance(operator, CrossoverConfig):
+                check_operator(
+                    methods[operator.name],
+                    name=operator.name,
+                    num_parents=operator.num_parents,
+                    has_negative_weights=may_be_negative(operator.weights, reach=operator.reach),
+                )
+
+    def from_folder(self, folder: Path) -> "GenomeConfig":
+        """The config with the paths in it taken from the folder of its file."""
+        init = self.init
+        if isinstance(init, FileInit):
+            path = (folder / init.path.expanduser()).resolve()
+            init = init.model_copy(update={"path": path})
+        tasksets = tuple(from_folder(taskset, folder) for taskset in self.tasksets)
+        return self.model_copy(update={"init": init, "tasksets": tasksets})
+
+
+def _require(names: set[str], known: set[str], what: str) -> None:
+    unknown = sorted(names - known)
+    if unknown:
+        raise ValueError(
+            f"{what} {unknown[0]!r} is not known; write one of {', '.join(sorted(known))}"
+        )

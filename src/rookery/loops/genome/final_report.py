@@ -1,0 +1,260 @@
+"""The end of a run: choose on the select split, measure on the report split, once.
+
+The report holds the chosen candidate beside what one gets without any search: the base model, the
+best founder, their average, their sum, their vote, and random search that was allowed as many
+candidates. Nothing here feeds back into the search. Whoever fails on a task has no mean: what is
+missing is not averaged away.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.errors import TaskError
+from rookery.loops.genome.comparison import compare, complete_means
+from rookery.loops.genome.generation_log import Cost
+from rookery.loops.genome.loading import CandidateLoader, LoadFailure
+from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.rollout import TasksetEvaluator
+from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
+from rookery.search.founders import random_plans
+from rookery.search.streams import stream_seed
+from rookery.search.vote import vote
+from rookery.types import Adapter, Group, ModelRef, Rollout, Task
+from rookery.weights.merge import LinearConfig, merge
+
+__all__ = ["Choice", "FinalConfig", "FinalReport", "ReportEntry"]
+
+
+class FinalConfig(Config):
+    """How the winner is chosen and what it is compared with."""
+
+    num_finalists: int = Field(default=5, ge=1)
+    """The best so many on the search split meet on the select split."""
+    num_voters: int = Field(default=5, ge=1)
+    """Size of the panels that vote: of the best founders, and of the finalists."""
+    random_search: bool = True
+    """Also try random merges of the founders, as many as the search tried candidates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEntry:
+    """One line of the report: an adapter, None for the base model, or a panel that votes."""
+
+    name: str
+    adapter: Adapter | None = None
+    voters: tuple[str, ...] = ()
+    note: str = ""
+    cost: Cost = field(default_factory=Cost)
+    """What finding it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Candidates as the select split ranks them, best first, and what it says of each."""
+
+    ranked: tuple[str, ...]
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Those that failed there, with the first error: they come last."""
+
+
+class FinalReport:
+    """The select and the report split, and the ones who meet there."""
+
+    def __init__(
+        self,
+        evaluator: TasksetEvaluator,
+        *,
+        loader: CandidateLoader,
+        base: ModelRef,
+        nursery: Nursery,
+        search: SearchEvaluator,
+        weights: Mapping[str, float],
+    ) -> None:
+        self._evaluator = evaluator
+        self._loader = loader
+        self._base = base
+        self._nursery = nursery
+        self._search = search
+        self._weights = dict(weights)
+
+    def finalists(self, count: int) -> list[str]:
+        """The best candidates of the search that saw every task."""
+        measured = self._search.measured
+        complete = [name for name, m in measured.items() if m.is_complete]
+        if not complete:
+            errors = [m.error for m in measured.values() if m.error]
+            raise TaskError(f"All {len(measured)} candidates failed. The first error: {errors[0]}")
+        return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:count]
+
+    def founders(self) -> list[str]:
+        """The founders that did not fail, best first by the search split."""
+        measured = self._search.measured
+        alive = [f for f in self._nursery.founders if f in measured and not measured[f].error]
+        return sorted(alive, key=lambda f: rank_key(measured[f].fitness), reverse=True)
+
+    async def choose(
+        self,
+        candidates: Sequence[str],
+        tasks: Sequence[Task],
+        *,
+        floor_holders: Mapping[str, str],
+        phase: str = "select",
+    ) -> Choice:
+        """Rank the candidates on the select split; ties fall to the search split.
+
+        A taskset without select tasks counts by its search tasks. `floor_holders` are founders
+        whose own mean on a source is the floor there, as in the search.
+        """
+        measured = self._search.measured
+        by_search = sorted(candidates, key=lambda c: rank_key(measured[c].fitness), reverse=True)
+        if not tasks:
+            return Choice(ranked=tuple(by_search))
+        names = list(dict.fromkeys([*by_search, *floor_holders.values()]))
+        makers = {name: self._nursery.maker(name) for name in names}
+        groups = await self._rollout(makers, tasks, phase=phase)
+        means = {name: self._means(name, groups[name], tasks) for name in names}
+        floors = dict(self._search.floors)
+        for source, holder in floor_holders.items():
+            floors[source] = means[holder].get(source, floors[source])
+        fitness = {name: self._fitness(means[name], floors) for name in by_search}
+        ranked = sorted(by_search, key=lambda name: rank_key(fitness[name]), reverse=True)
+        failed = [name for name in ranked if fitness[name].is_failed]
+        return Choice(
+            ranked=tuple(ranked), errors={name: _first_error(groups[name]) for name in failed}
+        )
+
+    def _means(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> dict[str, float]:
+        """By source, of sources without a missing task; of the search split where the select
+        split has none."""
+        asked = {task.source for task in tasks}
+        by_search = self._search.means(name)
+        means = {source: mean for source, mean in by_search.items() if source not in asked}
+        return means | complete_means(_rewards(groups), tasks)
+
+    def _fitness(self, means: Mapping[str, float], floors: Mapping[str, float]) -> Fitness:
+        if not set(means) >= set(self._weights) | set(floors):
+            return FAILED
+        return fitness_of(means, weights=self._weights, floors=floors)
+
+    async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
+        """The best `keep` of `count` random merges, on the search split; those that failed not."""
+        plans = random_plans(self._nursery.founders, count=count, seed=seed, merge="sum")
+        self._nursery.plan(plans)
+        measured = self._search.measured
+        names = [plan.id for plan in plans]
+        for first in range(0, count, 16):
+            drawn = [name for name in names[:first] if measured[name].is_complete]
+            part, key = names[first : first + 16], stream_seed(seed, "random", first)
+            await self._search.measure(part, rivals=drawn, seed=key, keep=keep)
+            self._nursery.keep(())
+        complete = [name for name in names if measured[name].is_complete]
+        return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:keep]
+
+    def merged(self, max_rank: int) -> list[ReportEntry]:
+        """The average and the sum of all founders, exact as far as the rank allows."""
+        parents = [self._nursery.adapter(f) for f in self._nursery.founders]
+        if len(parents) < 2:
+            return []
+        rank = min(max_rank, sum(parent.rank for parent in parents))
+        ones = [1.0] * len(parents)
+        mean = merge(parents, weights=ones, method=LinearConfig(), rank=rank)
+        total = merge(parents, weights=ones, method=LinearConfig(normalise=False), rank=rank)
+        note, cost = f"{len(parents)} founders, rank {rank}", Cost(num_candidates=1)
+        return [
+            ReportEntry(
+                name="uniform average",
+                adapter=replace(mean, name="uniform-average"),
+                note=note,
+                cost=cost,
+            ),
+            ReportEntry(
+                name="plain sum", adapter=replace(total, name="plain-sum"), note=note, cost=cost
+            ),
+        ]
+
+    async def report(
+        self, entries: Sequence[ReportEntry], tasks: Sequence[Task], *, seed: int
+    ) -> list[dict[str, Any]]:
+        """A row per entry. The first one is the winner, the second the one that gains are counted
+        from."""
+        voters = dict.fromkeys(voter for entry in entries for voter in entry.voters)
+        makers = {voter: self._nursery.maker(voter) for voter in voters}
+        makers |= {e.name: partial(_same, e.adapter) for e in entries if e.adapter is not None}
+        groups = await self._rollout(makers, tasks, phase="report")
+        rewards = {}
+        for entry in entries:
+            if entry.voters:
+                rewards[entry.name] = self.vote([groups[voter] for voter in entry.voters])
+            else:
+                own = groups[entry.name if entry.adapter is not None else self._base.name]
+                rewards[entry.name] = _rewards(own)
+        rows = compare(rewards, tasks, weights=self._weights, seed=seed)
+        costs = {entry.name: {"note": entry.note, **asdict(entry.cost)} for entry in entries}
+        return [row | costs[row["name"]] for row in rows]
+
+    async def _rollout(
+        self, makers: Mapping[str, Callable[[], Adapter]], tasks: Sequence[Task], *, phase: str
+    ) -> dict[str, list[Group]]:
+        """Every task under the base model and every adapter, all in one batch, by name.
+
+        An adapter that cannot be made or loaded fails on every task.
+        """
+        async with self._loader.load(makers, phase=phase) as arrivals:
+            loaded = {name: await arrival for name, arrival in arrivals.items()}
+            refs = {name: ref for name, ref in loaded.items() if isinstance(ref, ModelRef)}
+            if phase == "report":
+                refs[self._base.name] = self._base
+            groups = await self._evaluator.rollout(list(refs.values()), tasks)
+        count = len(tasks)
+        found = {name: groups[i * count : (i + 1) * count] for i, name in enumerate(refs)}
+        failed = {n: fail.error for n, fail in loaded.items() if isinstance(fail, LoadFailure)}
+        return found | {name: _all_failed(tasks, error) for name, error in failed.items()}
+
+    def vote(self, voters: Sequence[Sequence[Group]]) -> dict[str, float]:
+        """What the majority's answer earned, as the best voter gave it. Voters whose answer
+        failed, or in which the scorer finds none, do not vote."""
+        rewards = {}
+        for ballots in zip(*voters, strict=True):
+            rollouts = [ballot.rollouts[0] for ballot in ballots if not ballot.rollouts[0].error]
+            answers = [self._evaluator.read_answer(rollout) for rollout in rollouts]
+            elected = vote(answers)
+            earned = [r.reward for r, a in zip(rollouts, answers, strict=True) if a == elected]
+            if earned and earned[0] is not None:
+                rewards[ballots[0].task.id] = earned[0]
+        return rewards
+
+
+def _same(adapter: Adapter) -> Adapter:
+    return adapter
+
+
+def _all_failed(tasks: Sequence[Task], error: str) -> list[Group]:
+    nobody = ModelRef(name="failed", version="")
+    return [
+        Group(
+            task=task,
+            model=nobody,
+            rollouts=(Rollout(task=task, completion=None, reward=None, error=error),),
+        )
+        for task in tasks
+    ]
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean reward of each task that did not fail."""
+    rewards = {}
+    for group in groups:
+        earned = [r.reward for r in group.rollouts if r.reward is not None]
+        if len(earned) == len(group.rollouts):
+            rewards[group.task.id] = sum(earned) / len(earned)
+    return rewards
+
+
+def _first_error(groups: Sequence[Group]) -> str:
+    return next(r.error for group in groups for r in group.rollouts if r.error)

@@ -1,0 +1,179 @@
+"""What a run remembers of its search, and tells whoever watches: one record per generation."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.search_evaluator import Measured
+from rookery.rollout import TasksetEvaluator
+from rookery.runs import NewEvent, Run
+
+__all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One generation of one stage, as measured on the search split."""
+
+    generation: int
+    """Counted over all stages; 0 are the founders."""
+    stage: str
+    best: float | None
+    """Of all candidates so far."""
+    mean: float | None
+    worst: float | None
+    scores: tuple[float, ...]
+    """Of this generation's candidates that did not fail."""
+    num_candidates: int
+    num_dropped: int
+    """Left the race before they saw every task."""
+    num_failed: int
+    num_rollouts: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What something took: candidates tried, answers, their tokens, and seconds of work."""
+
+    num_candidates: int = 0
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            num_candidates=self.num_candidates + other.num_candidates,
+            num_rollouts=self.num_rollouts + other.num_rollouts,
+            num_tokens=self.num_tokens + other.num_tokens,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """Who is told how a run goes on."""
+
+    on_generation: Callable[[Generation], None] = lambda _: None
+    on_phase: Callable[[str], None] = lambda _: None
+    """Called with what begins now: "founders", "ga 3", "select", "random search", "report"."""
+
+
+UNWATCHED = Watcher()
+
+
+class GenerationLog:
+    """Records generations and phases in the run, and tells the watcher of each."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        nursery: Nursery,
+        evaluator: TasksetEvaluator,
+        watcher: Watcher,
+    ) -> None:
+        self.generations: list[Generation] = []
+        self._run = run
+        self._nursery = nursery
+        self._evaluator = evaluator
+        self._watcher = watcher
+        self._best: float | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Callable[[], Cost]]:
+        """Announce a phase; what it yields tells the phase's cost so far."""
+        self._watcher.on_phase(name)
+        before = self._evaluator.num_rollouts, self._evaluator.num_tokens
+        start = time.monotonic()
+        yield lambda: Cost(
+            num_rollouts=self._evaluator.num_rollouts - before[0],
+            num_tokens=self._evaluator.num_tokens - before[1],
+            seconds=time.monotonic() - start,
+        )
+
+    def settle(self, phase: str, cost: Cost) -> Cost:
+        """The cost of a phase that has ended. When a resumed run repeats it from the log, its
+        seconds are those of the first time."""
+        first = self._run.get("phase", phase)
+        if first is None:
+            first = self._run.append("phase", {"seconds": cost.seconds}, key=phase)
+        return replace(cost, seconds=first.payload["seconds"])
+
+    def record(self, stage: str, measured: Mapping[str, Measured], cost: Cost) -> Generation:
+        """Note the candidates that were measured together."""
+        scores = [m.fitness.score for m in measured.values() if m.fitness.score is not None]
+        feasible = [
+            m.fitness.score
+            for m in measured.values()
+            if m.fitness.score is not None and m.fitness.violation == 0 and m.is_complete
+        ]
+        number = len(self.generations)
+        first = self._run.get("generation", str(number))
+        self._best = max([*feasible, *([] if self._best is None else [self._best])], default=None)
+        generation = Generation(
+            generation=number,
+            stage=stage,
+            best=self._best,
+            mean=sum(scores) / len(scores) if scores else None,
+            worst=min(scores, default=None),
+            scores=tuple(scores),
+            num_candidates=len(measured),
+            num_dropped=sum(not m.is_complete and not m.error for m in measured.values()),
+            num_failed=sum(bool(m.error) for m in measured.values()),
+            num_rollouts=cost.num_rollouts,
+            num_tokens=cost.num_tokens,
+            seconds=cost.seconds if first is None else first.payload["seconds"],
+        )
+        self._write(generation, measured)
+        self.generations.append(generation)
+        self._watcher.on_generation(generation)
+        return generation
+
+    def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
+        """Events are keyed: a resumed run that came out otherwise would be refused."""
+        news = [
+            NewEvent(kind="candidate", key=name, payload=self._describe(name, result))
+            for name, result in measured.items()
+        ]
+        key = str(generation.generation)
+        last = NewEvent(kind="generation", key=key, payload=asdict(generation))
+        self._run.append_many([*news, last])
+        values = {"genome/best": generation.best, "genome/mean": generation.mean}
+        values["genome/num_tokens"] = float(generation.num_tokens)
+        self._run.log_metrics(
+            generation.generation, {k: v for k, v in values.items() if v is not None}
+        )
+
+    def _describe(self, name: str, result: Measured) -> dict[str, object]:
+        recipe = self._nursery.recipes.get(name)
+        return {
+            "id": name,
+            "version": self._nursery.version(name),
+            "operator": recipe.operator if recipe is not None else "founder",
+            "parents": list(recipe.parents) if recipe is not None else [],
+            "score": result.fitness.score,
+            "violation": result.fitness.violation,
+            "num_tasks": len(result.rewards),
+            "error": result.error,
+        }
+
+    def searched(self) -> Cost:
+        """What all generations took so far."""
+        return sum((_cost(generation) for generation in self.generations), start=Cost())
+
+    def founders(self) -> Cost:
+        """What measuring the founders took."""
+        return _cost(self.generations[0])
+
+
+def _cost(generation: Generation) -> Cost:
+    return Cost(
+        num_candidates=generation.num_candidates,
+        num_rollouts=generation.num_rollouts,
+        num_tokens=generation.num_tokens,
+        seconds=generation.seconds,
+    )

@@ -1,0 +1,100 @@
+"""Candidates on their way into the engine: made in a thread, loaded, unloaded at the end.
+
+    loader = CandidateLoader(engine, run=run)
+    async with loader.load({"g001-c03": make}, phase="search") as arrivals:
+        ref = await arrivals["g001-c03"]         # a ModelRef, or a LoadFailure
+
+A candidate that cannot be made or loaded is recorded in the run, so that a resumed run finds it
+failed as this one did.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rookery.errors import (
+    AdapterError,
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    FleetError,
+    RookeryError,
+    boundary,
+)
+from rookery.ports import Adapters
+from rookery.runs import Run
+from rookery.types import Adapter, ModelRef
+
+__all__ = ["Arrivals", "CandidateLoader", "LoadFailure"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a candidate is not in the engine."""
+
+    error: str
+
+
+Arrivals = Mapping[str, asyncio.Task[ModelRef | LoadFailure]]
+"""Each candidate by name: done when the engine has it, or never will."""
+
+
+class CandidateLoader:
+    """Brings candidates into one engine, and knows which could not be."""
+
+    def __init__(self, adapters: Adapters, *, run: Run) -> None:
+        self._adapters = adapters
+        self._run = run
+
+    @asynccontextmanager
+    async def load(
+        self, makers: Mapping[str, Callable[[], Adapter]], *, phase: str
+    ) -> AsyncIterator[Arrivals]:
+        """Make and load in the order given, while the block goes on.
+
+        `phase` (search, select, report) tells apart what one candidate met at different times.
+        """
+        making = asyncio.Lock()  # one at a time: making one takes every core there is
+
+        async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
+            key = f"{phase}/{name}"
+            known = self._run.get("failure", key)
+            if known is not None:
+                return LoadFailure(known.payload["error"])
+            try:
+                async with making:
+                    adapter = await asyncio.to_thread(_make, name, make)
+                return await self._adapters.load(adapter)
+            except (EngineDownError, FleetDownError):
+                raise
+            except (AdapterError, EngineError, FleetError) as error:
+                self._run.append("failure", {"candidate": name, "error": str(error)}, key=key)
+                return LoadFailure(str(error))
+
+        arrivals = {name: asyncio.create_task(bring(name, make)) for name, make in makers.items()}
+        try:
+            yield arrivals
+        finally:
+            for arrival in arrivals.values():
+                arrival.cancel()
+            ended = await asyncio.gather(*arrivals.values(), return_exceptions=True)
+            await self._unload([ref for ref in ended if isinstance(ref, ModelRef)])
+
+    async def _unload(self, refs: list[ModelRef]) -> None:
+        """Every one of them. What an engine cannot unload is its own affair from here on."""
+        unloads = (self._adapters.unload(ref) for ref in refs)
+        for result in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(result, RookeryError):
+                logger.warning("An adapter could not be unloaded: %s", result)
+            elif isinstance(result, BaseException):
+                raise result
+
+
+def _make(name: str, make: Callable[[], Adapter]) -> Adapter:
+    """Whatever stops a candidate from being made is a failure of this candidate."""
+    with boundary(AdapterError, f"Making {name}"):
+        return make()

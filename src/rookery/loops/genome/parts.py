@@ -1,0 +1,86 @@
+"""What one genome run is made of, put together once from config, engine and run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
+from rookery.loops.genome.final_report import FinalReport
+from rookery.loops.genome.generation_log import GenerationLog, Watcher
+from rookery.loops.genome.loading import CandidateLoader
+from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.ports import Engine
+from rookery.rollout import TasksetEvaluator
+from rookery.runs import Run
+from rookery.tasks.taskset import Taskset
+from rookery.types import Adapter, Task
+
+__all__ = ["RunParts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The parts of one run; who makes, who measures, who writes down."""
+
+    config: GenomeConfig
+    tasksets: Sequence[Taskset]
+    engine: Engine
+    evaluator: TasksetEvaluator
+    nursery: Nursery
+    search: SearchEvaluator
+    final: FinalReport
+    log: GenerationLog
+    run: Run
+
+    def split(self, name: Literal["select", "report"]) -> list[Task]:
+        return [task for taskset in self.tasksets for task in taskset.split(name)]
+
+
+def assemble(
+    config: GenomeConfig,
+    *,
+    founders: Mapping[str, Adapter],
+    tasksets: Sequence[Taskset],
+    engine: Engine,
+    evaluator: TasksetEvaluator,
+    run: Run,
+    watcher: Watcher,
+) -> RunParts:
+    """Everything a run needs, ready to measure the founders."""
+    nursery = Nursery(
+        founders,
+        merges={**MERGES, **config.merges},
+        mutations={**MUTATIONS, **config.mutations},
+        rank=config.rank or max(adapter.rank for adapter in founders.values()),
+        device=config.made_on,
+    )
+    loader = CandidateLoader(engine, run=run)
+    weights = {taskset.name: taskset.weight for taskset in tasksets}
+    search = SearchEvaluator(
+        evaluator,
+        loader=loader,
+        nursery=nursery,
+        tasks=[task for taskset in tasksets for task in taskset.split("search")],
+        weights=weights,
+        race=config.race,
+        is_remote=engine.is_remote,
+    )
+    return RunParts(
+        config=config,
+        tasksets=tasksets,
+        engine=engine,
+        evaluator=evaluator,
+        nursery=nursery,
+        search=search,
+        final=FinalReport(
+            evaluator,
+            loader=loader,
+            base=engine.base,
+            nursery=nursery,
+            search=search,
+            weights=weights,
+        ),
+        log=GenerationLog(run, nursery=nursery, evaluator=evaluator, watcher=watcher),
+        run=run,
+    )

@@ -1,0 +1,245 @@
+"""Candidates -> fitness on the search split. All of a generation are asked together.
+
+With racing they are asked in waves, the same tasks for everybody, and those who can no longer
+survive are dropped. Members of the population that have seen every task race along for free: they
+set the bar. On a remote engine the first to be made do not wait for the others: making goes on
+while they are asked.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rookery.concurrency import task_group, together
+from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
+from rookery.loops.genome.nursery import Nursery
+from rookery.rollout import TasksetEvaluator, mean_by_source
+from rookery.search import racing
+from rookery.search.fitness import FAILED, Fitness, fitness_of
+from rookery.search.racing import Race, RaceConfig
+from rookery.search.streams import stream
+from rookery.types import ModelRef, Task
+
+__all__ = ["Measured", "SearchEvaluator"]
+
+COHORT = 64
+"""Candidates in the engine at a time. More are measured one cohort after another, each against
+the best of those before it: memory does not grow with the number of candidates."""
+
+WAVE, REMOTE_WAVE = 64, 512
+"""Answers asked for together in a race: what fills the engine here, and servers. Constants, so
+that what is asked does not depend on the number of servers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One candidate's result on the search split."""
+
+    fitness: Fitness
+    rewards: Mapping[str, float]
+    """By task id; fewer than all when it was dropped or failed."""
+    is_complete: bool
+    error: str = ""
+
+
+class SearchEvaluator:
+    """The search split, and everything measured on it."""
+
+    def __init__(
+        self,
+        evaluator: TasksetEvaluator,
+        *,
+        loader: CandidateLoader,
+        nursery: Nursery,
+        tasks: Sequence[Task],
+        weights: Mapping[str, float],
+        race: RaceConfig,
+        is_remote: bool = False,
+    ) -> None:
+        self._evaluator = evaluator
+        self._loader = loader
+        self._nursery = nursery
+        self._is_remote = is_remote
+        self._tasks = {task.id: task for task in tasks}
+        self._weights = dict(weights)
+        self._race = race
+        self._floors: dict[str, float] = {}
+        self.measured: dict[str, Measured] = {}
+        self._rewards: dict[str, dict[str, float]] = {}
+        self._errors: dict[str, dict[str, str]] = {}
+
+    @property
+    def floors(self) -> Mapping[str, float]:
+        """Means that a candidate must not fall below, by source."""
+        return self._floors
+
+    def set_floors(self, floors: Mapping[str, float]) -> None:
+        """Judge everybody by these floors, also those who were measured before."""
+        self._floors = dict(floors)
+        for name, measured in self.measured.items():
+            if not measured.error:
+                fitness = self._fitness(measured.rewards, measured.fitness.score)
+                self.measured[name] = replace(measured, fitness=fitness)
+
+    async def measure(
+        self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
+    ) -> dict[str, Measured]:
+        """Make and measure the candidates of these names; `keep` of all may survive."""
+        before = list(rivals)
+        for first in range(0, len(candidates), COHORT):
+            cohort = candidates[first : first + COHORT]
+            await self._measure_cohort(cohort, rivals=before, seed=seed, keep=keep)
+            before += [name for name in cohort if self.measured[name].is_complete]
+            if len(candidates) > COHORT:
+                self._nursery.forget(cohort)
+        return {name: self.measured[name] for name in candidates}
+
+    async def _measure_cohort(
+        self, names: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
+    ) -> None:
+        in_turn = sorted(names, key=self._nursery.effort)  # cheapest first: the engine has work
+        makers = {name: self._nursery.maker(name) for name in in_turn}
+        known = {r: self.measured[r].rewards for r in rivals if self.measured[r].is_complete}
+        async with self._loader.load(makers, phase="search") as arrivals:
+            race = await self._run(names, arrivals, known=known, seed=seed, keep=keep)
+        estimates = race.estimates
+        for name in names:
+            self.measured[name] = self._conclude(name, race, estimates[name])
+
+    def means(self, name: str) -> dict[str, float]:
+        """A candidate's mean reward by source, of the tasks it saw."""
+        return mean_by_source(self.measured[name].rewards, self._tasks.values())
+
+    async def _run(
+        self,
+        candidates: Sequence[str],
+        arrivals: Arrivals,
+        *,
+        known: Mapping[str, Mapping[str, float]],
+        seed: int,
+        keep: int,
+    ) -> Race:
+        """The race of one cohort: ask a wave of tasks, or two at a time, look, drop, ask on."""
+        race = racing.start(
+            [*known, *candidates],
+            list(self._tasks),
+            config=self._race.model_copy(update={"keep": max(self._race.keep, keep)}),
+            rng=stream(seed, "race"),
+            sources={task.id: task.source for task in self._tasks.values()},
+            weights=self._weights,
+            floors=self._floors,
+            known=known,
+        )
+        plan = _Waves(race, candidates, size=self._wave)
+        waves: list[asyncio.Task[_Told]] = []  # in flight, oldest first; drained below
+        async with task_group() as asking:
+            while True:
+                while len(waves) < self._num_waves and (asks := plan.next()):
+                    waves.append(asking.create_task(self._ask(asks, arrivals)))
+                if not waves:
+                    return race
+                told = await waves.pop(0)
+                await asyncio.to_thread(racing.tell, race, told)
+
+    @property
+    def _wave(self) -> int:
+        """Answers of one wave: without a race everything is one wave."""
+        if not self._race.enabled:
+            return COHORT * len(self._tasks)
+        return REMOTE_WAVE if self._is_remote else WAVE
+
+    @property
+    def _num_waves(self) -> int:
+        """Servers have the next wave before the last one ends: an empty server costs more than
+        the answers of candidates that are dropped meanwhile."""
+        return 2 if self._is_remote else 1
+
+    async def _ask(self, asks: Mapping[str, Sequence[str]], arrivals: Arrivals) -> "_Told":
+        """The rewards of each candidate on its tasks; None where it failed."""
+        told: _Told = {}
+        # Nearly always all candidates are asked for the same tasks: then this is one batch.
+        for tasks in dict.fromkeys(tuple(tasks) for tasks in asks.values()):
+            names = [name for name in asks if tuple(asks[name]) == tasks]
+            for part in await together(
+                self._ask_batch(batch, tasks, arrivals) for batch in self._batches(names, arrivals)
+            ):
+                told |= part
+        return told
+
+    def _batches(self, names: Sequence[str], arrivals: Arrivals) -> list[list[str]]:
+        """Who is asked together: all, or those that are there and each of the others by itself."""
+        late = [name for name in names if self._is_remote and not arrivals[name].done()]
+        there = [name for name in names if name not in late]
+        return [batch for batch in (there, *([name] for name in late)) if batch]
+
+    async def _ask_batch(
+        self, names: Sequence[str], tasks: Sequence[str], arrivals: Arrivals
+    ) -> "_Told":
+        told: _Told = dict.fromkeys(names)
+        refs: dict[str, ModelRef] = {}
+        for name in names:
+            loaded = await arrivals[name]
+            if isinstance(loaded, LoadFailure):
+                self._errors.setdefault(name, {}).update(dict.fromkeys(tasks, loaded.error))
+            else:
+                refs[name] = loaded
+        evaluations = await self._evaluator.evaluate(
+            list(refs.values()), [self._tasks[task] for task in tasks]
+        )
+        for name, evaluation in zip(refs, evaluations, strict=True):
+            self._errors.setdefault(name, {}).update(evaluation.errors)
+            self._rewards.setdefault(name, {}).update(evaluation.rewards)
+            told[name] = [evaluation.rewards.get(task) for task in tasks]
+        return told
+
+    def _conclude(self, name: str, race: Race, estimate: float | None) -> Measured:
+        """What the race saw of a candidate. What was asked beyond that does not count."""
+        fate = race.dropped.get(name)
+        rewards, errors = self._rewards.pop(name, {}), self._errors.pop(name, {})
+        if fate is not None:
+            rewards = {task: rewards[task] for task in race.tasks[: fate.num_tasks]}
+        if fate is not None and fate.reason == "failed":
+            error = next(errors[task] for task in race.tasks if task in errors)
+            return Measured(fitness=FAILED, rewards=rewards, is_complete=False, error=error)
+        return Measured(
+            fitness=self._fitness(rewards, estimate),
+            rewards=rewards,
+            is_complete=len(rewards) == len(self._tasks),
+        )
+
+    def _fitness(self, rewards: Mapping[str, float], estimate: float | None) -> Fitness:
+        """From all tasks, or for a dropped candidate from those it saw and the race's estimate."""
+        means = mean_by_source(rewards, self._tasks.values())
+        if set(means) >= set(self._weights) | set(self._floors):
+            fitness = fitness_of(means, weights=self._weights, floors=self._floors)
+            if len(rewards) == len(self._tasks) or estimate is None:
+                return fitness
+            return replace(fitness, score=estimate)
+        return Fitness(score=estimate)
+
+
+_Told = dict[str, list[float | None] | None]
+"""Rewards in the order asked; None in place of one, or of all, says that it failed."""
+
+
+class _Waves:
+    """What to ask next, also while answers are still out: whole blocks, the same for everybody."""
+
+    def __init__(self, race: Race, candidates: Sequence[str], *, size: int) -> None:
+        self._race = race
+        self._size = size
+        self._asked = dict.fromkeys(candidates, 0)
+
+    def next(self) -> dict[str, tuple[str, ...]]:
+        """The next tasks of each live candidate; empty when all are asked for."""
+        tasks, block = self._race.tasks, self._race.config.block
+        live = [name for name in self._race.live if name in self._asked]
+        open_names = [name for name in live if self._asked[name] < len(tasks)]
+        if not open_names:
+            return {}
+        num_blocks = max(1, math.ceil(self._size / (block * len(open_names))))
+        end = max(self._asked[name] for name in open_names) + num_blocks * block
+        asks = {name: tasks[self._asked[name] : end] for name in open_names}
+        self._asked |= {name: min(end, len(tasks)) for name in open_names}
+        return asks

@@ -1,0 +1,55 @@
+"""What every stage is handed: the candidates so far, how to make more, how to measure them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rookery.loops.genome.generation_log import GenerationLog
+from rookery.loops.genome.nursery import Nursery, Recipe
+from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.search.fitness import Fitness, rank_key
+from rookery.search.streams import stream_seed
+
+__all__ = ["StageContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """One stage's view of the run."""
+
+    nursery: Nursery
+    search: SearchEvaluator
+    log: GenerationLog
+    seed: int
+    index: int
+    """Place of the stage among the stages."""
+    baselines: frozenset[str] = frozenset()
+    """Candidates that were measured to compare with and that the search does not start from."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the ids of this stage's candidates, so that two stages never share one."""
+        return f"s{self.index}-" if self.index else ""
+
+    def fitness(self) -> dict[str, Fitness]:
+        """Everything the search may start from, in the order of measurement."""
+        return {n: m.fitness for n, m in self.search.measured.items() if n not in self.baselines}
+
+    def best(self) -> str | None:
+        """The best of these that saw every task; None when there is none."""
+        measured = self.search.measured
+        complete = [n for n in self.fitness() if measured[n].is_complete]
+        return max(complete, key=lambda n: rank_key(measured[n].fitness), default=None)
+
+    async def measure(
+        self, recipes: Sequence[Recipe], *, rivals: Iterable[str], keep: int, stage: str
+    ) -> dict[str, Fitness]:
+        """Make the candidates, measure them together and record the generation."""
+        self.nursery.plan(recipes)
+        names = [recipe.id for recipe in recipes]
+        number = len(self.log.generations)
+        seed = stream_seed(self.seed, "race", self.index, number)
+        known = [name for name in rivals if name in self.search.measured]
+        with self.log.phase(f"{stage} {number}") as cost:
+            measured = await self.search.measure(names, rivals=known, seed=seed, keep=keep)
+            self.log.record(stage, measured, cost())
+        return {name: m.fitness for name, m in measured.items()}

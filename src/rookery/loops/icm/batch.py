@@ -1,0 +1,40 @@
+"""A batch: items that are labelled together, and what their searches found."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rookery.loops.icm.chain import ChainResult, Problem
+from rookery.loops.icm.items import Item
+from rookery.loops.icm.reader import Reader
+
+__all__ = ["Batch"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch of items and what its chains found."""
+
+    index: int
+    items: tuple[Item, ...]
+    problem: Problem
+    seed: int
+    provenance: Mapping[str, Any]
+    open_reader: Callable[[Sequence[Item]], Reader]
+    """Reads any items, in the order they are given, under the batch's model."""
+    tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
+    results: list[ChainResult] = field(default_factory=list)
+
+    @property
+    def reader(self) -> Reader:
+        return self.problem.reader
+
+    @property
+    def chain(self) -> int:
+        """The best one, the first of equals."""
+        return max(range(len(self.results)), key=lambda c: self.results[c].rank)
+
+    @property
+    def best(self) -> ChainResult:
+        return self.results[self.chain]

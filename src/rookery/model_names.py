@@ -1,0 +1,47 @@
+"""Names of base models: one model has several, and adapters, folders and servers each use another.
+
+canonical_model("smollm2")                               # "smollm2-135m-instruct"
+canonical_model("HuggingFaceTB/SmolLM2-135M-Instruct")   # the same
+canonical_model("/models/SmolLM2-135M-Instruct/")        # the same
+loadable_model("smollm2")                                # "HuggingFaceTB/SmolLM2-135M-Instruct"
+is_named("smollm2", model_names("/models/SmolLM2-135M-Instruct"))       # True
+"""
+
+import re
+
+__all__ = ["SMOLLM2", "canonical_model", "is_named", "loadable_model", "model_names"]
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+"""What `smollm2`, Rookery's short name for it, is called everywhere else."""
+
+_HUB_IDS = {"smollm2": f"HuggingFaceTB/{SMOLLM2}"}
+"""Rookery's own names, and what transformers, peft and vLLM load as the same model."""
+
+_HUB_CACHE = re.compile(r"(?:^|/)models--(?P<model>[^/]+)/snapshots/[^/]+$")
+"""Where the Hugging Face cache keeps a model: .../models--Qwen--Qwen3-8B/snapshots/9c925d64."""
+
+
+def canonical_model(name: str) -> str:
+    """The same text for all names of one model: Rookery's own, a Hugging Face id, a folder.
+
+    It is the model's name without owner and folders, in lower case; "" stays "", not known.
+    """
+    path = name.rstrip("/")
+    cached = _HUB_CACHE.search(path)
+    last = cached["model"].rpartition("--")[2] if cached else path.rpartition("/")[2]
+    return loadable_model(last).rpartition("/")[2].lower()
+
+
+def loadable_model(name: str) -> str:
+    """A name that other programs can load; names that are not Rookery's own stay as they are."""
+    return _HUB_IDS.get(name.lower(), name)
+
+
+def model_names(*names: str) -> frozenset[str]:
+    """The folders and ids that one model goes by, each in its canonical form."""
+    return frozenset(canonical_model(name) for name in names if name)
+
+
+def is_named(name: str, names: frozenset[str]) -> bool:
+    """Whether `name` (a folder, an id, a short name) is one of a model's `model_names`."""
+    return canonical_model(name) in names

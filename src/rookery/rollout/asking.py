@@ -1,0 +1,120 @@
+"""How the tasks of one taskset are put to a model: as prompts to continue, or choices to score."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from rookery.errors import TaskError
+from rookery.ports import Sampler
+from rookery.tasks.scorers import ChoiceConfig, build_scorer
+from rookery.tasks.taskset import Taskset
+from rookery.tasks.template import Template
+from rookery.types import (
+    Completion,
+    ModelRef,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+    Task,
+    TokenIds,
+)
+
+__all__ = ["Asking"]
+
+
+class Asking:
+    """One taskset's requests, keys and scorer."""
+
+    def __init__(self, taskset: Taskset, *, sampler: Sampler, template: Template) -> None:
+        config = taskset.scorer
+        self.scorer = build_scorer(config, judge=sampler, template=template)
+        self._params = taskset.sampling
+        self._normalize = config.normalize if isinstance(config, ChoiceConfig) else "sum"
+        self._template = template
+        self._fingerprint = _digest(
+            json.dumps([config.model_dump(mode="json"), asdict(taskset.sampling)])
+        )
+        self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
+        """Prompts with their choices by task id: a search puts them to many models."""
+
+    @property
+    def is_choice(self) -> bool:
+        return self.scorer.answer == "choose"
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of one model to one task."""
+        return 1 if self.is_choice else self._params.n
+
+    def key(self, model: ModelRef, task: Task) -> str:
+        """Names the question put to these weights. It holds what the task says: a row that was
+        corrected under its id is another question."""
+        said = _digest(repr((task.prompt, task.reference, task.choices)))
+        return f"{model.version}|{task.id}|{said}|{self._fingerprint}"
+
+    def num_needed_tokens(self, task: Task) -> int:
+        """The least context in which the task can be answered."""
+        if self.is_choice:
+            return max(len(tokens) for tokens, _ in self._encode_choices(task))
+        return len(self._template.encode(task)) + 1
+
+    def sample_request(self, model: ModelRef, task: Task) -> SampleRequest:
+        """The seed is the task's, not the model's: all models draw the same random numbers."""
+        digest = hashlib.blake2b(f"{self._params.seed}|{task.id}".encode(), digest_size=7).digest()
+        return SampleRequest(
+            model=model,
+            prompt=self._template.encode(task),
+            params=replace(self._params, seed=int.from_bytes(digest, "big")),
+        )
+
+    def choice_requests(self, model: ModelRef, task: Task) -> list[ScoreRequest]:
+        """One request when every choice is one token, else one per choice."""
+        encoded = self._encode_choices(task)
+        start = encoded[0][1]
+        if all(len(tokens) == start + 1 for tokens, _ in encoded):
+            labels = tuple(tokens[-1] for tokens, _ in encoded)
+            prompt = encoded[0][0][:start]
+            return [ScoreRequest(model=model, tokens=prompt, start=start, labels=labels)]
+        return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
+
+    def pick(
+        self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]
+    ) -> Completion:
+        """The likeliest choice, as a completion."""
+        logprobs = [score.logprobs for score in scores]
+        tokens = [request.tokens[request.start :] for request in requests]
+        if requests[0].labels:
+            logprobs = [(logprob,) for logprob in scores[0].label_logprobs]
+            tokens = [(label,) for label in requests[0].labels]
+        totals = [sum(values) for values in logprobs]
+        if self._normalize == "mean":
+            totals = [total / len(values) for total, values in zip(totals, logprobs, strict=True)]
+        best = max(range(len(totals)), key=totals.__getitem__)
+        return Completion(
+            model=scores[0].model,
+            tokens=tokens[best],
+            logprobs=logprobs[best],
+            text=task.choices[best],
+            finish_reason="stop",
+        )
+
+    def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:
+        encoded = self._encoded.get(task.id)
+        if encoded is None:
+            encoded = [self._template.encode_choice(task, choice) for choice in task.choices]
+            _require_distinct(task, encoded)
+            self._encoded[task.id] = encoded
+        return encoded
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=6).hexdigest()
+
+
+def _require_distinct(task: Task, encoded: Sequence[tuple[TokenIds, int]]) -> None:
+    if len({tokens for tokens, _ in encoded}) < len(encoded):
+        raise TaskError(
+            f"Task {task.id}: two of its choices {list(task.choices)} are the same tokens to this "
+            "model's tokenizer: write them differently, or take another model."
+        )

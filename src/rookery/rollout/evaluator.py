@@ -1,0 +1,310 @@
+"""Task x Sampler x Scorer -> Group, for many models and tasks together; and what they add up to.
+
+    evaluator = TasksetEvaluator(sampler, template=template, tasksets=[taskset])
+    groups = await evaluator.rollout(models, tasks)       # every answer
+    evaluations = await evaluator.evaluate(models, tasks)  # a reward per task and model
+
+All models get the same tasks, the same random numbers and the same batch. Answers that a
+`RolloutLog` already holds, failed ones included, are not asked for again.
+
+| stage    | consumes       | produces             | waits for                          |
+|----------|----------------|----------------------|------------------------------------|
+| blocks   | tasks x models | requests             | a place among the blocks in flight |
+| log      | requests       | what is known        | the disk                           |
+| sampler  | what is not    | completions, scores  | the engine or the fleet            |
+| scorer   | completions    | rollouts             | a judge, if it is one              |
+| log      | rollouts       | durable events       | the disk                           |
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rookery.concurrency import together
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
+from rookery.ports import Sampler
+from rookery.rollout.asking import Asking
+from rookery.rollout.log import RolloutLog
+from rookery.tasks.taskset import Taskset
+from rookery.tasks.template import Template
+from rookery.types import Completion, Evaluation, Group, ModelRef, Rollout, Task
+
+__all__ = ["Progress", "TasksetEvaluator", "mean_by_source"]
+
+Pair = tuple[ModelRef, Task]
+Rollouts = tuple[Rollout, ...]
+_Answer = asyncio.Future[Rollouts | None]
+"""What a block is asking for; None when the block ended before it was answered."""
+
+BLOCK_REQUESTS = 64
+"""Requests of one call: what is lost at most when the process is killed, per block in flight."""
+
+NUM_BLOCKS = 16
+"""Blocks in flight: enough to keep any engine's batch full while finished ones are scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What one finished block adds: answers, and the tokens of those that were not known yet."""
+
+    num_rollouts: int
+    num_tokens: int
+
+
+class TasksetEvaluator:
+    """An Evaluator over one sampler and the tasksets whose tasks it may be given."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        template: Template,
+        tasksets: Sequence[Taskset],
+        log: RolloutLog | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._template = template
+        self._log = log
+        self._on_progress = on_progress
+        self.num_rollouts = 0
+        """Answers used so far, each once, whether asked now or found in the log: a resumed run
+        counts as one that was never stopped."""
+        self.num_tokens = 0
+        """Tokens of these answers and their prompts."""
+        self._counted: set[bytes] = set()
+        self._in_flight: dict[str, _Answer] = {}
+        """Questions that a block is asking now: equal ones wait for its answer."""
+        self._askings: dict[str, Asking] = {}
+        for taskset in tasksets:
+            if taskset.name in self._askings:
+                raise TaskError(
+                    f"Two tasksets are called {taskset.name!r}, and their results could not be "
+                    "told apart: give one of them another name: in its config."
+                )
+            self._askings[taskset.name] = Asking(taskset, sampler=sampler, template=template)
+
+    def check_lengths(self, tasks: Iterable[Task], *, context_tokens: int) -> None:
+        """TaskError when a task cannot be answered in a context of so many tokens."""
+        needed = {task.id: self._askings[task.source].num_needed_tokens(task) for task in tasks}
+        too_long = {id: num for id, num in needed.items() if num > context_tokens}
+        if too_long:
+            worst = max(too_long, key=too_long.__getitem__)
+            raise TaskError(
+                f"{len(too_long)} of {len(needed)} tasks do not fit the model's context of "
+                f"{context_tokens} tokens: {worst} needs {too_long[worst]}. Shorten or remove "
+                "them, or take a model with a longer context."
+            )
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        """One evaluation per model, in their order; a task's reward is the mean of its group."""
+        start = time.monotonic()
+        groups = await self.rollout(models, tasks)
+        seconds = time.monotonic() - start
+        return [
+            self._sum_up(model, groups[i * len(tasks) : (i + 1) * len(tasks)], seconds)
+            for i, model in enumerate(models)
+        ]
+
+    def _sum_up(self, model: ModelRef, groups: Sequence[Group], seconds: float) -> Evaluation:
+        rewards: dict[str, float] = {}
+        errors: dict[str, str] = {}
+        num_tokens = 0
+        for group in groups:
+            failed = [rollout.error for rollout in group.rollouts if rollout.error]
+            if failed:
+                errors[group.task.id] = failed[0]
+            else:
+                earned = [r.reward for r in group.rollouts if r.reward is not None]
+                rewards[group.task.id] = sum(earned) / len(earned)
+            num_tokens += sum(self._cost(rollout) for rollout in group.rollouts)
+        return Evaluation(
+            model=model, rewards=rewards, errors=errors, num_tokens=num_tokens, seconds=seconds
+        )
+
+    def _cost(self, rollout: Rollout) -> int:
+        """Tokens of a prompt and its answer."""
+        answer = rollout.completion.tokens if rollout.completion is not None else ()
+        return len(self._template.encode(rollout.task)) + len(answer)
+
+    async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
+        """Every task under every model: the groups of the first model, then of the second, ..."""
+        each_model = list(dict.fromkeys(models))
+        each_task = list({task.id: task for task in tasks}.values())
+        block = max(1, BLOCK_REQUESTS // max(1, len(each_model)))
+        places = asyncio.Semaphore(NUM_BLOCKS)  # filled and drained by the blocks
+        parts = await together(
+            self._block(each_model, each_task[first : first + block], places)
+            for first in range(0, len(each_task), block)
+        )
+        groups = {(group.model, group.task.id): group for part in parts for group in part}
+        return [groups[model, task.id] for model in models for task in tasks]
+
+    async def _block(
+        self, models: Sequence[ModelRef], tasks: Sequence[Task], places: asyncio.Semaphore
+    ) -> list[Group]:
+        async with places:
+            # Two models of equal weights have equal keys: they are asked once.
+            known = await self._know({self._key(m, t): (m, t) for t in tasks for m in models})
+            self._count(known)
+            return [
+                Group(task=task, model=model, rollouts=known[self._key(model, task)])
+                for task in tasks
+                for model in models
+            ]
+
+    async def _know(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        """The answers. What another block asks right now is waited for, and asked if it failed."""
+        known: dict[str, Rollouts] = {}
+        while left := {key: pair for key, pair in questions.items() if key not in known}:
+            waited = {key: self._in_flight[key] for key in left if key in self._in_flight}
+            known |= await self._answer({k: pair for k, pair in left.items() if k not in waited})
+            for key, answer in waited.items():
+                rollouts = await asyncio.shield(answer)
+                if rollouts is not None:
+                    known[key] = rollouts
+        return known
+
+    async def _answer(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        """Find or ask; who asks for the same meanwhile waits for these answers."""
+        if not questions:
+            return {}
+        loop = asyncio.get_running_loop()
+        answers: dict[str, _Answer] = {key: loop.create_future() for key in questions}
+        self._in_flight |= answers
+        try:
+            found = await self._find_all(questions)
+            missing = [key for key in questions if key not in found]
+            asked = await self._ask([questions[key] for key in missing]) if missing else []
+            news = dict(zip(missing, asked, strict=True))
+            if self._log is not None and news:
+                # In a thread: the next block's requests need not wait for the disk.
+                await asyncio.to_thread(self._keep, self._log, questions, news)
+            for key, rollouts in (found | news).items():
+                answers[key].set_result(rollouts)
+        finally:
+            for key, answer in answers.items():
+                del self._in_flight[key]
+                if not answer.done():  # this block ended early: those who wait ask themselves
+                    answer.set_result(None)
+        self._tell_progress(len(questions), news.values())
+        return found | news
+
+    def _tell_progress(self, num_rollouts: int, asked: Iterable[Rollouts]) -> None:
+        if self._on_progress is not None:
+            num_tokens = sum(self._cost(rollout) for rollouts in asked for rollout in rollouts)
+            self._on_progress(Progress(num_rollouts=num_rollouts, num_tokens=num_tokens))
+
+    def _count(self, known: Mapping[str, Rollouts]) -> None:
+        for key, rollouts in known.items():
+            if self._log is not None:  # else the same question is really asked again
+                mark = hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=12)
+                if mark.digest() in self._counted:
+                    continue
+                self._counted.add(mark.digest())
+            self.num_rollouts += len(rollouts)
+            self.num_tokens += sum(self._cost(rollout) for rollout in rollouts)
+
+    def read_answer(self, rollout: Rollout) -> str | None:
+        """What the scorer takes as the answer: equal for answers that mean the same."""
+        if rollout.completion is None:
+            return None
+        return self._askings[rollout.task.source].scorer.read(rollout.completion)
+
+    def _key(self, model: ModelRef, task: Task) -> str:
+        return self._askings[task.source].key(model, task)
+
+    async def _find_all(self, questions: Mapping[str, Pair]) -> dict[str, Rollouts]:
+        log = self._log
+        if log is None:
+            return {}
+
+        def find(key: str, model: ModelRef, task: Task) -> Rollouts | None:
+            num = self._askings[task.source].num_answers
+            found = [log.find(f"{key}|{index}", task, model) for index in range(num)]
+            known = tuple(rollout for rollout in found if rollout is not None)
+            return known if len(known) == num else None
+
+        def find_each() -> dict[str, Rollouts | None]:
+            return {key: find(key, *pair) for key, pair in questions.items()}
+
+        known = await asyncio.to_thread(find_each)  # the disk is read there
+        return {key: rollouts for key, rollouts in known.items() if rollouts is not None}
+
+    def _keep(
+        self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]
+    ) -> None:
+        log.add(
+            [
+                (f"{key}|{index}", questions[key][0], rollout, self._cost(rollout))
+                for key, rollouts in news.items()
+                for index, rollout in enumerate(rollouts)
+            ]
+        )
+
+    async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
+        """The rollouts of each pair. When the batch fails, each pair is asked by itself once."""
+        try:
+            answers = await self._completions(pairs)
+        except (EngineDownError, FleetDownError):
+            raise  # nobody can answer anything: the run ends, and goes on when somebody can
+        except (EngineError, FleetError) as error:
+            if len(pairs) == 1:
+                return [self._failed(pairs[0][1], str(error))]
+            alone = await together(self._ask([pair]) for pair in pairs)
+            return [rollouts for [rollouts] in alone]
+        judged = iter(
+            await together(
+                self._judge(task, completion)
+                for (_, task), completions in zip(pairs, answers, strict=True)
+                for completion in completions
+            )
+        )
+        return [tuple(next(judged) for _ in completions) for completions in answers]
+
+    def _failed(self, task: Task, error: str) -> Rollouts:
+        failed = Rollout(task=task, completion=None, reward=None, error=error)
+        return (failed,) * self._askings[task.source].num_answers
+
+    async def _judge(self, task: Task, completion: Completion) -> Rollout:
+        try:
+            reward = await self._askings[task.source].scorer.reward(task, completion)
+        except (EngineDownError, FleetDownError):
+            raise
+        except (TaskError, EngineError, FleetError) as error:
+            return Rollout(task=task, completion=completion, reward=None, error=str(error))
+        return Rollout(task=task, completion=completion, reward=reward)
+
+    async def _completions(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+        """Sampled pairs and chosen pairs go to the sampler side by side."""
+        chosen = [self._askings[task.source].is_choice for _, task in pairs]
+        to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
+        to_choose = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
+        answers = await together([self._draw(to_sample), self._choose(to_choose)])
+        sampled, picked = map(iter, answers)
+        return [next(picked) if is_chosen else next(sampled) for is_chosen in chosen]
+
+    async def _draw(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+        requests = [self._askings[task.source].sample_request(m, task) for m, task in pairs]
+        return await self._sampler.sample(requests) if requests else []
+
+    async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+        """Score the choices of each pair; the completion is the likeliest choice."""
+        requests = [self._askings[task.source].choice_requests(m, task) for m, task in pairs]
+        flat = [request for group in requests for request in group]
+        scores = iter(await self._sampler.score(flat) if flat else [])
+        return [
+            (self._askings[task.source].pick(task, group, [next(scores) for _ in group]),)
+            for (_, task), group in zip(pairs, requests, strict=True)
+        ]
+
+
+def mean_by_source(rewards: Mapping[str, float], tasks: Iterable[Task]) -> dict[str, float]:
+    """The mean reward of each source's tasks; tasks without a reward are left out."""
+    sums: dict[str, list[float]] = {}
+    for task in tasks:
+        if task.id in rewards:
+            sums.setdefault(task.source, []).append(rewards[task.id])
+    return {source: sum(values) / len(values) for source, values in sums.items()}

@@ -1,0 +1,125 @@
+"""Rows -> the tasks of a taskset: ids that differ, one group per prompt, bad rows counted.
+
+bad = BadRows()
+read = read_tasks(rows, fields=FieldsConfig(), prompt_template="", source="gsm8k", bad=bad)
+skipped = bad.settle("skip", num_good=len(read))
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.errors import TaskError
+from rookery.tasks.rows import FieldsConfig, Row, RowReader
+from rookery.tasks.splits import split_key
+from rookery.types import Task
+
+__all__ = ["BadRows", "BadRowsPolicy", "ReadTask", "SkippedRows", "read_tasks"]
+
+BadRowsPolicy = Literal["refuse", "skip"]
+
+NUM_EXAMPLES = 3
+"""Sentences about bad rows that are kept: enough to see a pattern, few enough to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTask:
+    """A task, its group ("" when the data has none) and its place: "data.jsonl line 17"."""
+
+    task: Task
+    group: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRows:
+    """The rows that were left out: how many of how many, and what is wrong with the first."""
+
+    num_skipped: int = 0
+    num_rows: int = 0
+    examples: tuple[str, ...] = ()
+
+
+class BadRows:
+    """The rows that cannot be used, while a taskset is read."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._examples: list[str] = []
+
+    def add(self, error: TaskError) -> None:
+        """Count one row."""
+        self._count += 1
+        if len(self._examples) < NUM_EXAMPLES:
+            self._examples.append(f"{str(error).rstrip('.')}.")
+
+    def settle(self, policy: BadRowsPolicy, *, num_good: int) -> SkippedRows:
+        """What was skipped; a TaskError when rows are refused, or none is left."""
+        num_rows = self._count + num_good
+        if self._count and not num_good:
+            raise TaskError(
+                f"{self._examples[0]} None of {num_rows:,} rows can be used: check which fields "
+                "they have, fields and scorer."
+            )
+        if self._count and policy == "refuse":
+            raise TaskError(
+                f"{self._examples[0]} {self._count:,} of {num_rows:,} rows cannot be used: mend "
+                "them, or leave them out with bad_rows: skip in the taskset's config "
+                "(FILE?bad_rows=skip on the command line)."
+            )
+        return SkippedRows(
+            num_skipped=self._count, num_rows=num_rows, examples=tuple(self._examples)
+        )
+
+
+def read_tasks(
+    rows: Iterable[Row], *, fields: FieldsConfig, prompt_template: str, source: str, bad: BadRows
+) -> list[ReadTask]:
+    """The tasks of all rows that fit; the others are added to `bad`.
+
+    Fields that the config names and the first row lacks are the config's mistake: a TaskError.
+    """
+    reader: RowReader | None = None
+    found: list[ReadTask] = []
+    places: dict[str, str] = {}
+    grouped: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        reader = reader or RowReader(fields, prompt_template=prompt_template, first=row)
+        try:
+            task = reader.read(row, source=source)
+            if task.id in places:
+                task = _renamed(task, row, places, has_ids=reader.has_ids)
+            group = reader.group(row)
+            _require_one_group(grouped, task, group, row)
+        except TaskError as error:
+            bad.add(error)
+            continue
+        places[task.id] = row.where
+        found.append(ReadTask(task=task, group=group, where=row.where))
+    return found
+
+
+def _renamed(task: Task, row: Row, places: Mapping[str, str], *, has_ids: bool) -> Task:
+    """A row that is there twice gets the next free number; a given id twice is an error."""
+    if has_ids:
+        name = task.id.removeprefix(f"{task.source}/")
+        raise TaskError(
+            f"{row.where}: the id {name!r} is already that of {places[task.id]}. Ids must differ: "
+            "fields: {id: null} makes them from the content."
+        )
+    count = 2
+    while f"{task.id}-{count}" in places:
+        count += 1
+    return dataclasses.replace(task, id=f"{task.id}-{count}")
+
+
+def _require_one_group(
+    grouped: dict[str, tuple[str, str]], task: Task, group: str, row: Row
+) -> None:
+    before, where = grouped.setdefault(split_key(task.prompt), (group, row.where))
+    if before != group:
+        raise TaskError(
+            f"{row.where}: has the prompt of {where} and another group ({group}, there {before}), "
+            "and would be in two splits: give both rows one group."
+        )

@@ -1,0 +1,115 @@
+"""Progress where no bar can be drawn: lines, whether the work reports anything or not."""
+
+import io
+import json
+import threading
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+from driving import Command
+
+from rookery.cli import terminal
+
+GENOME = """\
+engine: {model: tiny}
+init: {type: file, path: founders}
+tasksets:
+  - {type: jsonl, path: tasks.jsonl}
+  - {type: jsonl, path: tasks.jsonl, name: again, bad_rows: skip,
+     splits: {search: 0.8, select: 0.1, report: 0.1}}
+stages: [{type: ga, generations: 1, population: {size: 2, children: {count: 2}}}]
+finals: {num_finalists: 2, num_voters: 2}
+"""
+
+
+class Lines(io.StringIO):
+    """Stands for stderr: what was written, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self._changed = threading.Condition()
+
+    def write(self, text: str) -> int:
+        with self._changed:
+            self.text += text
+            self._changed.notify_all()
+        return len(text)
+
+    def wait_for(self, words: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: words in self.text, timeout=30), self.text
+
+
+def test_lines_come_while_the_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.001)
+    with redirect_stderr(Lines()) as lines, terminal.token_progress() as bar:
+        line = bar.add_task("random search", total=1900, tokens=0)
+        lines.wait_for("random search  0 of 1,900  0 tok/s  0:00\n")
+        bar.update(line, advance=320, tokens=50)
+        lines.wait_for("random search  320 of 1,900  ")
+    assert "tok/s" in lines.text.splitlines()[-1]
+
+
+def test_the_last_line_tells_how_it_ended_and_nothing_follows() -> None:
+    with (
+        redirect_stderr(Lines()) as lines,
+        pytest.raises(KeyError),
+        terminal.token_progress() as bar,
+    ):
+        bar.add_task(r"rows\[a]", total=None, tokens=0, completed=7)
+        raise KeyError
+    assert lines.text == "rows[a]  7  0 tok/s  0:00\n"
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_a_quiet_command_prints_no_line() -> None:
+    with redirect_stderr(Lines()) as lines, terminal.token_progress(is_quiet=True) as bar:
+        bar.add_task("x", total=1)
+    assert lines.text == ""
+
+
+def test_every_phase_of_a_search_and_every_evaluation_prints_progress(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between generations, and in the last phase: baselines and random search."""
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.02)
+    (place / "g.yaml").write_text(GENOME)
+    ended = rookery("genome", "run", "g.yaml", "--name", "x")
+    assert ended.code == 0
+    said = ended.err.splitlines()
+    assert "loading" in ended.err
+    last = max(i for i, line in enumerate(said) if "   best " in line)
+    after = [line for line in said[last + 1 :] if "tok/s" in line]
+    assert len(after) > 2, said
+    assert after[-1].startswith("done  ")
+
+    ended = rookery("eval", "tiny", "tasks.jsonl")
+    assert ended.code == 0 and f"loading {place / 'tiny'}" in ended.err
+    assert [line for line in ended.err.splitlines() if line.startswith("tasks  ")]
+
+
+def test_what_was_moved_and_skipped_is_on_the_terminal_and_in_the_report(
+    rookery: Command, place: Path
+) -> None:
+    rows = (place / "tasks.jsonl").read_text().splitlines()
+    (place / "tasks.jsonl").unlink()
+    (place / "tasks.jsonl").write_text("\n".join([*rows, rows[0]]) + "\n")
+    (place / "bad.jsonl").write_text("\n".join([*rows, "{", '{"prompt": 3}']) + "\n")
+    (place / "g.yaml").write_text(GENOME.replace("tasks.jsonl, name", "bad.jsonl, name"))
+    ended = rookery("genome", "run", "g.yaml", "--name", "x")
+    assert ended.code == 0
+    skipped = f"again: 2 of {len(rows) + 2} rows were skipped. The first: "
+    report = json.loads((place / "runs/x/report.json").read_text())
+    page = (place / "runs/x/report.html").read_text()
+    for words in (skipped, "tasks are in a later split than its own fractions give"):
+        assert words in ended.err
+        assert any(words in warning for warning in report["warnings"])
+        assert words in page
+    ended = rookery("eval", "tiny", "bad.jsonl?bad_rows=skip", "--json")
+    assert ended.code == 0 and ended.document["num_skipped_rows"] == 2
+    assert ended.document["warnings"][0].startswith("bad: 2 of ")
+    assert "rows were skipped" in rookery("eval", "tiny", "bad.jsonl?bad_rows=skip").err
+    refused = rookery("eval", "tiny", "bad.jsonl")
+    assert refused.code == 2 and f"2 of {len(rows) + 2} rows cannot be used" in refused.err

@@ -1,0 +1,213 @@
+"""Every caller of a fleet is told at once: closing, defects, lost servers. Real HTTP."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+
+import pytest
+from fleet.adapters import make_small
+from fleet.stub import Stub, serve, until
+
+from rookery.errors import FleetError
+from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.lane import Call
+from rookery.types import ModelRef, SampleRequest, SamplingParams
+
+TOLD_S = 2.0
+"""Far below every time limit of the fleet: what comes within it was not waited for."""
+
+
+def requests(ref: ModelRef, num: int, **params: object) -> list[SampleRequest]:
+    wanted = {"max_tokens": 1, "temperature": 1.0} | params
+    return [
+        SampleRequest(model=ref, prompt=(1, 2, i % 50), params=SamplingParams(seed=i, **wanted))  # type: ignore[arg-type]
+        for i in range(num)
+    ]
+
+
+async def test_closing_tells_callers_in_flight_and_waiting() -> None:
+    stub = Stub()
+    async with serve(stub), AsyncExitStack() as stack:
+        config = FleetConfig(urls=(stub.url,), max_in_flight=4)
+        fleet = await stack.enter_async_context(open_fleet(config))
+        ref = await fleet.load(make_small("a"))
+        stub.hang = True
+        callers = [asyncio.create_task(fleet.sample(requests(r, 8))) for r in (fleet.base, ref)]
+        await stub.wait_in_flight(4)
+        async with asyncio.timeout(TOLD_S):
+            await stack.aclose()
+            for caller in callers:
+                with pytest.raises(FleetError, match="closed while this request was waiting"):
+                    await caller
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+async def test_a_load_that_is_under_way_leaves_nothing_behind(is_called: bool) -> None:
+    """Whether a request needs the adapter, or its caller loads it on a server that must judge."""
+    stub = Stub(load_s=0.3)
+    async with serve(stub), AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(open_fleet(FleetConfig(urls=(stub.url,))))
+        work: Coroutine[object, object, object]
+        if is_called:
+            ref = await fleet.load(make_small("a"))
+            stub.adapters.clear()
+            await fleet.pool.replicas[0].reconnect(lambda _: None)
+            work = fleet.sample(requests(ref, 1))
+        else:
+            work = fleet.load(make_small("a"))
+        before = stub.num_loads_begun
+        caller = asyncio.create_task(work)
+        await until(lambda: stub.num_loads_begun > before)
+        await stack.aclose()
+        await asyncio.wait([caller])
+        await until(lambda: stub.loads.total() == stub.num_loads_begun)
+        assert not stub.adapters
+        if is_called:
+            assert isinstance(caller.exception(), FleetError)
+
+
+async def test_a_closed_fleet_says_so() -> None:
+    stub = Stub()
+    async with serve(stub):
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            ref = await fleet.load(make_small("a"))
+        async with asyncio.timeout(TOLD_S):
+            for model in (fleet.base, ref):
+                with pytest.raises(FleetError, match=r"closed.*open_fleet"):
+                    await fleet.sample(requests(model, 1))
+            with pytest.raises(FleetError, match=r"closed.*open_fleet"):
+                await fleet.load(make_small("b", 1))
+            with pytest.raises(FleetError, match="closed"):
+                await fleet.reset_prefix_cache()
+
+
+async def test_a_defect_of_the_driver_reaches_every_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub = Stub()
+    async with serve(stub):
+        with pytest.raises(FleetError, match="a defect"):
+            async with open_fleet(FleetConfig(urls=(stub.url,), max_in_flight=2)) as fleet:
+                stub.hang = True
+                caller = asyncio.create_task(fleet.sample(requests(fleet.base, 8)))
+                await stub.wait_in_flight(2)
+
+                def fail(_: float) -> None:
+                    raise ZeroDivisionError("a defect")
+
+                monkeypatch.setattr(fleet.pool.router, "dispatch", fail)
+                async with asyncio.timeout(TOLD_S):
+                    with pytest.raises(FleetError, match="ZeroDivisionError: a defect"):
+                        await caller
+                    with pytest.raises(FleetError, match="a defect"):
+                        await fleet.sample(requests(fleet.base, 1))
+
+
+async def test_another_event_loop_gets_a_sentence() -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+
+        def elsewhere() -> None:
+            asyncio.run(asyncio.wait_for(fleet.sample(requests(fleet.base, 1)), TOLD_S))
+
+        with pytest.raises(FleetError, match="another event loop"):
+            await asyncio.to_thread(elsewhere)
+
+
+async def test_adapter_calls_do_not_wait_on_a_server_that_takes_none() -> None:
+    able, base_only = Stub(), Stub(routes=("/v1/completions",))
+    async with serve(able, base_only):
+        config = FleetConfig(urls=(able.url, base_only.url), heal_s=0.3)
+        async with open_fleet(config) as fleet:
+            ref = await fleet.load(make_small("a"))
+            await able.stop()
+            async with asyncio.timeout(5):
+                with pytest.raises(FleetError, match=r"takes adapters has been up for 0.3 s"):
+                    await fleet.sample(requests(ref, 3))
+                assert len(await fleet.sample(requests(fleet.base, 3))) == 3
+            await able.start()
+
+
+async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> None:
+    able, base_only = Stub(), Stub(routes=("/v1/completions",))
+    async with (
+        serve(able, base_only),
+        open_fleet(FleetConfig(urls=(able.url, base_only.url))) as fleet,
+    ):
+        ref = await fleet.load(make_small("a"))
+        able.hang = True
+        caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
+        await able.wait_in_flight(3)
+        await able.stop()
+        await until(lambda: not fleet.pool.replicas[0].lane.is_open)
+        able.hang = False
+        await able.start()
+        async with asyncio.timeout(10):
+            assert len(await caller) == 3
+
+
+async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
+    """vLLM answers 500 to everything until its process is gone; then there is nothing, then a new
+    one."""
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        stub.hang = True
+        caller = asyncio.create_task(fleet.sample(requests(fleet.base, 32)))
+        await stub.wait_in_flight(32)
+        stub.crash()
+        await until(lambda: _is_down(fleet))
+        await stub.stop()
+        assert not caller.done()
+        stub.hang = False
+        await stub.start()
+        async with asyncio.timeout(10):
+            assert len(await caller) == 32
+        assert fleet.pool.num_resent == 32
+
+
+async def test_one_server_that_does_not_come_back_is_waited_for_in_vain() -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,), heal_s=0.5)) as fleet:
+        stub.crash()
+        async with asyncio.timeout(5):
+            with pytest.raises(FleetError, match=r"No server has been up for 0.5 s.*500"):
+                await fleet.sample(requests(fleet.base, 4))
+        stub.has_crashed = False
+
+
+async def test_a_server_that_was_given_up_is_not_waited_for() -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        await stub.stop()
+        fleet.pool.replicas[0].is_given_up = True
+        async with asyncio.timeout(TOLD_S):
+            with pytest.raises(FleetError, match="No server is left"):
+                await fleet.sample(requests(fleet.base, 3))
+        await stub.start()
+
+
+async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() -> None:
+    stubs = [Stub(latency_s=0.01, capacity=4), Stub(latency_s=0.01, capacity=4)]
+    async with serve(*stubs):
+        config = FleetConfig(urls=tuple(s.url for s in stubs), max_in_flight=8)
+        async with open_fleet(config) as fleet:
+            await fleet.sample(requests(fleet.base, 40))
+            for stub in stubs:
+                stub.hang = True
+            caller = asyncio.create_task(fleet.sample(requests(fleet.base, 1)))
+            await until(lambda: any(len(c.lanes) > 1 for c in _in_flight(fleet)))
+            for stub, replica in zip(stubs, fleet.pool.replicas, strict=True):
+                stub.healthy = False
+                fleet.pool.suspect(replica, "the test says so")
+            async with asyncio.timeout(TOLD_S):
+                with pytest.raises(FleetError, match="the test says so"):
+                    await caller
+            assert _is_down(fleet)
+
+
+def _in_flight(fleet: Fleet) -> list[Call]:
+    return [call for replica in fleet.pool.replicas for call in replica.lane.in_flight]
+
+
+def _is_down(fleet: Fleet) -> bool:
+    return not any(r.lane.is_open or r.lane.in_flight for r in fleet.pool.replicas)

@@ -1,0 +1,228 @@
+"""Adapters on servers that others use too: no trace is left, and no name of others is trusted."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from fleet.adapters import make_small, write_model
+from fleet.stub import Stub, serve, until
+
+from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.owner import claim_folder
+from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1, temperature=0)
+KILLED = """
+import asyncio, sys
+from fleet.adapters import make_small
+from rookery.fleet import FleetConfig, open_fleet
+
+async def main():
+    async with open_fleet(FleetConfig(urls=(sys.argv[1],))) as fleet:
+        await fleet.load(make_small("a"))
+        print("loaded", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of this test's own instead of shared memory; nothing may be left in it."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr("rookery.fleet.staging._MEMORY", folder)
+    yield folder
+    assert os.listdir(folder) == []
+
+
+def staged(memory: Path) -> set[str]:
+    """The adapters that wait there for servers to read them."""
+    return {path.name for path in memory.glob("*/*~*")}
+
+
+def ask(ref: ModelRef, num: int = 1) -> list[SampleRequest]:
+    return [SampleRequest(model=ref, prompt=(1, i), params=PARAMS) for i in range(num)]
+
+
+async def use(fleet: Fleet, adapter: Adapter) -> ModelRef:
+    ref = await fleet.load(adapter)
+    await fleet.sample(ask(ref))
+    return ref
+
+
+async def test_closing_unregisters_everything(memory: Path) -> None:
+    stub = Stub()
+    async with serve(stub):
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            for i in range(3):
+                await use(fleet, make_small(f"a{i}", i))
+            assert len(stub.adapters) == 3
+            assert all(os.listdir(path) for path in stub.adapters.values())
+        assert not stub.adapters and os.listdir(memory) == []
+        with pytest.raises(RuntimeError, match="as planned"):
+            async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+                await use(fleet, make_small("a"))
+                raise RuntimeError("as planned")
+        assert not stub.adapters
+
+
+async def test_fleets_that_load_the_same_adapter_do_not_meet(memory: Path) -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as one:
+        ref = await use(one, make_small("a"))
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as two:
+            assert await use(two, make_small("a")) == ref
+            assert sorted(stub.adapters) == sorted([one.wire_name(ref), two.wire_name(ref)])
+        assert list(stub.adapters) == [one.wire_name(ref)], "a living fleet's is left alone"
+        assert staged(memory) == {one.wire_name(ref)}
+        await one.sample(ask(ref))
+
+
+async def test_what_a_killed_process_left_is_unregistered_by_the_next(tmp_path: Path) -> None:
+    stub = Stub()
+    async with serve(stub):
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, stub.url, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert client.stdout is not None and await client.stdout.readline() == b"loaded\n"
+        [(left, path)] = stub.adapters.items()
+        stub.adapters["theirs"] = str(tmp_path)
+        async with open_fleet(FleetConfig(urls=(stub.url,))):
+            assert left in stub.adapters, "its process lives"
+        client.send_signal(signal.SIGKILL)
+        await client.wait()
+        assert os.listdir(path)
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            assert list(stub.adapters) == ["theirs"]
+            # Another process that looks for leftovers may be removing it right now.
+            await until(lambda: not os.path.exists(path))
+            await use(fleet, make_small("a"))
+
+
+async def test_folders_of_the_dead_stay_until_their_server_can_be_asked(memory: Path) -> None:
+    closed, open_ = Stub(), Stub()
+
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    async with serve(open_):
+        closed._models = refuse  # type: ignore[method-assign]
+        await closed.start()
+        with claim_folder(memory) as owner:
+            owner.note_server(closed.url)
+        name = f"a@1~{owner.token}"
+        open_.adapters[name] = closed.adapters[name] = str(owner.folder)
+        async with open_fleet(FleetConfig(urls=(open_.url,))):
+            pass
+        assert owner.folder.is_dir()
+        await closed.stop()
+        async with open_fleet(FleetConfig(urls=(open_.url,))):
+            assert not owner.folder.exists(), "what it knew is gone with it"
+
+
+async def test_a_folder_outlives_requests_that_were_cut_off(memory: Path) -> None:
+    """They may be in the server's queue, and be given the adapter once more: a later one waits."""
+    stub = Stub()
+    seen: list[tuple[str, bool]] = []
+    complete = stub._complete
+
+    async def watch(request: web.Request) -> web.StreamResponse:
+        model = (await request.json())["model"]
+        seen.append((model, bool(staged(memory))))
+        return await complete(request)
+
+    stub._complete = watch  # type: ignore[assignment, method-assign]
+    async with serve(stub):
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            ref = await use(fleet, make_small("a"))
+            name = fleet.wire_name(ref)
+            stub.hang = True
+            cut = asyncio.create_task(fleet.sample(ask(ref)))
+            await until(lambda: stub.in_flight[name])
+            cut.cancel()
+            await asyncio.wait({cut})
+            stub.hang = False
+            await fleet.unload(ref)
+            assert seen[-2:] == [(name, True), ("tiny", True)]
+            assert not staged(memory)
+            ref = await use(fleet, make_small("b"))
+            stub.hang = True
+            cut = asyncio.create_task(fleet.sample(ask(ref)))
+            await until(lambda: stub.in_flight[fleet.wire_name(ref)])
+            stub.hang = False
+        assert seen[-1] == ("tiny", True) and not stub.adapters
+        await asyncio.wait({cut}, timeout=0)
+        cut.cancel()
+
+
+async def test_a_server_that_dies_keeps_no_fleet_from_closing(memory: Path) -> None:
+    stub = Stub()
+    async with serve(stub):
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            ref = await use(fleet, make_small("a"))
+            await stub.stop()
+            async with asyncio.timeout(5):
+                await fleet.unload(ref)
+        assert os.listdir(memory) == []
+        await stub.start()
+
+
+@pytest.mark.parametrize("knows_shapes", [False, True])
+async def test_loads_beside_unloads_of_one_adapter_never_fail(
+    tmp_path: Path, knows_shapes: bool
+) -> None:
+    root = str(write_model(tmp_path / "tiny")) if knows_shapes else "tiny"
+    stub = Stub(root=root, load_s=0.001, reads_folders=True)
+    adapter = make_small("a")
+
+    pauses = random.Random(0)
+
+    async def turn(fleet: Fleet) -> None:
+        for _ in range(100):
+            ref = await fleet.load(adapter)
+            await fleet.sample(ask(ref))
+            await fleet.unload(ref)
+            for _ in range(pauses.randrange(30)):
+                await asyncio.sleep(0)
+
+    async with serve(stub):
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            await asyncio.gather(*(turn(fleet) for _ in range(3)))
+            assert fleet.loaded == () and fleet.pool.num_resent == 0
+        assert not stub.adapters and not stub.num_dead_reads
+    assert stub.loads.total() > 20, "it was retired and loaded again many times"
+
+
+async def test_a_publisher_retires_what_it_published_before(memory: Path) -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        kept = await fleet.load(make_small("policy", 0))
+        for seed in range(40):
+            ref = await fleet.publish(make_small("policy", seed))
+            assert await fleet.publish(make_small("policy", seed)) == ref
+            await fleet.sample(ask(ref))
+        other = await fleet.publish(make_small("critic", 99))
+        assert fleet.loaded == (kept, ref, other), "one that was loaded as well stays"
+        names = {fleet.wire_name(one) for one in fleet.loaded}
+        assert set(stub.adapters) == names
+        assert staged(memory) == names
+        stub.latency_s = 0.05
+        last = asyncio.create_task(fleet.sample(ask(ref)))
+        await until(lambda: stub.in_flight[fleet.wire_name(ref)])
+        newest = await fleet.publish(make_small("policy", 40))
+        assert ref in fleet.loaded, "a request is in flight"
+        assert [c.model for [c] in await last] == [ref]
+        assert fleet.loaded == (kept, other, newest)
+        await fleet.unload(newest)
+        assert fleet.loaded == (kept, other)
+        await fleet.publish(make_small("policy", 41))

@@ -1,0 +1,158 @@
+"""Servers that die: started again, given up, their engine processes ended."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import FleetError
+from rookery.fleet import launch as launching
+from rookery.fleet.launch import LocalServer, open_servers
+from rookery.fleet.ledger import find_ledgers, process_start
+from rookery.fleet.operations import up
+from rookery.fleet.settings import LaunchConfig
+
+FAKE = Path(__file__).parent / "fake"
+CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
+    monkeypatch.setattr(launching, "POLL_S", 0.02)
+    monkeypatch.setattr(launching, "RESTART_PAUSE_S", 0.1)
+    return tmp_path / "fleet"
+
+
+def fail_next(server: LocalServer, tmp_path: Path, *, times: int) -> None:
+    """The next starts of a server fail."""
+    (tmp_path / server.url.rpartition(":")[2]).write_text(str(times))
+
+
+async def kill(server: LocalServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait_ended()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not is_so():  # noqa: ASYNC110  other processes tell no event
+            await asyncio.sleep(0.02)
+
+
+async def test_a_killed_server_is_started_again_on_its_port_a_few_times() -> None:
+    async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
+        first, url = server.pid, server.url
+        await kill(server)
+        await server.restart()
+        assert server.is_alive and server.pid != first and server.url == url
+        await kill(server)
+        with pytest.raises(FleetError, match=r"Given up after 1 restarts.*status SIGKILL"):
+            await server.restart()
+
+
+async def test_restarts_that_fail_are_counted_and_spaced(tmp_path: Path) -> None:
+    async with open_servers(CONFIG) as [server]:
+        fail_next(server, tmp_path, times=2)
+        await kill(server)
+        began_s = time.monotonic()
+        await server.restart()
+        assert server.is_alive and server.num_restarts == 3
+        assert time.monotonic() - began_s > 0.1 + 0.2
+
+
+async def test_a_server_is_given_up_when_its_restarts_are_used_up(
+    tmp_path: Path, state: Path
+) -> None:
+    async with open_servers(CONFIG) as [server]:
+        fail_next(server, tmp_path, times=3)
+        await kill(server)
+        with pytest.raises(FleetError, match="Given up after 3 restarts") as failed:
+            await server.restart()
+        assert "Tried to allocate 2.00 GiB" in str(failed.value)
+        assert not server.is_alive
+    assert find_ledgers(state) == []
+
+
+async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, state: Path) -> None:
+    pair: list[LocalServer] = []
+    is_ready = asyncio.Event()
+
+    def ready(servers: Sequence[LocalServer]) -> None:
+        pair.extend(servers)
+        is_ready.set()
+
+    config = CONFIG.model_copy(update={"replicas": 2, "restarts": 1})
+    serving = asyncio.create_task(up(config, on_ready=ready))
+    await is_ready.wait()
+    bad, good = pair
+    for server in pair:
+        fail_next(server, tmp_path, times=9)
+    await kill(bad)
+    await until(lambda: "OutOfMemoryError" in bad.log.read_text())
+    await bad.wait_ended()
+    assert good.is_alive and not serving.done()
+    await kill(good)
+    with pytest.raises(FleetError, match=r"(?s)No server is left\..*Given up.*Given up"):
+        await serving
+    assert find_ledgers(state) == []
+
+
+async def test_being_told_to_terminate_ends_a_start(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "hang")
+    began = asyncio.Event()
+    serving = asyncio.create_task(
+        up(CONFIG, on_ready=lambda _: None, progress=lambda _: began.set())
+    )
+    await began.wait()
+    [ledger] = find_ledgers(state)
+    [record] = ledger.records
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+    assert process_start(record.pid) == "" and find_ledgers(state) == []
+
+
+async def test_what_a_dead_server_leaves_running_is_ended_without_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "child")
+    async with open_servers(CONFIG) as [server]:
+        [child] = set(launching.group_members(server.pid)) - {server.pid}
+        await kill(server)
+        await until(lambda: process_start(child) == "")
+
+
+async def test_another_program_on_the_port_is_not_taken_for_the_server() -> None:
+    async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
+        await kill(server)
+        stranger = await asyncio.start_server(
+            lambda *_: None, "127.0.0.1", int(server.url.rpartition(":")[2])
+        )
+        try:
+            with pytest.raises(FleetError, match="Another program listens on port"):
+                await server.restart()
+        finally:
+            stranger.close()
+            await stranger.wait_closed()
+
+
+async def test_nothing_is_left_of_a_start_that_cannot_begin(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(host: str, *, first: int) -> None:
+        raise FleetError("No port is free.")
+
+    monkeypatch.setattr(launching, "reserve_port", refuse)
+    with pytest.raises(FleetError, match="No port is free"):
+        async with open_servers(CONFIG):
+            pass
+    assert find_ledgers(state) == []

@@ -1,0 +1,186 @@
+"""A whole evolution on the tiny model, for tests in this process and in one that is killed.
+
+python evolution.py FOLDER      # FOLDER/inputs.json says what; reads run names, forks for each
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rookery.embedded import EngineConfig, run_engine
+from rookery.errors import EngineError
+from rookery.fleet import Fleet
+from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
+from rookery.loops.genome.founders import FileInit, make_founders, read_founders
+from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.runs import Run
+from rookery.slots import SlottedModel, load_model
+from rookery.tasks.taskset import load_taskset
+from rookery.tasks.template import load_template
+from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
+
+SILENT = Watcher()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The folders that an evolution reads."""
+
+    model: Path
+    founders: Path
+    tasks: Path
+
+    def document(self, **changes: object) -> dict[str, object]:
+        """A config; keyword arguments change it."""
+        return {
+            "engine": {"model": str(self.model)},
+            "init": {"type": "file", "path": str(self.founders)},
+            "tasksets": [
+                {"type": "jsonl", "path": str(self.tasks / f"{name}.jsonl"), "name": name}
+                for name in ("first", "second")
+            ],
+            "stages": [
+                {"type": "ga", "generations": 2,
+                 "population": {"size": 4, "children": {"count": 4}}}
+            ],
+            "finals": {"num_finalists": 3, "num_voters": 3},
+            **changes,
+        }  # fmt: skip
+
+
+async def run_evolution(
+    run: Run,
+    inputs: Inputs,
+    *,
+    model: SlottedModel,
+    fleet: Fleet | None = None,
+    wrap: Callable[[Any], Any] = lambda engine: engine,
+    watcher: Watcher = SILENT,
+    **changes: object,
+) -> GenomeResult:
+    """Run or resume. `wrap` is given the engine and returns what the loop runs on."""
+    config = GenomeConfig.model_validate(inputs.document(**changes))
+    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    embedded = run_engine(
+        model,
+        config=EngineConfig(model=str(inputs.model)),
+        detokenize=lambda tokens: str(tokens),
+        name="tiny",
+    )
+    async with nullcontext(fleet) if fleet else embedded as opened:
+        engine = wrap(opened)
+        evaluator = TasksetEvaluator(
+            engine,
+            template=load_template(inputs.model),
+            tasksets=tasksets,
+            log=RolloutLog(run),
+        )
+        if isinstance(config.init, FileInit):
+            founders = read_founders(config.init)
+        else:
+            layers = engine.linear_layers
+            founders = make_founders(config.init, layers=layers, base="tiny", seed=config.seed)
+        return await evolve(
+            config,
+            founders=founders,
+            tasksets=tasksets,
+            engine=engine,
+            evaluator=evaluator,
+            run=run,
+            watcher=watcher,
+        )
+
+
+class Faulty:
+    """An engine some of whose answers and loads fail, chosen by a hash of what they are for."""
+
+    def __init__(
+        self, engine: Any, *, share: float, load_share: float = 0.0, salt: str = ""
+    ) -> None:
+        self._engine = engine
+        self._share = share
+        self._load_share = load_share
+        self._salt = salt
+        self.num_faults = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _pass(self, share: float, *what: object) -> None:
+        digest = hashlib.blake2b(repr((self._salt, what)).encode(), digest_size=4).digest()
+        if int.from_bytes(digest, "big") < share * 2**32:
+            self.num_faults += 1
+            raise EngineError(f"A fault was planted ({digest.hex()}).")
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        for request in requests:
+            self._pass(self._share, request.model.version, request.prompt)
+        return await self._engine.sample(requests)  # type: ignore[no-any-return]
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        for request in requests:
+            self._pass(self._share, request.model.version, request.tokens)
+        return await self._engine.score(requests)  # type: ignore[no-any-return]
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        # The founders are loaded anew in every generation's baselines: they stay loadable.
+        if not adapter.name.startswith("f"):
+            self._pass(self._load_share, "load", adapter.version)
+        return await self._engine.load(adapter)  # type: ignore[no-any-return]
+
+
+class Telling(Faulty):
+    """Also says a line on standard output before every call, so that it can be killed there."""
+
+    def _pass(self, share: float, *what: object) -> None:
+        os.write(1, b"call\n")
+        super()._pass(share, *what)
+
+
+def clockless(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what the clock says, and without the run's name."""
+    report = {k: v for k, v in report.items() if k not in {"run", "seconds"}}
+    for key in ("rows", "generations"):
+        report[key] = [{k: v for k, v in row.items() if k != "seconds"} for row in report[key]]
+    return report
+
+
+def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel) -> None:
+    inputs = Inputs(*(Path(path) for path in options["inputs"]))
+    with Run.open(folder / name) as run:
+        asyncio.run(
+            run_evolution(
+                run,
+                inputs,
+                model=model,
+                wrap=lambda engine: Telling(engine, **options["faults"]),
+                **options["changes"],
+            )
+        )
+        run.finish("finished")
+
+
+def main() -> None:
+    """Fork a child for every run name on standard input; say its pid, and how it ended."""
+    folder = Path(sys.argv[1])
+    options = json.loads((folder / "inputs.json").read_text())
+    model = load_model(Path(options["inputs"][0]))
+    model.pack()
+    for name in map(str.strip, sys.stdin):
+        pid = os.fork()
+        if pid == 0:
+            _work(folder, name, options, model)
+            os._exit(0)
+        os.write(1, b"pid %d\n" % pid)
+        os.write(1, b"ended %d\n" % os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    main()

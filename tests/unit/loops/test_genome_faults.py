@@ -1,0 +1,260 @@
+"""Faults and kills: a resumed evolution decides as the one that was not stopped."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet.stub import Stub, serve
+from loops import evolution
+from loops.evolution import Faulty, Inputs, clockless, run_evolution
+
+import rookery
+from rookery.errors import FleetDownError
+from rookery.fleet import FleetConfig, open_fleet
+from rookery.loops.genome import Watcher
+from rookery.runs import NewEvent, Run, RunView
+from rookery.slots import SlottedModel
+
+SOURCE = Path(rookery.__file__).parents[1]
+RACE = {"enabled": True, "block": 4}
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would: nothing catches it."""
+
+
+def create(root: Path, name: str) -> Run:
+    return Run.create(root, kind="genome", config={}, name=name)
+
+
+def decided(run: RunView) -> list[Any]:
+    """Everything a run recorded, without clocks and without its openings, in order of the keys:
+    answers arrive in any order."""
+    events = []
+    for event in run.events():
+        payload = {k: v for k, v in event.payload.items() if k != "seconds"}
+        if not event.kind.startswith("run/"):
+            events.append((event.kind, event.key, json.dumps(payload, sort_keys=True)))
+    return sorted(events)
+
+
+@contextmanager
+def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
+    """The append of this number kills, before it stores anything or after."""
+    append_many, count = run.append_many, 0
+
+    def counted(news: list[NewEvent]) -> Any:
+        nonlocal count
+        count += 1
+        if count == number and not is_stored:
+            raise Killed
+        stored = append_many(news)
+        if count == number:
+            raise Killed
+        return stored
+
+    run.append_many = counted  # type: ignore[method-assign]
+    try:
+        yield
+    except BaseException as error:
+        if not _is_killed(error):
+            raise
+    run.close()
+
+
+def _is_killed(error: BaseException) -> bool:
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return isinstance(error, Killed) or any(map(_is_killed, group))
+
+
+@pytest.fixture
+def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
+    """Two tasksets, one of which is judged by a function that raises on some answers."""
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward(task, completion):\n"
+        "    if sum(completion.tokens) % 47 == 0:\n"
+        "        raise ValueError('this answer cannot be judged')\n"
+        "    return float(sum(completion.tokens) % 2)\n"
+    )
+    return {
+        "tasksets": [
+            {"type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "name": "first"},
+            {
+                "type": "jsonl",
+                "path": str(inputs.tasks / "second.jsonl"),
+                "name": "second",
+                "scorer": {"type": "python", "function": f"{scorer}:reward"},
+                "sampling": {"max_tokens": 2},
+            },
+        ],
+        "race": RACE,
+        "floors": {"first": "founder"},
+    }
+
+
+@pytest.mark.parametrize("salt", ["a", "b"])
+async def test_faults_and_kills_anywhere_change_nothing(
+    inputs: Inputs,
+    tiny_model: SlottedModel,
+    tmp_path: Path,
+    scored_badly: dict[str, Any],
+    salt: str,
+) -> None:
+    rng = random.Random(salt)
+    faulty = partial(Faulty, share=0.004, load_share=0.1, salt=salt)
+    run_on = partial(run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly)
+    with create(tmp_path, "whole") as run:
+        expected = clockless((await run_on(run)).report)
+        events = decided(run)
+        errors = [e.payload["error"] for e in run.events("rollout") if e.payload["error"]]
+    assert errors, "the faults were met"
+    create(tmp_path, "killed").close()
+    for _ in range(4):
+        run = Run.open(tmp_path / "killed")
+        with killed_at(run, rng.randrange(1, 25), is_stored=rng.random() < 0.5):
+            await run_on(run)
+    with Run.open(tmp_path / "killed") as run:
+        assert clockless((await run_on(run)).report) == expected
+        assert decided(run) == events
+
+
+async def test_faults_that_pass_are_remembered(
+    inputs: Inputs, tiny_model: SlottedModel, tmp_path: Path
+) -> None:
+    """The engine is well again when the run resumes: what failed before has still failed."""
+    is_ill = [True]
+
+    class Recovering(Faulty):
+        def _pass(self, share: float, *what: object) -> None:
+            if is_ill[0]:
+                super()._pass(share, *what)
+
+    def recover_after(number: int, *, and_die: bool) -> Watcher:
+        def note(generation: Any) -> None:
+            if generation.generation == number:
+                is_ill[0] = False
+                if and_die:
+                    raise Killed
+
+        return Watcher(on_generation=note)
+
+    run_on = partial(
+        run_evolution,
+        inputs=inputs,
+        model=tiny_model,
+        wrap=partial(Recovering, share=0.01, load_share=0.4, salt="passing"),
+        race=RACE,
+    )
+    with create(tmp_path, "whole") as run:
+        expected = await run_on(run, watcher=recover_after(1, and_die=False))
+        events = decided(run)
+        assert any(e.payload["error"] for e in run.events("candidate"))
+        assert list(run.events("failure")), "a load failed too"
+    is_ill[0] = True
+    with create(tmp_path, "killed") as run, pytest.raises(Killed):
+        await run_on(run, watcher=recover_after(1, and_die=True))
+    with Run.open(tmp_path / "killed") as run:
+        assert clockless((await run_on(run)).report) == clockless(expected.report)
+        assert decided(run) == events
+
+
+async def test_a_server_that_dies_changes_no_decision(
+    inputs: Inputs, tiny_model: SlottedModel, tmp_path: Path
+) -> None:
+    reports = []
+    for is_killed in (False, True):
+        stubs = [Stub(), Stub()]
+        async with serve(*stubs):
+
+            def kill(generation: Any, stubs: Any = stubs, is_killed: bool = is_killed) -> None:
+                if is_killed and generation.generation == 1:
+                    stubs[1].fail_next = 10**6
+
+            config = FleetConfig(urls=tuple(stub.url for stub in stubs))
+            async with open_fleet(config) as fleet:
+                with create(tmp_path, f"killed-{is_killed}") as run:
+                    found = await run_evolution(
+                        run,
+                        inputs,
+                        model=tiny_model,
+                        fleet=fleet,
+                        watcher=Watcher(on_generation=kill),
+                    )
+        reports.append(clockless(found.report))
+    assert reports[0] == reports[1]
+
+
+async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(
+    inputs: Inputs, tiny_model: SlottedModel, tmp_path: Path
+) -> None:
+    class Gone(Faulty):
+        async def score(self, requests: Any) -> Any:
+            raise FleetDownError("Every server is down.")
+
+    with create(tmp_path, "whole") as run:
+        expected = await run_evolution(run, inputs, model=tiny_model)
+    with create(tmp_path, "gone") as run, pytest.raises(FleetDownError):
+        await run_evolution(run, inputs, model=tiny_model, wrap=partial(Gone, share=0.0))
+    with Run.open(tmp_path / "gone") as run:
+        assert not list(run.events("rollout")) and not list(run.events("failure"))
+        resumed = await run_evolution(run, inputs, model=tiny_model)
+    assert clockless(resumed.report) == clockless(expected.report)
+
+
+def test_kill_9_at_random_moments_changes_nothing(
+    inputs: Inputs, tmp_path: Path, scored_badly: dict[str, Any]
+) -> None:
+    """A process of its own, which is really killed."""
+    folders = [str(path) for path in (inputs.model, inputs.founders, inputs.tasks)]
+    options = {
+        "inputs": folders,
+        "faults": {"share": 0.004, "load_share": 0.1},
+        "changes": scored_badly,
+    }
+    (tmp_path / "inputs.json").write_text(json.dumps(options))
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, evolution.__file__, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        lines, names = process.stdout, process.stdin
+
+        def run_until(name: str, num_calls: float) -> int:
+            """Kill the run at this call to its engine. The calls it made; 0 when it ended."""
+            print(name, file=names, flush=True)
+            pid, count = 0, 0
+            for line in lines:
+                word, _, number = line.strip().partition(" ")
+                count += word == "call"
+                pid = int(number) if word == "pid" else pid
+                if word == "ended":
+                    return 0 if number == "0" else count
+                if pid and count >= num_calls:
+                    os.kill(pid, signal.SIGKILL)
+                    num_calls = math.inf
+            raise AssertionError("the process ended")
+
+        for name in ("whole", "killed"):
+            create(tmp_path, name).close()
+        rng = random.Random(0)
+        assert run_until("whole", math.inf) == 0
+        kills = [run_until("killed", rng.randrange(1, 400)) for _ in range(8)]
+        assert all(kills[:3]), "it was really killed"
+        assert run_until("killed", math.inf) == 0
+        names.close()
+    with Run.view(tmp_path / "whole") as whole, Run.view(tmp_path / "killed") as killed:
+        assert decided(killed) == decided(whole)
+        reports = [clockless(run.read_json("report.json")) for run in (whole, killed)]
+    assert reports[0] == reports[1]

@@ -1,0 +1,309 @@
+"""Candidates on their way to the engine, and who is asked together."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from rookery.errors import EngineDownError, FleetError
+from rookery.loops.genome import search_evaluator
+from rookery.loops.genome.loading import CandidateLoader
+from rookery.loops.genome.nursery import Drift, Nursery
+from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.runs import Run
+from rookery.search.candidate import ChildPlan
+from rookery.search.racing import RaceConfig
+from rookery.testing import FakeAdapters
+from rookery.types import Adapter, Evaluation, LoraFactors, ModelRef, Task
+from rookery.weights import make_adapter
+from rookery.weights.merge import LinearConfig, TiesConfig
+from rookery.weights.mutate import GaussianConfig
+
+NAMES = ("first", "second", "third")
+UNRACED = RaceConfig(enabled=False)
+TASKS = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(4)]
+
+
+def make(name: str) -> Adapter:
+    value = float(NAMES.index(name) + 1)
+    factors = LoraFactors(a=torch.full((1, 2), value), b=torch.ones(2, 1), scale=1.0)
+    return make_adapter(name, base="tiny", factors={"layer": factors})
+
+
+class Makers:
+    """A nursery that makes by a function."""
+
+    def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
+        self._make, self._slow = make, slow
+        self.forgotten: list[str] = []
+
+    def effort(self, name: str) -> int:
+        return 3 if name in self._slow else 2
+
+    def maker(self, name: str) -> Callable[[], Adapter]:
+        return partial(self._make, name)
+
+    def forget(self, names: list[str]) -> None:
+        self.forgotten += names
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with Run.create(tmp_path, kind="genome", name="r", config={}) as run:
+        yield run
+
+
+class Asked:
+    """An evaluator that notes which models are asked together."""
+
+    def __init__(self, on_ask: Callable[[list[str]], None] = lambda names: None) -> None:
+        self.waves: list[list[str]] = []
+        self._on_ask = on_ask
+
+    async def evaluate(self, models: list[ModelRef], tasks: list[Task]) -> list[Evaluation]:
+        names = [model.name for model in models]
+        self.waves.append(names)
+        self._on_ask(names)
+        await asyncio.sleep(0)
+        rewards = {task.id: 0.5 for task in tasks}
+        return [
+            Evaluation(model=model, rewards=rewards, errors={}, num_tokens=0, seconds=0.0)
+            for model in models
+        ]
+
+
+def open_search(
+    evaluator: Asked,
+    run: Run,
+    *,
+    adapters: FakeAdapters | None = None,
+    make: Callable[[str], Adapter] = make,
+    slow: tuple[str, ...] = (),
+    race: RaceConfig = UNRACED,
+    is_remote: bool,
+) -> SearchEvaluator:
+    return SearchEvaluator(
+        evaluator,  # type: ignore[arg-type]
+        loader=CandidateLoader(adapters or FakeAdapters(), run=run),
+        nursery=Makers(make, slow),  # type: ignore[arg-type]
+        tasks=TASKS,
+        weights={"t": 1.0},
+        race=race,
+        is_remote=is_remote,
+    )
+
+
+async def test_candidates_are_made_the_slow_ones_last_and_unloaded_at_the_end(run: Run) -> None:
+    adapters = FakeAdapters()
+    made = []
+
+    def note(name: str) -> Adapter:
+        made.append(name)
+        return make(name)
+
+    search = open_search(
+        Asked(), run, adapters=adapters, make=note, slow=("first",), is_remote=False
+    )
+    await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert made == ["second", "third", "first"] and adapters.num_loads == 3
+    assert not adapters.loaded
+
+
+def test_what_takes_longer_to_make_has_the_greater_effort() -> None:
+    founders = {name: make(name) for name in NAMES}
+    nursery = Nursery(
+        founders,
+        merges={"linear": LinearConfig(), "ties": TiesConfig()},
+        mutations={"gaussian": GaussianConfig()},
+        rank=1,
+    )
+    plan = partial(
+        ChildPlan, generation=1, parents=NAMES[:2], weights=(0.5, 0.5), sigma=0.1, seed_key=1
+    )
+    nursery.plan(
+        [
+            plan(id="ties", merge="ties", mutation=None),
+            plan(id="linear", merge="linear", mutation="gaussian"),
+            plan(id="move", merge="move", mutation=None),
+            replace(plan(id="mutant", merge=None, mutation="gaussian"), parents=NAMES[:1]),
+            Drift(id="drift", generation=1, parent="first", seeds=(1,), amounts=(0.1,)),
+        ]
+    )
+    names = ("first", "drift", "mutant", "move", "linear", "ties")
+    assert [nursery.effort(name) for name in names] == [0, 1, 1, 2, 2, 3]
+    nursery.adapter("ties")
+    assert nursery.effort("ties") == 0
+
+
+async def test_leaving_early_makes_no_more_and_unloads_what_arrived(run: Run) -> None:
+    adapters, made, may_go_on = FakeAdapters(), [], threading.Event()
+
+    def slow(name: str) -> Adapter:
+        made.append(name)
+        if name == "second":
+            may_go_on.wait(30)
+        return make(name)
+
+    loader = CandidateLoader(adapters, run=run)
+    with pytest.raises(RuntimeError, match="enough"):
+        makers = {name: partial(slow, name) for name in NAMES}
+        async with loader.load(makers, phase="search") as arrivals:
+            await arrivals["first"]
+            raise RuntimeError("enough")
+    may_go_on.set()
+    assert not adapters.loaded
+    assert "third" not in made
+
+
+async def test_an_adapter_that_cannot_be_unloaded_does_not_end_the_run(run: Run) -> None:
+    class Stuck(FakeAdapters):
+        async def unload(self, ref: ModelRef) -> None:
+            await super().unload(ref)
+            if ref.name == "first":
+                raise FleetError("The server does not answer.")
+
+    adapters = Stuck()
+    makers = {name: partial(make, name) for name in NAMES}
+    async with CandidateLoader(adapters, run=run).load(makers, phase="search") as arrivals:
+        assert [(await arrivals[name]).name for name in NAMES] == list(NAMES)
+    assert not adapters.loaded
+
+
+async def test_an_engine_in_this_process_is_asked_for_all_together(run: Run) -> None:
+    evaluator = Asked()
+    search = open_search(evaluator, run, is_remote=False)
+    await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert evaluator.waves == [list(NAMES)]
+
+
+async def test_a_remote_engine_answers_while_candidates_are_made(run: Run) -> None:
+    is_asked = {name: threading.Event() for name in NAMES}
+    evaluator = Asked(on_ask=lambda names: [is_asked[name].set() for name in names])  # type: ignore[arg-type]
+
+    def slow(name: str) -> Adapter:
+        before = NAMES.index(name) - 1
+        if before >= 0 and not is_asked[NAMES[before]].wait(30):
+            raise AssertionError(f"{NAMES[before]} waits for {name} to be made")
+        return make(name)
+
+    search = open_search(evaluator, run, make=slow, is_remote=True)
+    measured = await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert evaluator.waves == [["first"], ["second"], ["third"]]
+    assert [found.is_complete for found in measured.values()] == [True] * 3
+
+
+async def test_more_than_a_cohort_is_measured_piece_by_piece(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_evaluator, "COHORT", 2)
+    adapters, most = FakeAdapters(), []
+    evaluator = Asked(on_ask=lambda names: most.append(len(adapters.loaded)))
+    search = open_search(evaluator, run, adapters=adapters, is_remote=False)
+    measured = await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert max(most) == 2 and list(measured) == list(NAMES)
+    assert all(found.is_complete for found in measured.values())
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_a_candidate_that_cannot_be_made_or_loaded_loses_alone_and_for_good(
+    run: Run, is_remote: bool
+) -> None:
+    class Picky(FakeAdapters):
+        async def load(self, adapter: Adapter) -> ModelRef:
+            if adapter.name == "third":
+                raise FleetError("its rank is too high")
+            return await super().load(adapter)
+
+    def fail_second(name: str) -> Adapter:
+        if name == "second":
+            raise ZeroDivisionError("its weights sum to 0")
+        return make(name)
+
+    for adapters, makes in ((Picky(), fail_second), (FakeAdapters(), make)):
+        search = open_search(Asked(), run, adapters=adapters, make=makes, is_remote=is_remote)
+        measured = await search.measure(NAMES, rivals=(), seed=0, keep=1)
+        assert measured["first"].fitness.score == 0.5
+        assert [measured[name].error for name in NAMES[1:]] == [
+            "Making second: its weights sum to 0",
+            "its rank is too high",
+        ]
+        assert not adapters.loaded
+
+
+async def test_an_engine_that_is_gone_ends_the_search_and_fails_nobody(run: Run) -> None:
+    class Gone(FakeAdapters):
+        async def load(self, adapter: Adapter) -> ModelRef:
+            raise EngineDownError("The engine is closed.")
+
+    search = open_search(Asked(), run, adapters=Gone(), is_remote=False)
+    with pytest.raises(EngineDownError):
+        await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert not list(run.events("failure"))
+
+
+class Ranked(Asked):
+    """Each candidate has its own reward on every task; keeps count of the answers in flight."""
+
+    def __init__(self, rewards: dict[str, float]) -> None:
+        super().__init__()
+        self.rewards, self.num_answers = rewards, 0
+        self.num_open = self.most_open = 0
+
+    async def evaluate(self, models: list[ModelRef], tasks: list[Task]) -> list[Evaluation]:
+        self.num_answers += len(models) * len(tasks)
+        self.num_open += len(models) * len(tasks)
+        self.most_open = max(self.most_open, self.num_open)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.num_open -= len(models) * len(tasks)
+        return [
+            Evaluation(
+                model=model,
+                rewards={task.id: self.rewards[model.name] for task in tasks},
+                errors={},
+                num_tokens=0,
+                seconds=0.0,
+            )
+            for model in models
+        ]
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_a_race_drops_the_hopeless_and_keeps_servers_full(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_remote: bool
+) -> None:
+    monkeypatch.setattr(search_evaluator, "WAVE", 12)
+    monkeypatch.setattr(search_evaluator, "REMOTE_WAVE", 12)
+    tasks = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(120)]
+    evaluator = Ranked({"first": 1.0, "second": 0.0, "third": 0.0})
+    search = SearchEvaluator(
+        evaluator,  # type: ignore[arg-type]
+        loader=CandidateLoader(FakeAdapters(), run=run),
+        nursery=Makers(),  # type: ignore[arg-type]
+        tasks=tasks,
+        weights={"t": 1.0},
+        race=RaceConfig(block=4),
+        is_remote=is_remote,
+    )
+    measured = await search.measure(NAMES, rivals=(), seed=0, keep=1)
+    assert measured["first"].is_complete and measured["first"].fitness.score == 1.0
+    for name in NAMES[1:]:
+        assert 0 < len(measured[name].rewards) < 40 and len(measured[name].rewards) % 4 == 0
+    assert evaluator.num_answers < 240
+    # Servers have the next wave while the last one is out; an engine here is asked by waves.
+    assert evaluator.most_open == (24 if is_remote else 12)
+
+
+async def test_floors_that_come_later_judge_everyone(run: Run) -> None:
+    evaluator = Ranked({"first": 0.9, "second": 0.6, "third": 0.5})
+    search = open_search(evaluator, run, is_remote=False)
+    await search.measure(NAMES, rivals=(), seed=0, keep=3)
+    assert not any(found.fitness.violation for found in search.measured.values())
+    search.set_floors({"t": 0.55})
+    missed = [search.measured[name].fitness.violation for name in NAMES]
+    assert missed == pytest.approx([0.0, 0.0, 0.05])

@@ -1,0 +1,251 @@
+"""Faults and kills: a run that was killed anywhere ends as one with the same faults that was not.
+
+Contexts that the engine cannot answer, a server that dies, `kill -9` of a real process, and a
+simulated kill before and after every append.
+"""
+
+import asyncio
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops.oracle import Oracle, make_config, write_items
+
+from rookery.errors import EngineError
+from rookery.loops.icm import IcmConfig, label, read_gold, read_items
+from rookery.runs import EventLog, NewEvent, Run
+from rookery.search.streams import stream
+from rookery.types import Score, ScoreRequest
+
+FAULTS = ("none", "raise", "nan", "both")
+
+
+class Faulty:
+    """A sampler that cannot answer some contexts, always the same, and dies after some calls."""
+
+    def __init__(
+        self, oracle: Oracle, *, faults: str, seed: int, dies_at: float = math.inf
+    ) -> None:
+        self._oracle = oracle
+        self._faults = faults
+        self._seed = seed
+        self._num_left = dies_at
+        self.asked: list[tuple[int, ...]] = []
+
+    async def sample(self, requests: object) -> list[Any]:
+        raise NotImplementedError
+
+    def fault(self, request: ScoreRequest) -> str:
+        """Long contexts fail more often; an item by itself is always answered."""
+        if self._faults == "none" or len(request.tokens) < 8:
+            return ""
+        draw = stream(self._seed, *request.tokens).random()
+        kinds = ("raise", "nan") if self._faults == "both" else (self._faults,)
+        return kinds[int(draw * 1e6) % len(kinds)] if draw < 0.1 else ""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        await asyncio.sleep(0)
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise EngineError("The server is gone.")
+        faults = [self.fault(request) for request in requests]
+        if "raise" in faults:
+            raise EngineError("This context crashes the kernel.")
+        scores = await self._oracle.sampler.score(requests)
+        self.asked += [request.tokens for request in requests]
+        nan = (math.nan, math.nan)
+        return [
+            Score(model=score.model, logprobs=(), label_logprobs=nan) if fault else score
+            for score, fault in zip(scores, faults, strict=True)
+        ]
+
+
+async def run_icm(path: Path, config: IcmConfig, oracle: Oracle, sampler: Faulty) -> None:
+    """Begin the run, or go on with it."""
+    items = read_items(config.data)
+    is_new = not (path / "events.db").exists()
+    opened = Run.create(path.parent, kind="icm", config={}, name=path.name) if is_new else None
+    with opened or Run.open(path) as run:
+        await label(
+            config,
+            items=items,
+            bench=replace(oracle.bench, sampler=sampler),
+            run=run,
+            gold=lambda: read_gold(config.data, items),
+        )
+
+
+def made(
+    folder: Path, *, seed: int, num_items: int = 12, **changes: Any
+) -> tuple[Oracle, IcmConfig]:
+    oracle = Oracle(num_items, seed=seed, order_weight=2.0)
+    path = write_items(folder / "items.jsonl", oracle)
+    settings = {"search": {"iterations": 40, "num_start": 4}, "batch_size": 6, "num_chains": 2}
+    return oracle, make_config(path, seed=seed, **{**settings, **changes})
+
+
+def left_behind(path: Path) -> dict[str, Any]:
+    """Everything that must be equal: not the times, nor what a cold cache computed again."""
+    with Run.view(path) as run:
+        scores = {event.key: dict(event.payload) for event in run.events("score")}
+        decisions = {event.key: event.payload for event in run.events("decision")}
+    for payload in scores.values():
+        del payload["num_computed"]
+    report = json.loads((path / "report.json").read_text())
+    for name in ("run", "seconds"):
+        del report[name]
+    for name in ("computed", "siblings"):
+        del report["tokens"][name]
+    files = ("labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl")
+    texts = {name: (path / name).read_text() for name in files}
+    return {"scores": scores, "decisions": decisions, "report": report, **texts}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Kill at the n-th half of an append: before it for even numbers, behind it for odd ones."""
+    append_many = EventLog.append_many
+    state: dict[str, int | None] = {"left": None}
+
+    def counted(self: EventLog, news: Sequence[NewEvent]) -> Any:
+        left = state["left"]
+        if left is not None and left <= 0:
+            raise Killed
+        events = append_many(self, news)
+        if left is not None:
+            state["left"] = left - 2
+            if left == 1:
+                raise Killed
+        return events
+
+    def set_up(number: int | None) -> None:
+        state["left"] = number
+
+    monkeypatch.setattr(EventLog, "append_many", counted)
+    return set_up
+
+
+async def test_killed_at_every_append(tmp_path: Path, kill_at: Any) -> None:
+    oracle, config = made(tmp_path, seed=5, num_items=8, batch_size=4, num_chains=1)
+    await run_icm(tmp_path / "whole", config, oracle, Faulty(oracle, faults="both", seed=5))
+    expected = left_behind(tmp_path / "whole")
+    assert expected["report"]["num_unanswered"] > 0
+    number = 2
+    while True:
+        number += 1
+        path = tmp_path / f"killed-{number}"
+        sampler = Faulty(oracle, faults="both", seed=5)
+        kill_at(number)
+        try:
+            await run_icm(path, config, oracle, sampler)
+            break
+        except (Killed, BaseExceptionGroup):
+            kill_at(None)
+        await run_icm(path, config, oracle, sampler)
+        assert left_behind(path) == expected, f"killed at {number}"
+    assert number > 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_faults_a_server_that_dies_and_kills(
+    tmp_path: Path, kill_at: Any, seed: int
+) -> None:
+    rng, faults = random.Random(seed), FAULTS[seed % len(FAULTS)]
+    oracle, config = made(tmp_path, seed=seed, speculate=rng.choice([1, 4]))
+    await run_icm(tmp_path / "whole", config, oracle, Faulty(oracle, faults=faults, seed=seed))
+    path, num_ends = tmp_path / "killed", 0
+    for _ in range(4):
+        dies_at = rng.choice([math.inf, rng.randrange(1, 12)])
+        kill_at(rng.randrange(3, 30) if dies_at == math.inf else None)
+        sampler = Faulty(oracle, faults=faults, seed=seed, dies_at=dies_at)
+        try:
+            await run_icm(path, config, oracle, sampler)
+        except EngineError as error:
+            assert "The server is gone" in str(error)
+            num_ends += 1
+        except (Killed, BaseExceptionGroup):
+            num_ends += 1
+    kill_at(None)
+    await run_icm(path, config, oracle, Faulty(oracle, faults=faults, seed=seed))
+    assert num_ends > 0
+    assert left_behind(path) == left_behind(tmp_path / "whole")
+
+
+async def test_what_cannot_be_answered_is_told_and_not_asked_for_again(tmp_path: Path) -> None:
+    oracle, config = made(tmp_path, seed=2)
+    sampler = Faulty(oracle, faults="both", seed=2)
+    await run_icm(tmp_path / "a", config, oracle, sampler)
+    found = left_behind(tmp_path / "a")
+    failed = [score for score in found["scores"].values() if score["logprobs"] is None]
+    assert failed and all(score["error"] for score in failed)
+    assert found["report"]["num_unanswered"] == len(failed)
+    words = f"The engine could not answer {len(failed)} contexts"
+    assert any(words in warning for warning in found["report"]["warnings"])
+    again = Faulty(oracle, faults="none", seed=2)
+    await run_icm(tmp_path / "a", config, oracle, again)
+    assert again.asked == [] and left_behind(tmp_path / "a") == found
+
+
+async def test_a_server_that_is_gone_leaves_no_failed_answers(tmp_path: Path) -> None:
+    oracle, config = made(tmp_path, seed=3)
+    with pytest.raises(EngineError, match="The server is gone"):
+        await run_icm(
+            tmp_path / "a", config, oracle, Faulty(oracle, faults="none", seed=0, dies_at=5)
+        )
+    with Run.view(tmp_path / "a") as run:
+        assert run.status == "failed"
+        assert all(event.payload["logprobs"] for event in run.events("score"))
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from loops.test_icm_faults import Faulty, made, run_icm
+from rookery.runs import EventLog
+
+append_many = EventLog.append_many
+
+def told(self, news):
+    events = append_many(self, news)
+    print(len(news), flush=True)
+    return events
+
+EventLog.append_many = told
+folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+oracle, config = made(folder, seed=seed)
+asyncio.run(run_icm(folder / "killed", config, oracle, Faulty(oracle, faults="both", seed=seed)))
+"""
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """A real process, killed while it goes on after some of its appends."""
+    seed, rng = 5, random.Random(5)
+    oracle, config = made(tmp_path, seed=seed)
+    sampler = Faulty(oracle, faults="both", seed=seed)
+    asyncio.run(run_icm(tmp_path / "whole", config, oracle, sampler))
+    command = [sys.executable, "-c", CHILD, str(tmp_path), str(seed)]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    for num_appends in (rng.randrange(2, 6), rng.randrange(4, 12), None):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        assert child.stdout is not None
+        with child.stdout as lines:
+            if num_appends is None:
+                lines.read()
+            else:
+                assert all(lines.readline() for _ in range(num_appends))
+                child.kill()
+        assert child.wait() == (0 if num_appends is None else -9)
+    assert left_behind(tmp_path / "killed") == left_behind(tmp_path / "whole")
