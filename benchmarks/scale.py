@@ -22,7 +22,7 @@ import torch
 
 from rookery.loops.genome.nursery import Drift, Nursery, rebuild
 from rookery.loops.icm.verdict import agree
-from rookery.rollout_log import RolloutLog
+from rookery.rollout.log import RolloutLog
 from rookery.runs import Run
 from rookery.search import archive as grid
 from rookery.search import racing
@@ -94,7 +94,8 @@ def log_rollouts(num_rollouts: int) -> Work:
             for first in range(0, num_rollouts, 64):
                 block = rollouts[first : first + 64]
                 log.add([(rollout.task.id, model, rollout, 50) for rollout in block])
-            assert len(RolloutLog(run)) == num_rollouts
+            again = RolloutLog(run)
+            assert all(again.find(rollout.task.id, rollout.task, model) for rollout in rollouts)
 
     return work
 
