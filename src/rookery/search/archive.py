@@ -8,7 +8,7 @@ It holds ids, not candidates: adapters and programs alike.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,6 +24,7 @@ __all__ = [
     "FeatureConfig",
     "Outcome",
     "cell_of",
+    "extend",
     "insert",
     "sample",
 ]
@@ -119,19 +120,38 @@ def insert(
 
     On an equal score the one that is there stays. A failed candidate (None) is rejected.
     """
+    extended, (outcome,) = extend(archive, [(candidate, score, features)])
+    return extended, outcome
+
+
+def extend(
+    archive: Archive, candidates: Iterable[tuple[str, float | None, Mapping[str, float]]]
+) -> tuple[Archive, list[Outcome]]:
+    """The archive after several insertions of (id, score, features), in order: the grid is copied
+    once and not for each of them."""
+    cells, outcomes = dict(archive.cells), []
+    for candidate, score, features in candidates:
+        outcomes.append(_place(cells, archive.config, candidate, score, features))
+    return replace(archive, cells=cells), outcomes
+
+
+def _place(
+    cells: dict[str, Entry],
+    config: ArchiveConfig,
+    candidate: str,
+    score: float | None,
+    features: Mapping[str, float],
+) -> Outcome:
     if score is None:
-        return archive, "rejected"
+        return "rejected"
     if not math.isfinite(score):
         raise ValueError(f"Got the score {score} for {candidate}: it is finite, or None.")
-    cell = cell_of(archive.config, features)
-    holder = archive.cells.get(cell)
+    cell = cell_of(config, features)
+    holder = cells.get(cell)
     if holder is not None and score <= holder.score:
-        return archive, "rejected"
-    entry = Entry(id=candidate, score=score, features=_values(archive.config, features))
-    return (
-        replace(archive, cells={**archive.cells, cell: entry}),
-        "new" if holder is None else "improved",
-    )
+        return "rejected"
+    cells[cell] = Entry(id=candidate, score=score, features=_values(config, features))
+    return "new" if holder is None else "improved"
 
 
 def sample(archive: Archive, *, count: int, rng: np.random.Generator) -> tuple[str, ...]:

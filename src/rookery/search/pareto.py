@@ -8,7 +8,8 @@ Constraint domination: a feasible candidate dominates an infeasible one; of two 
 the smaller violation dominates; two feasible ones are compared by their objectives.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +22,73 @@ __all__ = ["crowded_scores", "crowding", "dominates", "fronts", "nsga2"]
 
 def dominates(a: Fitness, b: Fitness) -> bool:
     """Whether a is at least as good everywhere and better somewhere. Failed ones lose to all."""
-    return bool(_domination([a, b])[0, 1])
+    return len(fronts([a, b])) == 2 and fronts([a, b])[0] == [0]
 
 
 def fronts(fitnesses: Sequence[Fitness]) -> list[list[int]]:
     """Indices by front, best front first; failed candidates are in the last front.
 
-    O(n^2 m) for n candidates and m objectives.
+    Feasible candidates come first, by their objectives; then each violation is a front. O(n log n)
+    for n candidates with two objectives; with more, each candidate is also compared with the
+    members of a few fronts.
     """
-    better = _domination(fitnesses)
-    dominated_by = better.sum(axis=0)
-    remaining = np.ones(len(fitnesses), dtype=bool)
-    result: list[list[int]] = []
-    while remaining.any():
-        front = np.flatnonzero(remaining & (dominated_by == 0))
-        result.append([int(index) for index in front])
-        remaining[front] = False
-        dominated_by = dominated_by - better[front].sum(axis=0)
-    return result
+    alive = [index for index, fitness in enumerate(fitnesses) if not fitness.is_failed]
+    widths = {len(_vector(fitnesses[index])) for index in alive}
+    if len(widths) > 1:
+        raise ValueError(
+            f"Got candidates with {sorted(widths)} objectives: all need the same ones."
+        )
+    feasible = [index for index in alive if fitnesses[index].violation == 0]
+    found = [[feasible[place] for place in front] for front in _layers(fitnesses, feasible)]
+    missing: dict[float, list[int]] = {}
+    for index in alive:
+        if fitnesses[index].violation > 0:
+            missing.setdefault(fitnesses[index].violation, []).append(index)
+    failed = [index for index, fitness in enumerate(fitnesses) if fitness.is_failed]
+    by_violation = [missing[violation] for violation in sorted(missing)]
+    return [*found, *by_violation, *([failed] if failed else [])]
+
+
+def _layers(fitnesses: Sequence[Fitness], chosen: Sequence[int]) -> list[list[int]]:
+    """Fronts of the chosen by their objectives alone, as places among them.
+
+    In falling lexicographic order whoever dominates a candidate comes before it, and who is not
+    dominated by a front is not by a later one either: its front is found by bisection.
+    """
+    if not chosen:
+        return []
+    values = np.array([_vector(fitnesses[index]) for index in chosen], dtype=np.float64)
+    order = np.lexsort(-values.T[::-1]).tolist()
+    find = _find_by_last(values) if values.shape[1] <= 2 else _find_by_all(values)
+    layers: list[list[int]] = []
+    for place in order:
+        depth = find(place, layers)
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(place)
+    return [sorted(layer) for layer in layers]
+
+
+Find = Callable[[int, list[list[int]]], int]
+"""The first of the fronts, none of whose members dominates the candidate at this place."""
+
+
+def _find_by_last(values: NDArray[np.float64]) -> Find:
+    """With one or two objectives only the last of a front matters: none of it is better in the
+    second, and all of it is at least as good as the candidate in the first."""
+    keys = [(-row[-1], -row[0]) for row in values.tolist()]
+    return lambda place, layers: bisect_left(layers, keys[place], key=lambda layer: keys[layer[-1]])
+
+
+def _find_by_all(values: NDArray[np.float64]) -> Find:
+    def find(place: int, layers: list[list[int]]) -> int:
+        def is_free(layer: list[int]) -> bool:
+            rivals, own = values[layer], values[place]
+            return not ((rivals >= own).all(axis=1) & (rivals > own).any(axis=1)).any()
+
+        return bisect_left(layers, True, key=is_free)
+
+    return find
 
 
 def crowding(objectives: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -84,28 +134,3 @@ def nsga2(fitnesses: Sequence[Fitness], *, count: int) -> tuple[int, ...]:
 def _vector(fitness: Fitness) -> tuple[float, ...]:
     assert fitness.score is not None
     return fitness.objectives or (fitness.score,)
-
-
-def _domination(fitnesses: Sequence[Fitness]) -> NDArray[np.bool_]:
-    """[n, n]: row dominates column."""
-    alive = np.array([not fitness.is_failed for fitness in fitnesses], dtype=bool)
-    vectors = [_vector(fitness) for fitness in fitnesses if not fitness.is_failed]
-    widths = {len(vector) for vector in vectors}
-    if len(widths) > 1:
-        raise ValueError(
-            f"Got candidates with {sorted(widths)} objectives: all need the same ones."
-        )
-    values = np.zeros((len(fitnesses), widths.pop() if widths else 1))
-    values[alive] = vectors if vectors else values[alive]
-    violation = np.array([fitness.violation for fitness in fitnesses])
-    feasible = alive & (violation == 0)
-    infeasible = alive & (violation > 0)
-    no_worse = (values[:, None, :] >= values[None, :, :]).all(axis=2)
-    is_better = (values[:, None, :] > values[None, :, :]).any(axis=2)
-    result: NDArray[np.bool_] = (
-        (alive[:, None] & ~alive[None, :])
-        | (feasible[:, None] & infeasible[None, :])
-        | (infeasible[:, None] & infeasible & (violation[:, None] < violation[None, :]))
-        | (feasible[:, None] & feasible & no_worse & is_better)
-    )
-    return result

@@ -11,6 +11,7 @@ from rookery.search.archive import (
     ArchiveConfig,
     FeatureConfig,
     cell_of,
+    extend,
     insert,
     sample,
 )
@@ -102,3 +103,16 @@ def test_wrong_input_gets_a_sentence() -> None:
     with pytest.raises(ValueError, match="twice"):
         ArchiveConfig(features=(FeatureConfig(name="x"), FeatureConfig(name="x")))
     assert Archive(config=GRID).best is None
+
+
+def test_several_insertions_at_once_are_those_one_by_one() -> None:
+    archive = Archive(config=ArchiveConfig(features=(FeatureConfig(name="x", bins=3),)))
+    rows = [("a", 0.5, {"x": 0.1}), ("b", None, {"x": 0.9}), ("c", 0.7, {"x": 0.2})]
+    rows += [("d", 0.6, {"x": 0.2}), ("e", 0.1, {"x": 0.9})]
+    together, outcomes = extend(archive, rows)
+    expected = []
+    for id, score, features in rows:
+        archive, outcome = insert(archive, id, score=score, features=features)
+        expected.append(outcome)
+    assert (together, outcomes) == (archive, expected)
+    assert outcomes == ["new", "rejected", "improved", "rejected", "new"]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.pareto import crowded_scores, crowding, dominates, fronts, nsga2
+from rookery.search.streams import stream
 
 points = st.lists(
     st.just(FAILED)
@@ -95,3 +96,18 @@ def test_do_not_get_worse_is_a_constraint() -> None:
 def test_different_objectives_get_a_sentence() -> None:
     with pytest.raises(ValueError, match="same ones"):
         fronts([Fitness(score=0.0, objectives=(1.0,)), Fitness(score=0.0, objectives=(1.0, 2.0))])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_fronts_of_other_numbers_of_objectives(width) -> None:
+    for seed in range(40):
+        rng = stream(seed, width)
+        pool = [
+            Fitness(
+                score=0.0,
+                objectives=tuple(rng.integers(0, 4, width).astype(float).tolist()),
+                violation=float(rng.choice([0.0, 0.0, 0.0, 0.1, 0.2])),
+            )
+            for _ in range(25)
+        ]
+        assert [set(front) for front in fronts(pool)] == brute_fronts(pool)

@@ -1,0 +1,240 @@
+"""How cost grows with size: seconds at four sizes of each part, and the exponent they fit.
+
+    python benchmarks/scale.py            # a minute, no GPU
+    python benchmarks/scale.py racing     # rows whose name holds this word
+
+Linear work has exponent 1. Above `MOST` a row is marked and the program ends with 1. Seconds are
+CPU time of one thread, the best of `REPEATS`. A new row is a function that takes a size, prepares,
+and returns what is timed, and a line of `ROWS`.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rookery.loops.genome.nursery import Drift, Nursery, rebuild
+from rookery.loops.icm.verdict import agree
+from rookery.rollout.log import RolloutLog
+from rookery.runs import Run
+from rookery.search import archive as grid
+from rookery.search import racing
+from rookery.search.candidate import ChildPlan
+from rookery.search.fitness import Fitness
+from rookery.search.pareto import nsga2
+from rookery.search.streams import stream
+from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
+from rookery.weights import make_adapter
+from rookery.weights.merge import LinearConfig, merge
+from rookery.weights.mutate import GaussianConfig
+
+MOST = 1.1
+"""Exponents up to this pass: logarithms and caches take the place of the last tenth."""
+REPEATS = 3
+
+Work = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """One line: what grows, the sizes, and how the work of one size is prepared."""
+
+    grows: str
+    sizes: Sequence[int]
+    prepare: Callable[[int], Work]
+
+
+def race(num_candidates: int, num_tasks: int) -> Work:
+    """Equal candidates: nearly all see every task."""
+    answers = (stream(0, "scale").random((num_candidates, num_tasks)) < 0.5).astype(float)
+    names = [f"c{i}" for i in range(num_candidates)]
+    tasks = [f"t{i}" for i in range(num_tasks)]
+    config = racing.RaceConfig(confidence=0.999, keep=min(16, num_candidates // 2))
+
+    def work() -> None:
+        running = racing.start(names, tasks, config=config, rng=stream(0))
+        while asks := running.asks:
+            told = {
+                name: answers[int(name[1:]), [int(task[1:]) for task in asked]].tolist()
+                for name, asked in asks.items()
+            }
+            racing.tell(running, told)
+
+    return work
+
+
+def log_rollouts(num_rollouts: int) -> Work:
+    """Written in blocks of 64, then read again."""
+    model = ModelRef(name="base", version="1")
+    completion = Completion(
+        model=model, tokens=(1,) * 50, logprobs=(-0.1,) * 50, text="x" * 200, finish_reason="stop"
+    )
+    rollouts = [
+        Rollout(
+            task=Task(id=f"t{i}", prompt="", reference="", source="s"),
+            completion=completion,
+            reward=1.0,
+            error="",
+        )
+        for i in range(num_rollouts)
+    ]
+
+    def work() -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Run.create(Path(folder), kind="scale", config={}) as run,
+        ):
+            log = RolloutLog(run)
+            for first in range(0, num_rollouts, 64):
+                block = rollouts[first : first + 64]
+                log.add([(rollout.task.id, model, rollout, 50) for rollout in block])
+            again = RolloutLog(run)
+            assert all(again.find(rollout.task.id, rollout.task, model) for rollout in rollouts)
+
+    return work
+
+
+def make_adapter_of(seed: int, *, size: int = 64, rank: int = 8) -> Adapter:
+    rng = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(rank, size, generator=rng), torch.randn(size, rank, generator=rng)
+    factors = {"model.layers.0.mlp.up_proj": LoraFactors(a=a, b=b, scale=1.0)}
+    return make_adapter(f"f{seed}", base="tiny", factors=factors)
+
+
+def climb(num_steps: int) -> Work:
+    """Steps of an ES, 16 trials each."""
+    start = make_adapter_of(0)
+
+    def work() -> None:
+        nursery = Nursery({"start": start}, merges={}, mutations={}, rank=8)
+        parent = "start"
+        for step in range(num_steps):
+            seeds = tuple(range(16 * step, 16 * step + 16))
+            is_chained = step > 0
+            centre = Drift(
+                id=f"e{step}", generation=step, parent=parent, seeds=seeds if step else (),
+                amounts=(0.01,) * 16 if step else (), is_chained=is_chained,
+            )  # fmt: skip
+            trials = [
+                Drift(
+                    id=f"e{step}-{seed}", generation=step, parent=centre.id, seeds=(seed,),
+                    amounts=(0.1,), is_chained=True,
+                )
+                for seed in seeds
+            ]  # fmt: skip
+            nursery.plan([*trials, centre])
+            for trial in trials:
+                nursery.adapter(trial.id)
+            nursery.keep(["start", centre.id])
+            parent = centre.id
+
+    return work
+
+
+def merge_founders(num_founders: int) -> Work:
+    founders = [make_adapter_of(seed, size=288) for seed in range(num_founders)]
+    weights = stream(0).random(num_founders).tolist()
+    return lambda: merge(founders, weights=weights, method=LinearConfig(), rank=8)
+
+
+def rebuild_lineage(num_generations: int) -> Work:
+    """One mutation after another."""
+    founder = make_adapter_of(0)
+    nursery = Nursery(
+        {founder.name: founder}, merges={}, mutations={"gaussian": GaussianConfig()}, rank=8
+    )
+    parent = founder.name
+    for generation in range(num_generations):
+        plan = ChildPlan(
+            id=f"g{generation}", generation=generation, merge=None, parents=(parent,),
+            weights=(1.0,), mutation="gaussian", sigma=0.1, seed_key=generation,
+        )  # fmt: skip
+        nursery.plan([plan])
+        nursery.adapter(plan.id)
+        nursery.keep([plan.id])
+        parent = plan.id
+    lineage = nursery.lineage()
+    return lambda: rebuild(lineage, [founder], parent)
+
+
+def fill_archive(num_candidates: int) -> Work:
+    """In generations of 100, on a grid of 100 x 100."""
+    features = tuple(grid.FeatureConfig(name=name, bins=100) for name in "xy")
+    drawn = stream(0).random((num_candidates, 3)).tolist()
+    rows = [(f"c{i}", score, {"x": x, "y": y}) for i, (score, x, y) in enumerate(drawn)]
+
+    def work() -> None:
+        archive = grid.Archive(config=grid.ArchiveConfig(features=features))
+        for first in range(0, num_candidates, 100):
+            archive, _ = grid.extend(archive, rows[first : first + 100])
+
+    return work
+
+
+def survive(num_candidates: int) -> Work:
+    """NSGA-II on two objectives."""
+    values = stream(0).random((num_candidates, 2)).tolist()
+    fitnesses = [Fitness(score=sum(pair), objectives=tuple(pair)) for pair in values]
+    return lambda: nsga2(fitnesses, count=num_candidates // 2)
+
+
+def agree_on(num_items: int) -> Work:
+    """Labels of pairs that are tied together."""
+    labels = dict(enumerate((stream(0).random(num_items) < 0.5).astype(int).tolist()))
+    tied = [(item, item + 1) for item in range(0, num_items, 2)]
+    return lambda: agree(labels, labels, tied=tied)
+
+
+ROWS: Mapping[str, Row] = {
+    "racing, 32 candidates": Row("tasks", (250, 500, 1000, 2000), lambda n: race(32, n)),
+    "racing, 100 tasks": Row("candidates", (125, 250, 500, 1000), lambda n: race(n, 100)),
+    "rollout log": Row("rollouts", (1000, 2000, 4000, 8000), log_rollouts),
+    "es, 16 trials a step": Row("steps", (10, 20, 40, 80), climb),
+    "merge of all founders": Row("founders", (50, 100, 200, 400), merge_founders),
+    "rebuild": Row("generations", (250, 500, 1000, 2000), rebuild_lineage),
+    "archive": Row("candidates", (1000, 2000, 4000, 8000), fill_archive),
+    "nsga2, 2 objectives": Row("candidates", (500, 1000, 2000, 4000), survive),
+    "icm agreement": Row("items", (500, 1000, 2000, 4000), agree_on),
+}
+
+
+def seconds_of(work: Work) -> float:
+    best = math.inf
+    for _ in range(REPEATS):
+        began = time.process_time()
+        work()
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """The slope of log seconds over log size."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("word", nargs="?", default="", help="only rows whose name holds this")
+    word = parser.parse_args().word
+    torch.set_num_threads(1)
+    is_within = True
+    for name, row in ROWS.items():
+        if word not in name:
+            continue
+        seconds = [seconds_of(row.prepare(size)) for size in row.sizes]
+        slope = exponent(row.sizes, seconds)
+        cells = "  ".join(f"{n}: {s:.3f} s" for n, s in zip(row.sizes, seconds, strict=True))
+        mark = "" if slope <= MOST else f"  above {MOST}"
+        print(f"{name:<22} {row.grows:<11} {slope:5.2f}   {cells}{mark}", flush=True)
+        is_within = is_within and slope <= MOST
+    return 0 if is_within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
