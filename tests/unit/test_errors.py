@@ -5,7 +5,15 @@ import re
 import pytest
 
 import rookery.errors
-from rookery.errors import ConfigError, ModelError, RookeryError, TaskError, boundary
+from rookery.errors import (
+    ConfigError,
+    EngineError,
+    FleetError,
+    ModelError,
+    RookeryError,
+    TaskError,
+    boundary,
+)
 
 CLASSES = {
     name: value
@@ -15,16 +23,19 @@ CLASSES = {
 
 
 def test_the_drawing_names_every_class() -> None:
-    drawing = re.findall(r"^    (?:[├└]── )?(\w+Error)\b", rookery.errors.__doc__ or "", re.M)
+    drawing = re.findall(
+        r"^    (?:│   )?(?:[├└]── )?(\w+Error)\b", rookery.errors.__doc__ or "", re.M
+    )
     assert sorted(drawing) == sorted(CLASSES)
     assert set(CLASSES) | {"boundary"} == set(rookery.errors.__all__)
 
 
-def test_every_class_is_a_plain_child_of_the_root() -> None:
+def test_every_class_is_a_child_of_the_root_or_says_more_than_its_parent() -> None:
     assert RookeryError.__base__ is Exception
     for name, kind in CLASSES.items():
         if kind is not RookeryError:
-            assert kind.__base__ is RookeryError, name
+            parent = {"EngineDownError": EngineError, "FleetDownError": FleetError}
+            assert kind.__base__ is parent.get(name, RookeryError), name
         assert str(kind("a sentence")) == "a sentence" and kind.__doc__
 
 

@@ -2,7 +2,7 @@
 
     callers: await calls.answered(jobs)        driver: added, dropped = calls.take()
                                                        calls.leave(jobs)    # answered or dropped
-                                                       calls.fail(message)  # all that were taken
+                                                       calls.fail(error)  # all that were taken
 
 A job counts as in flight until `leave` or `fail`, also when its caller was cancelled: until then
 the batcher may hold memory for it and compute with its adapter.
@@ -88,18 +88,18 @@ class Calls:
                 call.done.set_result(None)
         self.changed.set()
 
-    def fail(self, message: str) -> None:
-        """End every call that was taken with an EngineError; the batcher holds none of them."""
+    def fail(self, error: EngineError) -> None:
+        """End every call that was taken with this error; the batcher holds none of them."""
         fresh = set(map(id, self._added))
         calls = {id(call): call for call in self._by_job.values() if id(call) not in fresh}
         for call in calls.values():
             if not call.done.done():
-                call.done.set_exception(EngineError(message))
+                call.done.set_exception(error)
             self.leave(call.jobs)
 
-    def end(self, message: str) -> None:
+    def end(self, error: EngineError) -> None:
         """End every call, those not yet taken too."""
         self._added.clear()
-        self.fail(message)
+        self.fail(error)
         self._dropped.clear()
         self.changed.set()

@@ -32,7 +32,7 @@ from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
 from rookery.embedded.pool import memory_bytes
-from rookery.errors import EngineError, RookeryError
+from rookery.errors import EngineDownError, EngineError, RookeryError
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.types import (
@@ -251,7 +251,7 @@ class EmbeddedEngine:
 
     def _require_running(self) -> None:
         if self._ended:
-            raise EngineError(self._ended)
+            raise EngineDownError(self._ended)
         if asyncio.get_running_loop() is not self._loop:
             raise EngineError("Call the engine from the event loop that opened it, not another.")
 
@@ -262,7 +262,7 @@ class EmbeddedEngine:
     def _end(self, message: str) -> None:
         if not self._ended:
             self._ended = message
-            self._calls.end(message)
+            self._calls.end(EngineDownError(message))
 
     async def drive(self) -> None:
         """Run steps while there is work, until the engine ends; `open_engine` keeps this going."""
@@ -289,7 +289,7 @@ class EmbeddedEngine:
         except EngineError as error:
             self._require_running()
             await self._compute(self._batcher.reset)
-            self._calls.fail(str(error))
+            self._calls.fail(error)
             return
         self._calls.leave([*answered, *dropped])
 
@@ -318,7 +318,7 @@ class EmbeddedEngine:
                 f"The engine stopped at an unexpected error, {type(error).__name__}: {detail}. "
                 "Leave its block and open a new one."
             )
-            raise EngineError(self._ended) from error
+            raise EngineDownError(self._ended) from error
 
 
 _CLOSED = "The engine is closed: await every call inside its `async with` block."

@@ -226,9 +226,9 @@ def _why_small(sources: Sequence[_Source]) -> str:
     total = sum(len(source.values) for source in sources)
     least = min(sources, key=lambda source: len(source.values))
     if total < MIN_VALUES:
-        return f"it is of {total} tasks, and takes at least {MIN_VALUES}"
+        return f"{total} tasks in all, where {MIN_VALUES} are few"
     if len(least.values) < MIN_PER_SOURCE:
-        return f"{least.name} has {len(least.values)} tasks, and takes at least {MIN_PER_SOURCE}"
+        return f"{len(least.values)} tasks of {least.name}, where {MIN_PER_SOURCE} are few"
     return ""
 
 

@@ -188,11 +188,11 @@ def test_few_tasks_prove_little_and_say_so() -> None:
     interval = paired_difference([1.0, 1.0], [0.0, 0.0], rng=stream(0))
     assert not interval.is_above_zero
     assert interval.is_small
-    assert interval.small == "it is of 2 tasks, and takes at least 30"
+    assert interval.small == "2 tasks in all, where 30 are few"
     assert bootstrap_mean([1.0], rng=stream(0)).low < 0.5
     strata = Strata(names=("a",) * 40 + ("b",) * 2, weights={"a": 1.0, "b": 1.0})
     uneven = bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=strata)
-    assert uneven.small == "b has 2 tasks, and takes at least 5"
+    assert uneven.small == "2 tasks of b, where 5 are few"
     unweighted = Strata(names=strata.names, weights={"a": 1.0})
     assert not bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=unweighted).is_small
 

@@ -185,11 +185,14 @@ def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
 
 def _warn_of_small_samples(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     reasons = dict.fromkeys(row["small"] for row in rows if row["small"])
-    return [f"Read the intervals with care: {reason}." for reason in reasons]
+    return [
+        f"The report is of a small sample ({reason}): its intervals are rough."
+        for reason in reasons
+    ]
 
 
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
-    warnings = []
+    warnings: list[str] = []
     for taskset in tasksets:
         warnings += taskset.notes
         if not taskset.split("select"):

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rookery.errors import (
     AdapterError,
@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """Why a candidate is not in the engine."""
+    """Why a candidate is not in the engine, and its version if it could be made."""
 
     error: str
+    version: str | None
 
 
 Arrivals = Mapping[str, asyncio.Task[ModelRef | LoadFailure]]
@@ -64,16 +65,19 @@ class CandidateLoader:
             key = f"{phase}/{name}"
             known = self._run.get("failure", key)
             if known is not None:
-                return LoadFailure(known.payload["error"])
+                return LoadFailure(known.payload["error"], known.payload["version"])
+            version = None
             try:
                 async with making:
                     adapter = await asyncio.to_thread(_make, name, make)
+                version = adapter.version
                 return await self._adapters.load(adapter)
             except (EngineDownError, FleetDownError):
                 raise
             except (AdapterError, EngineError, FleetError) as error:
-                self._run.append("failure", {"candidate": name, "error": str(error)}, key=key)
-                return LoadFailure(str(error))
+                failure = LoadFailure(str(error), version)
+                self._run.append("failure", {"candidate": name, **asdict(failure)}, key=key)
+                return failure
 
         arrivals = {name: asyncio.create_task(bring(name, make)) for name, make in makers.items()}
         try:

@@ -132,6 +132,12 @@ class Nursery:
         """Its content hash; None for one that was never made."""
         return self._versions.get(candidate)
 
+    def learn(self, candidate: str, version: str | None) -> None:
+        """Know the content hash of one that was made before this process, and is not made again
+        because it could not be loaded."""
+        if version is not None:
+            self._versions[candidate] = version
+
     def num_distinct(self, candidates: Iterable[str]) -> int:
         """How many there are, of equal weights one; those that could not be made count each."""
         return len({self._versions.get(name, f"unmade/{name}") for name in candidates})

@@ -182,6 +182,7 @@ class SearchEvaluator:
             loaded = await arrivals[name]
             if isinstance(loaded, LoadFailure):
                 self._errors.setdefault(name, {}).update(dict.fromkeys(tasks, loaded.error))
+                self._nursery.learn(name, loaded.version)
             else:
                 refs[name] = loaded
         evaluations = await self._evaluator.evaluate(
