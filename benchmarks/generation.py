@@ -12,17 +12,30 @@ from pathlib import Path
 
 from rookery.embedded import EmbeddedEngine
 from rookery.fleet import Fleet
+from rookery.loops.genome.loading import CandidateLoader
 from rookery.loops.genome.nursery import Nursery
-from rookery.loops.genome.trials import Trials
-from rookery.rollout import TasksetEvaluator
-from rookery.rollout import RolloutLog
+from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.rollout import RolloutLog, TasksetEvaluator
+from rookery.rollout.asking import Asking
 from rookery.runs import Run
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Task
 
-__all__ = ["TimedGeneration", "WaitingEngine"]
+__all__ = ["TimedGeneration", "Timing", "WaitingEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, and the answers that were asked for in them."""
+
+    seconds: float
+    num_answers: int
+
+    def overhead(self, alone_s: float, num_answers: int) -> float:
+        """The share that is not answering: the requests alone take `alone_s` for `num_answers`."""
+        return 1 - alone_s * self.num_answers / num_answers / self.seconds
 
 
 class WaitingEngine:
@@ -73,8 +86,11 @@ class TimedGeneration:
     nursery: Nursery
     names: Sequence[str]
 
-    async def through_the_loop(self, *, is_made: bool = False) -> float:
-        """Seconds to make, load, ask, score, log and unload; without the making if `is_made`."""
+    async def through_the_loop(self, *, is_made: bool = False) -> "Timing":
+        """Make, load, ask, race as shipped, score, log and unload; no making if `is_made`.
+
+        Half of the candidates may survive: the race drops whom it can.
+        """
         await self.engine.reset_prefix_cache()
         if is_made:
             for name in self.names:
@@ -88,20 +104,26 @@ class TimedGeneration:
             evaluator = TasksetEvaluator(
                 self.engine, template=self.template, tasksets=self.tasksets, log=RolloutLog(run)
             )
-            trials = Trials(
+            search = SearchEvaluator(
                 evaluator,
-                adapters=self.engine,
+                loader=CandidateLoader(self.engine, run=run),
                 nursery=self.nursery,
                 tasks=self.tasks,
                 weights={taskset.name: taskset.weight for taskset in self.tasksets},
-                race=RaceConfig(enabled=False),
-                is_elsewhere=not isinstance(self.engine, EmbeddedEngine),
+                race=RaceConfig(),
+                is_remote=not isinstance(self.engine, EmbeddedEngine),
             )
+            keep = max(1, len(self.names) // 2)
             start = time.perf_counter()
-            measured = await trials.measure(self.names, rivals=(), seed=0, keep=1)
+            measured = await search.measure(self.names, rivals=(), seed=0, keep=keep)
             seconds = time.perf_counter() - start
-        assert all(found.is_complete for found in measured.values())
-        return seconds
+        assert not any(found.error for found in measured.values())
+        return Timing(seconds, evaluator.num_rollouts)
+
+    @property
+    def num_answers(self) -> int:
+        """Of all candidates to all tasks."""
+        return len(self.names) * len(self.tasks)
 
     async def requests_alone(self) -> float:
         """Seconds of the same requests in one call, of adapters that are there already."""
@@ -125,14 +147,17 @@ class TimedGeneration:
         return total
 
     async def _ask(self, refs: Sequence[ModelRef], tasks: Sequence[Task]) -> float:
-        evaluator = TasksetEvaluator(self.engine, template=self.template, tasksets=self.tasksets)
+        askings = {
+            taskset.name: Asking(taskset, sampler=self.engine, template=self.template)
+            for taskset in self.tasksets
+        }
         chosen, drawn = [], []
         for task in tasks:
             for ref in refs:
                 if task.choices:
-                    chosen += evaluator._choice_requests(ref, task)
+                    chosen += askings[task.source].choice_requests(ref, task)
                 else:
-                    drawn.append(evaluator._sample_request(ref, task))
+                    drawn.append(askings[task.source].sample_request(ref, task))
         start = time.perf_counter()
         if chosen:
             await self.engine.score(chosen)

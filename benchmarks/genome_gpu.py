@@ -19,10 +19,10 @@ import time
 
 import torch
 from fleet_gpu import make_random, open_7b, server_parser
-from generation import TimedGeneration, WaitingEngine
+from generation import TimedGeneration, Timing, WaitingEngine
 
 from rookery.fleet import Fleet
-from rookery.loops.genome.loop import MERGES, MUTATIONS
+from rookery.loops.genome.config import MERGES, MUTATIONS
 from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.stages import GaStage
 from rookery.search import population as ga
@@ -87,27 +87,29 @@ async def measure(engine: Fleet | WaitingEngine, options: argparse.Namespace) ->
         device: make_generation(engine, options, device=device) for device in options.made_on
     }
     first = by_device[options.made_on[0]]
-    found: dict[str, list[float]] = {}
+    alone: list[float] = []
+    found: dict[str, list[Timing]] = {}
     # By turns: a host that slows down for a while slows all of them.
     for _ in range(options.rounds):
-        found.setdefault("alone", []).append(await first.requests_alone())
+        alone.append(await first.requests_alone())
         for device, generation in by_device.items():
             found.setdefault(f"on {device}", []).append(await generation.through_the_loop())
         found.setdefault("before", []).append(await first.through_the_loop(is_made=True))
-        print(", ".join(f"{way} {seconds[-1]:.2f} s" for way, seconds in found.items()), flush=True)
+        timings = ", ".join(f"{way} {times[-1].seconds:.2f} s" for way, times in found.items())
+        print(f"alone {alone[-1]:.2f} s, {timings}", flush=True)
     num_tokens = len(first.names) * options.tasks * options.new_tokens
     length = len(first.template.encode(first.tasks[0]))
     print(
         f"{len(first.names)} candidates x {options.tasks} tasks x "
         f"({length} in, {options.new_tokens} out); least of {options.rounds} rounds"
     )
-    alone = min(found.pop("alone"))
-    print(f"{'requests alone':32}{alone:8.2f} s {num_tokens / alone:8,.0f} tok/s")
-    for way, walls in found.items():
-        wall = min(walls)
+    least = min(alone)
+    print(f"{'requests alone':32}{least:8.2f} s {num_tokens / least:8,.0f} tok/s")
+    for way, timings_ in found.items():
+        best = min(timings_, key=lambda timing: timing.seconds)
         print(
-            f"{'generation, made ' + way:32}{wall:8.2f} s {num_tokens / wall:8,.0f} tok/s, "
-            f"overhead {1 - alone / wall:.3f}"
+            f"{'generation, made ' + way:32}{best.seconds:8.2f} s, {best.num_answers} of "
+            f"{first.num_answers} answers, overhead {best.overhead(least, first.num_answers):.3f}"
         )
 
 
