@@ -272,6 +272,8 @@ def _print_report(report: dict[str, Any]) -> None:
     from rookery.ui.table import COLUMNS, report_rows
 
     console.print(make_headline(parse_report(report)).sentence, style="bold", markup=False)
+    for warning in report["warnings"]:
+        console.print(warning, style="yellow", markup=False)
     num_tasks = sum(taskset["num_report"] for taskset in report["tasksets"])
     title = f"{num_tasks} tasks that the search never saw"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
@@ -280,8 +282,6 @@ def _print_report(report: dict[str, Any]) -> None:
     for row in report_rows(report):
         table.add_row(*row)
     console.print(table)
-    for warning in report["warnings"]:
-        console.print(warning, style="yellow", markup=False)
     console.print(
         f"{report['num_candidates']} candidates, {report['num_rollouts']:,} answers, "
         f"{report['num_tokens']:,} tokens, {report['seconds']:.0f} s",

@@ -17,6 +17,7 @@ from rookery.errors import RunError
 from rookery.types import Json
 
 __all__ = [
+    "CandidateRecord",
     "Estimate",
     "GenerationRecord",
     "GenomeReport",
@@ -86,6 +87,18 @@ class ReportRow(Estimate):
     """Mean per taskset."""
     num_failed: int = 0
     note: Text = ""
+    num_candidates: int = 0
+    """Candidates that were tried to find it."""
+    num_tokens: int = 0
+    seconds: Measured = None
+
+
+class CandidateRecord(Record):
+    """One candidate on the search tasks."""
+
+    id: Text = ""
+    score: Measured = None
+    by_source: dict[Text, Measured] = {}
 
 
 class GenerationRecord(Record):
@@ -132,6 +145,10 @@ class GenomeReport(Record):
     rows: tuple[ReportRow, ...] = ()
     generations: tuple[GenerationRecord, ...] = ()
     lineage: tuple[LineageRecord, ...] = ()
+    population: tuple[CandidateRecord, ...] = ()
+    """The candidates that the search ended with."""
+    front: tuple[CandidateRecord, ...] = ()
+    """Those that no other candidate beats on every taskset."""
     num_candidates: int = 0
     num_rollouts: int = 0
     num_tokens: int = 0

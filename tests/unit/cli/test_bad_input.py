@@ -111,7 +111,7 @@ def small_files(limit_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk_in_the_middle_loses_nothing(rookery: Command, place: Path) -> None:
     assert rookery("eval", "tiny", "tasks.jsonl", "--name", "whole", "--adapter", "a").code == 0
-    with small_files(70_000):  # enough for the files of a run and half of its answers
+    with small_files(100_000):  # enough for the files of a run and half of its answers
         ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x", "--adapter", "a")
     assert ended.code == 2 and "the disk is full" in ended.err
     assert not (place / "runs/x/report.json").exists()
