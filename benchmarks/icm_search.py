@@ -93,13 +93,17 @@ class OracleSampler:
         self.computed = 0
         # The tokens of real texts, at the beginning of a context and behind a label.
         blank: Labels = (UNLABELLED,) * size
-        self.openings = [real.context(blank, i, order=()) for i in range(size)]
-        skipped = [len(self.openings[i - 1]) + 1 for i in range(size)]
-        shown = [relabel(blank, (i - 1) % size, 0) for i in range(size)]
-        self.queries = [
-            real.context(shown[i], i, order=((i - 1) % size,))[skipped[i] :] for i in range(size)
+        openings = [real.context(blank, i, order=()) for i in range(size)]
+        queries = []
+        for i in range(size):
+            before = (i - 1) % size
+            tokens = real.context(relabel(blank, before, 0), i, order=(before,))
+            queries.append(tokens[len(openings[before]) + 1 :])
+        self.queries = [[_array(piece[i]) for piece in (openings, queries)] for i in range(size)]
+        self.demos = [
+            [[_array((*piece[i], label)) for label in real.label_tokens] for i in range(size)]
+            for piece in (openings, queries)
         ]
-        self.labels = real.label_tokens
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         raise NotImplementedError
@@ -122,13 +126,14 @@ class OracleSampler:
         return Score(model=BASE, logprobs=(), label_logprobs=(true, true - odds))
 
     def _count(self, places: NDArray[np.int64], labels: TokenIds, target: int) -> None:
-        prompt: list[int] = []
-        for place, label in zip(places.tolist(), labels, strict=True):
-            prompt += (self.queries if prompt else self.openings)[place]
-            prompt.append(self.labels[label - FIRST_LABEL])
-        prompt += (self.queries if prompt else self.openings)[target]
+        pairs = zip(places.tolist(), labels, strict=True)
+        parts = [
+            self.demos[number > 0][place][label - FIRST_LABEL]
+            for number, (place, label) in enumerate(pairs)
+        ]
+        prompt = np.concatenate([*parts, self.queries[target][len(parts) > 0]])
         self.asked += len(prompt)
-        self.computed += self.cache.add(np.array(prompt, dtype=np.uint64))
+        self.computed += self.cache.add(prompt)
 
 
 FIRST_ITEM, FIRST_LABEL, BREAK = 10, 2, 1
@@ -229,6 +234,10 @@ class Published:
         held = np.flatnonzero(signs)
         odds = await self._odds(signs, held.tolist())
         return float(50.0 * (signs[held] * odds).mean()) - len(self._broken(signs))
+
+
+def _array(tokens: Sequence[int]) -> NDArray[np.uint64]:
+    return np.array(tokens, dtype=np.uint64)
 
 
 def _labels(signs: NDArray[np.int64]) -> Labels:

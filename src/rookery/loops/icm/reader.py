@@ -251,26 +251,31 @@ class SharedReader:
                 del self._in_flight[key]
 
     async def _answer(self, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
-        """An answer to each. What fails is asked for by itself, twice, while the engine lives."""
+        """An answer to each. What fails is asked for by itself, twice, of an engine that lives."""
         answers = await _ask(self._sampler, requests)
         for _ in range(2):
             failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+            if not failed:
+                return answers
+            await self._require_live_engine()
             alone = await asyncio.gather(*(_ask(self._sampler, [requests[i]]) for i in failed))
             for i, [answer] in zip(failed, alone, strict=True):
                 answers[i] = answer
-            if any(isinstance(answer, Exception) for answer in answers):
-                await self._require_live_engine()
+        if any(isinstance(answer, Exception) for answer in answers):
+            await self._require_live_engine()
         return answers
 
     async def _require_live_engine(self) -> None:
         """Raise unless one of the shortest contexts there are is answered: an item by itself."""
         blank = (UNLABELLED,) * len(self._prompts.items)
+        errors: list[Failure] = []
         for item in range(min(NUM_PROBES, len(blank))):
             request = _request(self._prompts, self._order, self._model, (blank, item))
             [answer] = await _ask(self._sampler, [request])
             if not isinstance(answer, Exception):
                 return
-        raise answer
+            errors.append(answer)
+        raise errors[-1]
 
     def _key(self, context: Context) -> str:
         labels, target = context

@@ -1,0 +1,216 @@
+"""What the labels are said to be worth: agreement, collapsed and opposite batches, rivals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rookery.loops.icm.batch import Batch
+from rookery.loops.icm.chain import Chain, Problem
+from rookery.loops.icm.items import Item
+from rookery.loops.icm.objective import ObjectiveConfig, Read
+from rookery.loops.icm.reader import Context
+from rookery.loops.icm.report import make_report
+from rookery.loops.icm.siblings import SiblingsConfig
+from rookery.loops.icm.verdict import Crowd, Evidence, agree, judge
+from rookery.search.annealing import AnnealingConfig
+from rookery.search.constraints import Constraint, Constraints, Exclusive
+from rookery.search.labelling import UNLABELLED, Labels
+
+
+def item(name: str) -> Item:
+    return Item(id=name, text=f"{name} is", group=name, fields={})
+
+
+def test_agreement_counts_tied_items_once() -> None:
+    labels = dict(enumerate((0, 1) * 4))
+    pairs = [(i, i + 1) for i in range(0, 8, 2)]
+    found = agree(labels, labels, tied=pairs)
+    free = agree(labels, labels, tied=[(i,) for i in range(8)])
+    assert found is not None and free is not None
+    assert found.interval.estimate == 1.0 and found.chance == 0.5
+    assert 0.5 < found.interval.low < free.interval.low
+    assert not found.is_chance and agree({0: 1}, {1: 1}, tied=[(0,), (1,)]) is None
+    opposite = agree(labels, {i: 1 - x for i, x in labels.items()}, tied=[(i,) for i in range(8)])
+    assert opposite is not None and opposite.is_inverse
+
+
+@pytest.mark.timeout(30)
+def test_agreement_of_a_hundred_thousand_items_costs_a_pass() -> None:
+    labels = {i: i % 2 for i in range(100_000)}
+    found = agree(labels, labels, tied=[(i, i + 1) for i in range(0, 100_000, 2)])
+    assert found is not None and found.interval.num_values == 50_000
+
+
+def crowd(num_items: int, num_labelled: int, *, batch: int = 0, label: int = 0) -> Crowd:
+    share = num_items / num_labelled
+    return Crowd(
+        batch=batch, label=label, num_items=num_items, num_labelled=num_labelled, share=share
+    )
+
+
+def evidence(**changes: Any) -> Evidence:
+    fields: dict[str, Any] = {
+        "labels": (0, 1) * 4,
+        "crowds": [crowd(4, 8)],
+        "transfers": {},
+        "names": ("True", "False"),
+        "num_frustrated": 0,
+        "num_violated": 0,
+        "mass": 0.97,
+        "gold": None,
+        "rivals": [(0.0, 1.0), (12.0, 0.3)],
+    }
+    return Evidence(**{**fields, **changes})
+
+
+def test_verdicts() -> None:
+    half = agree(
+        dict(enumerate((0, 1) * 4)),
+        dict(enumerate((0, 0, 1, 1) * 2)),
+        tied=[(i,) for i in range(8)],
+    )
+    pairs = [(i, i + 1) for i in range(0, 4, 2)]
+    wrong = agree(dict(enumerate((0, 1, 0, 1))), dict(enumerate((1, 0, 1, 0))), tied=pairs)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "coherent"),
+        ({"labels": (0, 1, UNLABELLED, 0)}, "partial"),
+        ({"labels": (0, 0, 0, 0), "crowds": [crowd(4, 4)]}, "collapsed"),
+        ({"crowds": [crowd(255, 256)]}, "collapsed"),
+        ({"crowds": [crowd(8, 8), crowd(8, 8, batch=1, label=1)]}, "collapsed"),
+        ({"transfers": {1: wrong}}, "opposite"),
+        ({"num_violated": 1}, "inconsistent"),
+        ({"gold": half}, "chance"),
+        ({"rivals": [(-0.5, 0.25)]}, "ambiguous"),
+        ({"num_frustrated": 3}, "frustrated"),
+    ]
+    for changes, expected in cases:
+        verdict, warnings = judge(evidence(**changes))
+        assert verdict == expected
+        assert bool(warnings) == (expected != "coherent")
+    verdict, warnings = judge(evidence(mass=0.01))
+    assert verdict == "coherent" and "1%" in warnings[0]
+
+
+class Habit:
+    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+
+    naive_tokens = 0
+
+    async def read(self, contexts: Sequence[Context]) -> list[Read]:
+        return [self._read(labels, item) for labels, item in contexts]
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        """Nothing is asked for."""
+
+    def known(self, context: Context) -> Read | None:
+        return self._read(*context)
+
+    def _read(self, labels: Labels, item: int) -> Read:
+        if not any(label == 1 for other, label in enumerate(labels) if other != item):
+            return (-0.01, -4.6)
+        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
+
+
+class Content:
+    """Reads of a model that finds every label as it should be."""
+
+    naive_tokens = 0
+
+    def __init__(self, wanted: Labels) -> None:
+        self._wanted = wanted
+
+    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+        return [self.known(context) for context in contexts]
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        """Nothing is asked for."""
+
+    def known(self, context: Context) -> Read | None:
+        return (-0.1, -2.4) if self._wanted[context[1]] == 0 else (-2.4, -0.1)
+
+
+async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> dict[str, Any]:
+    """The report of batches that ended with these labels, each of which agrees with itself."""
+    made = []
+    for index, labels in enumerate(batches):
+        problem = Problem(
+            num_items=len(labels),
+            num_labels=2,
+            groups=tuple(range(len(labels))),
+            constraints=Constraints(tied, num_items=len(labels), num_labels=2),
+            reader=Content(labels),
+            objective=ObjectiveConfig(),
+        )
+        found = await Chain(problem, config=AnnealingConfig(), seed=0).run(labels)
+        assert found.labels == labels
+        batch = Batch(
+            index=index,
+            items=tuple(item(f"{index}-{i}") for i in range(len(labels))),
+            problem=problem,
+            seed=0,
+            provenance={},
+            open_reader=lambda items: Content((0, 1) * len(items)),
+            results=[found],
+        )
+        made.append(batch)
+    siblings, search = SiblingsConfig(inverted=False), AnnealingConfig()
+    names = ("True", "False")
+    return await make_report(
+        made, labels=names, siblings=siblings, search=search, gold={}, errors={}
+    )
+
+
+async def test_a_batch_that_collapsed_is_seen() -> None:
+    report = await made_report((0,) * 255 + (1,))
+    assert (
+        report["verdict"] == "collapsed" and "255 of 256 labels are True" in report["warnings"][0]
+    )
+    report = await made_report((0,) * 20, (1,) * 20)
+    assert report["balance"] == {"True": 20, "False": 20} and report["verdict"] == "collapsed"
+    words = "All labels of batch 0 are True; All labels of batch 1 are False"
+    assert words in report["warnings"][0]
+    assert (await made_report((0, 1) * 20, (0,) * 20))["verdict"] == "collapsed"
+    assert (await made_report((0,) * 15 + (1,) * 5))["verdict"] == "coherent"
+
+
+async def test_what_constraints_ask_for_is_no_collapse() -> None:
+    one_of_forty = [Exclusive(members=tuple(range(40)), label=0, is_exact=True)]
+    assert (await made_report((0, *[1] * 39), tied=one_of_forty))["verdict"] == "coherent"
+    at_most_one = [Exclusive(members=(i, i + 1), label=0) for i in range(0, 8, 2)]
+    assert (await made_report((1,) * 8, tied=at_most_one))["verdict"] == "collapsed"
+    assert (await made_report((0, 1) * 4, tied=at_most_one))["verdict"] == "coherent"
+
+
+async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None:
+    problem = Problem(
+        num_items=6,
+        num_labels=2,
+        groups=tuple(range(6)),
+        constraints=Constraints([], num_items=6, num_labels=2),
+        reader=Habit(),
+        objective=ObjectiveConfig(),
+    )
+    search = AnnealingConfig(iterations=5)
+    found = await Chain(problem, config=search, seed=0).run((0, 1) * 3)
+    assert found.labels == (0, 1) * 3 and found.is_settled
+    items = tuple(item(str(i)) for i in range(6))
+    batch = Batch(
+        index=0,
+        items=items,
+        problem=problem,
+        seed=0,
+        provenance={},
+        open_reader=lambda items: Habit(),
+        results=[found],
+    )
+    report = await make_report(
+        [batch],
+        labels=("True", "False"),
+        siblings=SiblingsConfig(inverted=False),
+        search=search,
+        gold={},
+        errors={},
+    )
+    assert report["verdict"] == "ambiguous"
+    assert "without a search" in report["warnings"][0]
