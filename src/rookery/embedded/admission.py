@@ -1,5 +1,7 @@
 """Requests -> jobs: everything that can be wrong with a request is said before it is queued."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rookery.embedded.batcher import SampleJob, ScoreJob
@@ -9,6 +11,9 @@ from rookery.slots import ModelShape
 from rookery.types import SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 __all__ = ["Limits", "sample_job", "score_job"]
+
+MIN_TEMPERATURE = 1e-6
+"""Logits over a smaller one overflow float32; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,7 @@ def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> S
     shape = limits.shape
     _check_params(request.params, shape)
     _check_prompt(request.prompt, limits, reserve=1)
+    _check_tokens(request.params.stop_tokens, shape)
     return SampleJob(
         request=request,
         prompt=Prompt(tokens=request.prompt, slot=slot),
@@ -36,6 +42,8 @@ def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> S
 def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> ScoreJob:
     _check_prompt(request.tokens, limits, reserve=0)
     _check_tokens(request.labels, limits.shape)
+    _check_counts({"start": request.start, "top_logprobs": request.top_logprobs})
+    _check_top(request.top_logprobs, limits.shape)
     if not 1 <= request.start <= len(request.tokens):
         raise EngineError(
             f"A score request starts at {request.start} of {len(request.tokens)} tokens; it may "
@@ -45,7 +53,7 @@ def score_job(request: ScoreRequest, *, slot: int | None, limits: Limits) -> Sco
 
 
 def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
-    if not tokens:
+    if len(tokens) == 0:
         raise EngineError("A request has no prompt tokens; give at least one.")
     shape = limits.shape
     limit = shape.context_tokens - reserve
@@ -65,6 +73,10 @@ def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
 
 
 def _check_tokens(tokens: TokenIds, shape: ModelShape) -> None:
+    if type(tokens) is not tuple or not all(type(token) is int for token in tokens):
+        raise EngineError(
+            f"Tokens are a tuple of int, got {tokens!r:.80}: write tuple(tokenizer.encode(text))."
+        )
     if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
         wrong = next(t for t in tokens if not 0 <= t < shape.vocab_size)
         raise EngineError(
@@ -73,18 +85,42 @@ def _check_tokens(tokens: TokenIds, shape: ModelShape) -> None:
         )
 
 
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        if type(count) is not int:
+            raise EngineError(f"{name} is {count!r}; it must be a whole number.")
+
+
+def _check_top(num_top: int, shape: ModelShape) -> None:
+    if not 0 <= num_top <= shape.vocab_size:
+        raise EngineError(f"top_logprobs is {num_top!r}; it must be 0 to the vocabulary.")
+
+
 def _check_params(params: SamplingParams, shape: ModelShape) -> None:
-    num_top = params.top_logprobs
+    _check_counts(
+        {
+            "max_tokens": params.max_tokens,
+            "top_k": params.top_k,
+            "n": params.n,
+            "seed": params.seed,
+            "top_logprobs": params.top_logprobs,
+        }
+    )
+    _check_top(params.top_logprobs, shape)
+    is_warm = params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf
     rules = (
         (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
-        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (is_warm, "temperature", params.temperature, f"0 (greedy) or at least {MIN_TEMPERATURE}"),
         (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
         (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
         (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
         (params.n >= 1, "n", params.n, "1 or more"),
-        (0 <= num_top <= shape.vocab_size, "top_logprobs", num_top, "0 to the vocabulary"),
-        (all(params.stop), "stop", params.stop, "non-empty strings"),
+        (_are_texts(params.stop), "stop", params.stop, "a tuple of non-empty strings"),
     )
     for is_fine, name, given, allowed in rules:
         if not is_fine:
             raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
+
+
+def _are_texts(stop: tuple[str, ...]) -> bool:
+    return isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)

@@ -103,7 +103,8 @@ class Item:
 def read_items(config: DataConfig) -> list[Item]:
     """The items in file order, or a TaskError that names the row."""
     template = compile_prompt_template(config.prompt)
-    hidden = _gold_field(config)
+    # Whichever file holds the true labels: one file has many spellings.
+    hidden = None if config.gold is None else config.gold.field
     items: list[Item] = []
     seen: dict[str, str] = {}
     for row in _rows(config.path):
@@ -185,13 +186,6 @@ def _rows(path: Path) -> Iterator[Row]:
         raise TaskError(f"{path} holds no list of objects: write [{{...}}, ...], or .jsonl.")
     for number, fields in enumerate(found, start=1):
         yield Row(where=f"{path} object {number}", fields=fields)
-
-
-def _gold_field(config: DataConfig) -> str | None:
-    gold = config.gold
-    if gold is None or (gold.path is not None and gold.path != config.path):
-        return None
-    return gold.field
 
 
 def _id_field(config: DataConfig, fields: Mapping[str, object]) -> str:

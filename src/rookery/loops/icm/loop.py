@@ -108,7 +108,7 @@ class IcmConfig(Config):
     @model_validator(mode="after")
     def _hides_gold(self) -> Self:
         gold = self.data.gold
-        if gold is None or (gold.path is not None and gold.path != self.data.path):
+        if gold is None:
             return self
         read = {self.data.group, self.data.id}.union(*map(fields_of, self.constraints))
         if gold.field in read:
