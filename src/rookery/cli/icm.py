@@ -123,6 +123,11 @@ def _model_folder(config: "IcmConfig") -> Path:
     return resolve_model(config.tokenizer).path
 
 
+def _context_of(config: "IcmConfig", engine: Any) -> int | None:
+    """What the engine reads, which may be less than the model's config says; None if not told."""
+    return None if config.engine.type == "external" else engine.context_tokens
+
+
 def _context_tokens(folder: Path) -> int | None:
     """The longest prompt, as the model's config says."""
     path = folder / "config.json"
@@ -172,7 +177,7 @@ async def _label(
             sampler=engine,
             model=engine.base,
             encoder=inputs.encoder,
-            context_tokens=inputs.context_tokens,
+            context_tokens=_context_of(config, engine) or inputs.context_tokens,
         )
         check_batches(config, inputs.items, bench=bench)
         with open_run() as run, resumable(run.path):

@@ -22,6 +22,7 @@ __all__ = [
     "Fitness",
     "best_first",
     "comparable_scores",
+    "find_violation",
     "fitness_of",
     "fitness_ranks",
     "rank_key",
@@ -86,8 +87,13 @@ def fitness_of(
     return Fitness(
         score=math.fsum(weights[name] * means[name] for name in weights) / total,
         objectives=tuple(means[name] for name in weights),
-        violation=math.fsum(max(0.0, floor - means[name]) for name, floor in floors.items()),
+        violation=find_violation(means, floors),
     )
+
+
+def find_violation(means: Mapping[str, float], floors: Mapping[str, float]) -> float:
+    """By how much the floors are missed in all, of those sources that have a mean."""
+    return math.fsum(max(0.0, floor - means[n]) for n, floor in floors.items() if n in means)
 
 
 def score_factors(

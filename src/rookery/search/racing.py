@@ -118,6 +118,7 @@ class Race:
         count = len(self.candidates)
         self._rewards = np.full((count, len(self.tasks)), np.nan)
         self._scores = np.full((count, len(self.tasks)), np.nan)
+        self._has_failed = np.zeros(count, dtype=bool)
         self._told = np.zeros(count, dtype=int)
         """Answers there; NaN from where the candidate failed."""
         self._seen = np.zeros(count, dtype=int)
@@ -238,6 +239,8 @@ class Race:
         row = self._index.get(id)
         if row is None:
             raise ValueError(f"Got rewards of {id}: the race is of {sorted(self.candidates)}.")
+        if self._has_failed[row]:
+            return  # asked for before its failure was told
         told = int(self._told[row])
         values = np.array([None] if rewards is None else list(rewards), dtype=np.float64)
         if told + len(values) > len(self.tasks):
@@ -249,6 +252,7 @@ class Race:
         _check_range(values, id=id, tasks=self.tasks[told:end], config=self.config)
         self._rewards[row, told:end] = values
         self._scores[row, told:end] = values * self._factors[told:end]
+        self._has_failed[row] = len(failed) > 0
         self._told[row] = len(self.tasks) if len(failed) else end
 
     def look(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from rookery.errors import AdapterError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
+from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.runs import Run
+from rookery.search.fitness import Fitness
 from rookery.weights import read_adapter
 
 
@@ -302,3 +305,33 @@ def test_bad_configs_are_refused(change: dict, message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         GenomeConfig.model_validate(document)
+
+
+async def test_islands_race_apart() -> None:
+    """Who survives is decided on each island: a strong island must not drop a weak one's best."""
+    fitness = {f"f{i}": Fitness(score=0.1 * i) for i in range(6)}
+    raced: list[tuple[set[str], list[str], int]] = []
+
+    class Context:
+        seed, prefix = 0, ""
+        nursery = SimpleNamespace(keep=list)
+
+        def fitness(self) -> dict[str, Fitness]:
+            return fitness
+
+        async def measure_apart(self, races: Any, *, keep: int, stage: str) -> dict[str, Fitness]:
+            assert stage == "ga"
+            found = {}
+            for recipes, rivals in races:
+                raced.append(({recipe.id[:3] for recipe in recipes}, list(rivals), keep))
+                found |= {recipe.id: Fitness(score=0.5) for recipe in recipes}
+            return found
+
+    stage = GaStage.model_validate(
+        {"generations": 1, "population": {"size": 3, "children": {"count": 2}},
+         "islands": {"num_islands": 2}}
+    )  # fmt: skip
+    await run_ga(stage, Context())  # type: ignore[arg-type]
+    assert [prefix for prefix, _, _ in raced] == [{"i0-"}, {"i1-"}]
+    assert [keep for _, _, keep in raced] == [3, 3]
+    assert not set(raced[0][1]) & set(raced[1][1]) and len(raced[0][1]) == 3

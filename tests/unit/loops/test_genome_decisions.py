@@ -111,7 +111,7 @@ async def test_floors_bind_founders_too(genome: Any, tmp_path: Path) -> None:
             e.payload for e in run.events("candidate") if e.payload["operator"] == "founder"
         ]
     assert len(founders) == 4 and all(f["violation"] > 0.2 for f in founders)
-    assert any("No candidate keeps every floor" in warning for warning in report["warnings"])
+    assert any("keeps every floor: the winner misses" in warning for warning in report["warnings"])
 
 
 async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
@@ -386,3 +386,50 @@ async def test_rewards_above_one_need_a_range_only_for_a_race(
         assert report["rows"][0]["mean"] > 4
     with _run(tmp_path, "on") as run, pytest.raises((TaskError, ConfigError), match="high"):
         await genome(run, tasksets=tasksets, **FEW)
+
+
+async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
+    genome: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    splits = {"search": 0.0, "select": 0.0, "report": 1.0}
+    tasksets = _tasksets(inputs, second={"splits": splits})
+    with _run(tmp_path) as run:
+        report = (await genome(run, tasksets=tasksets, floors={"first": 0.99}, **FEW)).report
+        found = [e.payload for e in run.events("candidate")]
+    assert all(candidate["violation"] > 0 for candidate in found), "floors bind all the same"
+    assert set(report["rows"][0]["by_source"]) == {"first", "second"}
+    assert any("second has no search tasks" in warning for warning in report["warnings"])
+
+
+async def test_founders_may_be_called_like_report_entries(
+    genome: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    folder = tmp_path / "named"
+    names = ("evolved", "base", "best founder", "plain sum")
+    for name, source in zip(names, sorted(inputs.founders.iterdir()), strict=True):
+        write_adapter(read_adapter(source), folder / name)
+    with _run(tmp_path) as run:
+        await genome(run, init={"type": "file", "path": str(folder)}, **FEW)
+        versions = {e.key: e.payload["version"] for e in run.events("candidate")}
+        tasks = {
+            task.id
+            for document in _tasksets(inputs)
+            for task in load_taskset(_parse(document)).split("report")
+        }
+        asked = Counter(
+            event.key.split("|")[0]
+            for event in run.events("rollout")
+            if event.payload["task"] in tasks
+        )
+    # The best three founders vote, and each has its own answers.
+    assert sum(asked[versions[name]] == len(tasks) for name in names) >= 3
+
+
+async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
+    genome: Any, tmp_path: Path
+) -> None:
+    with _run(tmp_path) as run:
+        report = (await genome(run, floors={"first": "founder"}, **FEW)).report
+        found = {e.key: e.payload for e in run.events("candidate")}
+    assert any(payload["violation"] == 0 for payload in found.values())
+    assert found[report["winner"]]["violation"] == 0

@@ -314,3 +314,57 @@ async def test_floors_that_come_later_judge_everyone(run: Run) -> None:
     search.set_floors({"t": 0.55})
     missed = [search.measured[name].fitness.violation for name in NAMES]
     assert missed == pytest.approx([0.0, 0.0, 0.05])
+
+
+async def test_a_failure_while_the_next_wave_is_out_fails_the_candidate_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_evaluator, "REMOTE_WAVE", 12)
+
+    class Failing(Ranked):
+        async def evaluate(self, models: list[ModelRef], tasks: list[Task]) -> list[Evaluation]:
+            found = await super().evaluate(models, tasks)
+            return [_without(e, "t3") if e.model.name == "second" else e for e in found]
+
+    tasks = [Task(id=f"t{i}", prompt="", reference="", source="t") for i in range(60)]
+    search = SearchEvaluator(
+        Failing({"first": 1.0, "second": 0.9, "third": 0.8}),  # type: ignore[arg-type]
+        loader=CandidateLoader(FakeAdapters(), run=run),
+        nursery=Makers(),  # type: ignore[arg-type]
+        tasks=tasks,
+        weights={"t": 1.0},
+        race=RaceConfig(block=4),
+        is_remote=True,
+    )
+    measured = await search.measure(NAMES, rivals=(), seed=0, keep=2)
+    assert measured["second"].error == "t3 fails" and measured["second"].fitness.is_failed
+    assert measured["first"].is_complete and not measured["third"].error
+
+
+def _without(evaluation: Evaluation, task: str) -> Evaluation:
+    """The evaluation with one task failed, if it was asked."""
+    rewards = {id: reward for id, reward in evaluation.rewards.items() if id != task}
+    failed = set(evaluation.rewards) - set(rewards)
+    return replace(evaluation, rewards=rewards, errors={id: f"{id} fails" for id in failed})
+
+
+async def test_a_dropped_candidate_that_did_not_see_every_taskset_keeps_its_violation(
+    run: Run,
+) -> None:
+    tasks = [Task(id=f"a{i}", prompt="", reference="", source="a") for i in range(200)]
+    tasks.append(Task(id="b0", prompt="", reference="", source="b"))
+    evaluator = Ranked({"first": 1.0, "second": 0.1, "third": 0.2})
+    search = SearchEvaluator(
+        evaluator,  # type: ignore[arg-type]
+        loader=CandidateLoader(FakeAdapters(), run=run),
+        nursery=Makers(),  # type: ignore[arg-type]
+        tasks=tasks,
+        weights={"a": 1.0, "b": 1.0},
+        race=RaceConfig(block=4),
+        is_remote=False,
+    )
+    search.set_floors({"a": 0.5})
+    measured = await search.measure(NAMES, rivals=(), seed=3, keep=1)
+    dropped = [m for m in measured.values() if not m.is_complete]
+    assert dropped and not any("b0" in m.rewards for m in dropped), "the case is met"
+    assert all(m.fitness.violation > 0.2 for m in dropped)

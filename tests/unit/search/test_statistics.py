@@ -212,3 +212,24 @@ def test_with_many_tasks_it_is_the_bootstrap_interval() -> None:
         assert not interval.is_small
         assert interval.low == pytest.approx(low, abs=0.06 * (high - low))
         assert interval.high == pytest.approx(high, abs=0.06 * (high - low))
+
+
+@pytest.mark.parametrize(("num", "rate"), [(60, 0.03), (100, 0.02), (200, 0.01)])
+def test_rare_differences_are_covered(num: int, rate: float) -> None:
+    """The only differences are rare wins: the true gain is their rate."""
+    draws = np.random.default_rng(0)
+    hits = 0
+    for seed in range(400):
+        ours = (draws.random(num) < rate).astype(float).tolist()
+        found = paired_difference(
+            ours, [0.0] * num, rng=stream(seed), bootstrap=Bootstrap(num_resamples=500)
+        )
+        hits += found.low <= rate <= found.high
+    assert hits / 400 >= 0.93
+
+
+def test_no_difference_leaves_room_for_one() -> None:
+    for num, least in ((60, 0.04), (200, 0.012)):
+        same = [float(i % 2) for i in range(num)]
+        found = paired_difference(same, same, rng=stream(0))
+        assert found.low <= -least and found.high >= least

@@ -1,5 +1,6 @@
 """Tables of adversarial answers for the scorers that compare texts."""
 
+import asyncio
 import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -356,3 +357,29 @@ def test_python_file_with_a_syntax_error_names_the_file(tmp_path: Path):
 def test_python_needs_a_file_and_a_function(function):
     with pytest.raises(ValidationError, match="does not name a function"):
         PythonConfig(function=function)
+
+
+async def test_a_stop_iteration_of_python_is_an_error_of_its_task(tmp_path, task, completion):
+    """asyncio cannot carry one out of a thread: whoever waited would wait for ever."""
+    file = tmp_path / "scorer.py"
+    file.write_text("def first(task, completion): return float(next(iter(())))")
+    scorer = build_scorer(PythonConfig(function=f"{file}:first"))
+    with pytest.raises(TaskError, match="let a StopIteration out"):
+        await asyncio.wait_for(scorer.reward(task("1"), completion("x")), 30)
+
+
+READINGS = [
+    (NumericConfig(), ["The answer is 12", "#### 12", "12.0"], "12"),
+    (ExactConfig(ignore_case=True), ["Paris", " paris "], "paris"),
+    (RegexConfig(pattern=r"is (\w+)", group=1), ["it is red", "is blue? it is red "], "red"),
+    (MathConfig(), [r"so \boxed{\frac{1}{2}}", r"\boxed{ \frac{1}{2} }"], r"\frac{1}{2}"),
+    (JsonSchemaConfig(match_reference=True), ['{"b": 1, "a": 2}', 'x {"a": 2, "b": 1}'],
+     '{"a": 2, "b": 1}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "texts", "answer"), READINGS, ids=lambda v: str(v)[:20])
+def test_texts_that_a_scorer_reads_alike_are_one_answer(config, texts, answer, completion):
+    scorer = build_scorer(config)
+    assert {scorer.read(completion(text)) for text in texts} == {answer}
+    assert build_scorer(NumericConfig()).read(completion("none")) is None

@@ -152,9 +152,16 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
     violation = parts.search.measured[winner].fitness.violation
     if violation > 0:
         warnings.append(
-            f"No candidate keeps every floor: the winner misses them by {violation:.3f} in all "
-            "on the search tasks."
+            "No candidate that saw every search task keeps every floor: the winner misses them "
+            f"by {violation:.3f} in all there."
         )
+    reported = ending.rows[0]["by_source"]
+    for source, floor in parts.search.floors.items():
+        if reported.get(source, floor) < floor:
+            warnings.append(
+                f"On the report tasks of {source} the winner has {reported[source]:.3f}, below the "
+                f"floor of {floor:.3f}."
+            )
     if winner in ending.choice.errors:
         warnings.append(
             "Every finalist failed on the select tasks, so the winner is the best on the search "
@@ -195,7 +202,9 @@ def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
     warnings: list[str] = []
     for taskset in tasksets:
         warnings += taskset.notes
-        if not taskset.split("select"):
+        if not taskset.split("search"):
+            warnings.append(f"{taskset.name} has no search tasks: the search does not see it.")
+        elif not taskset.split("select"):
             warnings.append(
                 f"{taskset.name} has no select tasks: the choice among finalists sees its search "
                 "tasks again."

@@ -6,7 +6,7 @@ candidates. Nothing here feeds back into the search. Whoever fails on a task has
 missing is not averaged away.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -90,6 +90,8 @@ class FinalReport:
         if not complete:
             errors = [m.error for m in measured.values() if m.error]
             raise TaskError(f"All {len(measured)} candidates failed. The first error: {errors[0]}")
+        feasible = [name for name in complete if measured[name].fitness.violation == 0]
+        complete = feasible or complete
         return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:count]
 
     def founders(self) -> list[str]:
@@ -122,7 +124,9 @@ class FinalReport:
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():
             floors[source] = means[holder].get(source, floors[source])
-        fitness = {name: self._fitness(means[name], floors) for name in by_search}
+        # A taskset with report tasks alone has no say in the choice.
+        sources = {task.source for task in tasks} | self._search.sources
+        fitness = {name: self._fitness(means[name], floors, sources) for name in by_search}
         ranked = sorted(by_search, key=lambda name: rank_key(fitness[name]), reverse=True)
         failed = [name for name in ranked if fitness[name].is_failed]
         return Choice(
@@ -137,10 +141,13 @@ class FinalReport:
         means = {source: mean for source, mean in by_search.items() if source not in asked}
         return means | complete_means(_rewards(groups), tasks)
 
-    def _fitness(self, means: Mapping[str, float], floors: Mapping[str, float]) -> Fitness:
-        if not set(means) >= set(self._weights) | set(floors):
+    def _fitness(
+        self, means: Mapping[str, float], floors: Mapping[str, float], sources: Set[str]
+    ) -> Fitness:
+        if not set(means) >= sources:
             return FAILED
-        return fitness_of(means, weights=self._weights, floors=floors)
+        weights = {name: self._weights[name] for name in self._weights if name in sources}
+        return fitness_of(means, weights=weights, floors=floors)
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
@@ -183,17 +190,26 @@ class FinalReport:
     ) -> list[dict[str, Any]]:
         """A row per entry. The first one is the winner, the second the one that gains are counted
         from."""
-        voters = dict.fromkeys(voter for entry in entries for voter in entry.voters)
-        makers = {voter: self._nursery.maker(voter) for voter in voters}
-        makers |= {e.name: partial(_same, e.adapter) for e in entries if e.adapter is not None}
+        # A founder may be called like an entry: their names are told apart.
+        makers = {
+            f"voter {voter}": self._nursery.maker(voter)
+            for entry in entries
+            for voter in entry.voters
+        }
+        makers |= {
+            f"entry {entry.name}": partial(_same, entry.adapter)
+            for entry in entries
+            if entry.adapter is not None
+        }
         groups = await self._rollout(makers, tasks, phase="report")
         rewards = {}
         for entry in entries:
             if entry.voters:
-                rewards[entry.name] = self.vote([groups[voter] for voter in entry.voters])
+                panel = [groups[f"voter {voter}"] for voter in entry.voters]
+                rewards[entry.name] = self.vote(panel)
             else:
-                own = groups[entry.name if entry.adapter is not None else self._base.name]
-                rewards[entry.name] = _rewards(own)
+                is_base = entry.adapter is None
+                rewards[entry.name] = _rewards(groups[_BASE if is_base else f"entry {entry.name}"])
         rows = compare(rewards, tasks, weights=self._weights, seed=seed)
         costs = {entry.name: {"note": entry.note, **asdict(entry.cost)} for entry in entries}
         return [row | costs[row["name"]] for row in rows]
@@ -209,7 +225,7 @@ class FinalReport:
             loaded = {name: await arrival for name, arrival in arrivals.items()}
             refs = {name: ref for name, ref in loaded.items() if isinstance(ref, ModelRef)}
             if phase == "report":
-                refs[self._base.name] = self._base
+                refs[_BASE] = self._base
             groups = await self._evaluator.rollout(list(refs.values()), tasks)
         count = len(tasks)
         found = {name: groups[i * count : (i + 1) * count] for i, name in enumerate(refs)}
@@ -228,6 +244,9 @@ class FinalReport:
             if earned and earned[0] is not None:
                 rewards[ballots[0].task.id] = earned[0]
         return rewards
+
+
+_BASE = "base"
 
 
 def _same(adapter: Adapter) -> Adapter:

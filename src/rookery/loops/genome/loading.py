@@ -50,6 +50,7 @@ class CandidateLoader:
     def __init__(self, adapters: Adapters, *, run: Run) -> None:
         self._adapters = adapters
         self._run = run
+        self._making = asyncio.Lock()  # one at a time: making one takes every core there is
 
     @asynccontextmanager
     async def load(
@@ -59,7 +60,6 @@ class CandidateLoader:
 
         `phase` (search, select, report) tells apart what one candidate met at different times.
         """
-        making = asyncio.Lock()  # one at a time: making one takes every core there is
 
         async def bring(name: str, make: Callable[[], Adapter]) -> ModelRef | LoadFailure:
             key = f"{phase}/{name}"
@@ -68,7 +68,7 @@ class CandidateLoader:
                 return LoadFailure(known.payload["error"], known.payload["version"])
             version = None
             try:
-                async with making:
+                async with self._making:
                     adapter = await asyncio.to_thread(_make, name, make)
                 version = adapter.version
                 return await self._adapters.load(adapter)

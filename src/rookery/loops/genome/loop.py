@@ -11,6 +11,7 @@ in the run's event log before it counts. So resuming is running again: what was 
 asked twice.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +75,7 @@ async def evolve(
     with parts.log.phase("report"):
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
     ending = Ending(searched=searched, population=tuple(population), choice=choice, rows=rows)
-    report = write_report(parts, ending)
+    report = await asyncio.to_thread(write_report, parts, ending)
     return GenomeResult(winner=parts.nursery.adapter(choice.ranked[0]), report=report)
 
 
@@ -138,7 +139,7 @@ async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, l
     entries = [
         ReportEntry(name="evolved", adapter=nursery.adapter(winner), note=winner, cost=spent),
         ReportEntry(name="best founder", adapter=nursery.adapter(best), note=best, cost=measuring),
-        *final.merged(parts.engine.max_rank),
+        *await asyncio.to_thread(final.merged, parts.engine.max_rank),
     ]
     if settings.random_search and len(nursery.founders) > 1:
         entries += await _search_randomly(parts, holders, count=num_searched)

@@ -57,12 +57,13 @@ def assemble(
     )
     loader = CandidateLoader(engine, run=run)
     weights = {taskset.name: taskset.weight for taskset in tasksets}
+    searched = {taskset.name for taskset in tasksets if taskset.split("search")}
     search = SearchEvaluator(
         evaluator,
         loader=loader,
         nursery=nursery,
         tasks=[task for taskset in tasksets for task in taskset.split("search")],
-        weights=weights,
+        weights={name: weight for name, weight in weights.items() if name in searched},
         race=config.race,
         is_remote=engine.is_remote,
     )

@@ -16,7 +16,7 @@ from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
 from rookery.loops.genome.nursery import Nursery
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
-from rookery.search.fitness import FAILED, Fitness, fitness_of
+from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.search.streams import stream
 from rookery.types import ModelRef, Task
@@ -68,6 +68,11 @@ class SearchEvaluator:
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The tasksets that are searched on."""
+        return frozenset(self._weights)
 
     @property
     def floors(self) -> Mapping[str, float]:
@@ -212,12 +217,12 @@ class SearchEvaluator:
     def _fitness(self, rewards: Mapping[str, float], estimate: float | None) -> Fitness:
         """From all tasks, or for a dropped candidate from those it saw and the race's estimate."""
         means = mean_by_source(rewards, self._tasks.values())
-        if set(means) >= set(self._weights) | set(self._floors):
+        if set(means) >= set(self._weights):
             fitness = fitness_of(means, weights=self._weights, floors=self._floors)
             if len(rewards) == len(self._tasks) or estimate is None:
                 return fitness
             return replace(fitness, score=estimate)
-        return Fitness(score=estimate)
+        return Fitness(score=estimate, violation=find_violation(means, self._floors))
 
 
 _Told = dict[str, list[float | None] | None]

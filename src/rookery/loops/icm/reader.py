@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from zlib import crc32
 
-from rookery.errors import EngineError, FleetError
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
 from rookery.loops.icm.objective import Read
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
@@ -294,6 +294,8 @@ async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Read 
     """One answer per request: finite numbers for all labels, or why there are none."""
     try:
         scores = await sampler.score(requests)
+    except (EngineDownError, FleetDownError):
+        raise  # nobody can answer anything: the run ends, and goes on when somebody can
     except (EngineError, FleetError) as error:
         return [error] * len(requests)
     if len(scores) != len(requests):

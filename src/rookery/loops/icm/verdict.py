@@ -188,10 +188,11 @@ def _judge_transfers(evidence: Evidence, found: dict[Verdict, str]) -> None:
     against = {batch: own for batch, own in evidence.transfers.items() if own.is_below_chance}
     if against:
         words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
+        surely = "have" if any(own.is_inverse for own in against.values()) else "may have"
         found["opposite"] = (
-            f"Batches have opposite labels. Behind labels of batch 0 the model expects others than "
-            f"there are ({words}). Label all items in one batch, or turn the labels of these "
-            "batches around."
+            f"Batches {surely} opposite labels. Behind labels of batch 0 the model expects others "
+            f"than there are ({words}). Label all items in one batch, or compare a few of these "
+            "batches' labels by hand and turn them around if they are."
         )
 
 

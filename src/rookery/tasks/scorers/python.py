@@ -66,13 +66,22 @@ class PythonScorer:
     def read(self, completion: Completion) -> str | None:
         return completion.text.strip() or None
 
+    def _call(self, task: Task, completion: Completion) -> Verdict:
+        try:
+            return self._function(task, completion)
+        except StopIteration as error:  # asyncio cannot carry it: the caller would wait for ever
+            raise TaskError(
+                f"Task {task.id}: the scorer {self._name} let a StopIteration out; give next() a "
+                "default."
+            ) from error
+
     async def reward(self, task: Task, completion: Completion) -> float:
         with boundary(TaskError, f"Task {task.id}: the scorer {self._name} failed"):
             if self._is_async:
                 verdict = self._function(task, completion)
             else:
                 loop = asyncio.get_running_loop()
-                verdict = await loop.run_in_executor(self._lane, self._function, task, completion)
+                verdict = await loop.run_in_executor(self._lane, self._call, task, completion)
             value = await verdict if inspect.isawaitable(verdict) else verdict
         if not isinstance(value, Real) or not math.isfinite(value):
             raise TaskError(

@@ -35,7 +35,9 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
-    start = min(plain.high or 1.0, max(plain.low or 0.0, 1.0 / len(founders)))
+    low = 0.0 if plain.low is None else plain.low
+    high = max(1.0, low) if plain.high is None else plain.high
+    start = min(high, max(low, 1.0 / len(founders)))
     state = CmaesState(
         config=plain,
         seed=stream_seed(context.seed, "cmaes", context.index),

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rookery.concurrency import together
 from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.nursery import Nursery, Recipe
-from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
 from rookery.search.fitness import Fitness, rank_key
 from rookery.search.streams import stream_seed
 
@@ -44,12 +45,32 @@ class StageContext:
         self, recipes: Sequence[Recipe], *, rivals: Iterable[str], keep: int, stage: str
     ) -> dict[str, Fitness]:
         """Make the candidates, measure them together and record the generation."""
-        self.nursery.plan(recipes)
-        names = [recipe.id for recipe in recipes]
+        return await self.measure_apart([(recipes, rivals)], keep=keep, stage=stage)
+
+    async def measure_apart(
+        self, races: Sequence[tuple[Sequence[Recipe], Iterable[str]]], *, keep: int, stage: str
+    ) -> dict[str, Fitness]:
+        """The same for candidates that race apart, each list against its own rivals: `keep` of
+        each may survive. They are asked at the same time and recorded as one generation."""
         number = len(self.log.generations)
-        seed = stream_seed(self.seed, "race", self.index, number)
-        known = [name for name in rivals if name in self.search.measured]
         with self.log.phase(f"{stage} {number}") as cost:
-            measured = await self.search.measure(names, rivals=known, seed=seed, keep=keep)
+            measured: dict[str, Measured] = {}
+            for part in await together(
+                self._race(recipes, rivals, keep=keep, key=(number, *([k] if k else ())))
+                for k, (recipes, rivals) in enumerate(races)
+            ):
+                measured |= part
             self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
+
+    async def _race(
+        self, recipes: Sequence[Recipe], rivals: Iterable[str], *, keep: int, key: tuple[int, ...]
+    ) -> dict[str, Measured]:
+        self.nursery.plan(recipes)
+        known = [name for name in rivals if name in self.search.measured]
+        return await self.search.measure(
+            [recipe.id for recipe in recipes],
+            rivals=known,
+            seed=stream_seed(self.seed, "race", self.index, *key),
+            keep=keep,
+        )

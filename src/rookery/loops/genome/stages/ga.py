@@ -81,12 +81,12 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         if _is_stale(populations, config.patience):
             break
         plans = [ga.ask(p, config=settings, seed=context.seed) for p in populations]
-        fitness = await context.measure(
-            [plan for island in plans for plan in island],
-            rivals=dict.fromkeys(m.id for p in populations for m in p.members),
-            keep=settings.size * len(populations),
-            stage="ga",
-        )
+        # Who survives is decided on each island by itself, and so is who is dropped.
+        races = [
+            (island, [m.id for m in p.members])
+            for p, island in zip(populations, plans, strict=True)
+        ]
+        fitness = await context.measure_apart(races, keep=settings.size, stage="ga")
         populations = [
             ga.tell(p, {plan.id: fitness[plan.id] for plan in island}, config=settings,
                     seed=context.seed)
@@ -136,14 +136,12 @@ def _migrate(populations: list[Population], config: GaStage, generation: int) ->
 
 def _archive(archive: Archive, ids: list[str], context: StageContext) -> Archive:
     names = {feature.name for feature in archive.config.features}
+    rows = []
     for id in ids:
-        measured = context.search.measured[id]
-        means = context.search.means(id)
-        if names <= set(means) and measured.fitness.violation == 0:
-            features = {name: means[name] for name in names}
-            score = measured.fitness.score
-            archive, _ = grid.insert(archive, id, score=score, features=features)
-    return archive
+        fitness, means = context.search.measured[id].fitness, context.search.means(id)
+        if names <= set(means) and fitness.violation == 0:
+            rows.append((id, fitness.score, {name: means[name] for name in names}))
+    return grid.extend(archive, rows)[0]
 
 
 def _recall(
