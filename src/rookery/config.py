@@ -12,7 +12,7 @@ Wrong input is answered with what was given, what is allowed and the nearest rig
 import difflib
 import json
 import tomllib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -23,7 +23,14 @@ from pydantic_core import ErrorDetails
 
 from rookery.errors import ConfigError
 
-__all__ = ["Config", "load_config", "parse_config", "parse_overrides", "read_document"]
+__all__ = [
+    "Config",
+    "load_config",
+    "override",
+    "parse_config",
+    "parse_overrides",
+    "read_document",
+]
 
 Model = TypeVar("Model", bound="Config")
 
@@ -41,10 +48,17 @@ def load_config(
 ) -> Model:
     """Read `path` (or nothing), lay the overrides over it, validate."""
     document = read_document(path) if path is not None else {}
-    for dotted, text in parse_overrides(overrides):
+    override(model, document, parse_overrides(overrides))
+    return parse_config(model, document, origin=str(path) if path else "the command line")
+
+
+def override(
+    model: type[Config], document: dict[str, Any], pairs: Iterable[tuple[str, str]]
+) -> None:
+    """Lay (dotted key, text) pairs over a document of the model."""
+    for dotted, text in pairs:
         keys, kinds = _resolve(model, dotted)
         _assign(document, keys, _value(text, kinds))
-    return parse_config(model, document, origin=str(path) if path else "the command line")
 
 
 def parse_config(model: type[Model], document: Mapping[str, object], *, origin: str) -> Model:

@@ -1,5 +1,5 @@
 """Rows of a Hugging Face dataset: from the hub, or a local file or folder. `datasets` reads it,
-all but a .json or .jsonl file, which needs no package.
+all but a .csv, .json or .jsonl file, which needs no package.
 
 read_dataset("openai/gsm8k", subset="main", split="test")
 read_dataset("claims.csv")
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rookery.errors import TaskError, boundary
+from rookery.tasks.csv_file import read_csv
 from rookery.tasks.json_file import read_json
 from rookery.tasks.jsonl import read_jsonl
 from rookery.tasks.rows import Row
@@ -30,7 +31,7 @@ def read_dataset(
 ) -> Iterator[Row]:
     """The rows of one split, or under one key of a .json file.
 
-    A single file has only the split `train`. `on_bad` is told of lines that are no JSON object.
+    A single file has only the split `train`. `on_bad` is told of lines that are no row.
     """
     path = Path(dataset).expanduser()
     if key and not (path.is_file() and path.suffix == ".json"):
@@ -38,13 +39,15 @@ def read_dataset(
             f"key is {key!r}, which names the list of rows in a .json file, and {dataset} is not "
             "one: leave key out. A dataset's own split is named by split."
         )
-    if not path.is_file() or path.suffix not in (".json", ".jsonl"):
+    if not path.is_file() or path.suffix not in (".csv", ".json", ".jsonl"):
         return _read_with_datasets(dataset, path, subset=subset, split=split)
     if split != "train":
         raise TaskError(
             f"split is {split!r}, and the file {path} has none: leave split out. The list of rows "
             "in a .json file is named by key."
         )
+    if path.suffix == ".csv":
+        return read_csv(path, on_bad=on_bad)
     if path.suffix == ".jsonl":
         return read_jsonl(path, on_bad=on_bad)
     return read_json(path, key=key, on_bad=on_bad)
@@ -56,7 +59,7 @@ def _read_with_datasets(dataset: str, path: Path, *, subset: str, split: str) ->
     except ImportError as error:
         raise TaskError(
             "Reading a dataset needs the package datasets: pip install 'rookery[hf]'. "
-            "Files of JSON lines need nothing."
+            "Files of CSV, JSON and JSON lines need nothing."
         ) from error
     if path.is_file() and path.suffix not in LOCAL_FORMATS:
         raise TaskError(f"{path} is none of {', '.join(LOCAL_FORMATS)}: convert it to one of them.")
@@ -68,13 +71,17 @@ def _read_with_datasets(dataset: str, path: Path, *, subset: str, split: str) ->
             FileNotFoundError: "Check the id, the access, or give the path of a local file",
         },
     ):
-        if path.is_file():
-            rows = datasets.load_dataset(path.suffix[1:], data_files=str(path), split=split)
-        elif (path / "dataset_info.json").is_file():
-            rows = datasets.load_from_disk(str(path))
-        elif (path / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(str(path))[split]
-        else:
-            rows = datasets.load_dataset(str(dataset), name=subset or None, split=split)
+        try:
+            if path.is_file():
+                rows = datasets.load_dataset(path.suffix[1:], data_files=str(path), split=split)
+            elif (path / "dataset_info.json").is_file():
+                rows = datasets.load_from_disk(str(path))
+            elif (path / "dataset_dict.json").is_file():
+                rows = datasets.load_from_disk(str(path))[split]
+            else:
+                rows = datasets.load_dataset(str(dataset), name=subset or None, split=split)
+        except datasets.exceptions.DatasetGenerationError as error:
+            # Its own sentence says only that an error occurred.
+            raise error.__cause__ or error from None
     for number, fields in enumerate(rows, start=1):
         yield Row(where=f"{dataset} [{split}] row {number}", fields=fields)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rookery.errors import TaskError
 from rookery.tasks.jsonl import near_name, read_jsonl, refuse_constant
-from rookery.tasks.rows import Row
+from rookery.tasks.rows import Row, require_plain
 
 __all__ = ["read_json"]
 
@@ -35,13 +35,21 @@ def read_json(
     place, items = _rows_in(document, key=key, path=path)
     for number, item in enumerate(items, start=1):
         where = f"{path} {place} row {number}" if place else f"{path} row {number}"
-        if isinstance(item, dict):
-            yield Row(where=where, fields=item)
+        try:
+            row = _row(item, where)
+        except TaskError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
             continue
-        error = TaskError(f"{where}: holds {_kind(item)}; a row is an object, as in {_EXAMPLE}.")
-        if on_bad is None:
-            raise error
-        on_bad(error)
+        yield row
+
+
+def _row(item: object, where: str) -> Row:
+    if not isinstance(item, dict):
+        raise TaskError(f"{where}: holds {_kind(item)}; a row is an object, as in {_EXAMPLE}.")
+    require_plain(item, where=where)
+    return Row(where=where, fields=item)
 
 
 def _load(path: Path) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rookery.errors import TaskError
-from rookery.tasks.rows import Row
+from rookery.tasks.rows import Row, require_plain
 
 __all__ = ["near_name", "read_jsonl", "refuse_constant"]
 
@@ -65,6 +65,7 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
             f"{where}: holds a JSON {type(found).__name__}, {_shown(line)}; a row is one object, "
             'such as {"prompt": "2+2=", "answer": "4"}.'
         )
+    require_plain(found, where=where)
     return found
 
 

@@ -1,12 +1,16 @@
 """Rows -> the tasks of a taskset: ids that differ, one group per prompt, bad rows counted.
 
 bad = BadRows()
-read = read_tasks(rows, fields=FieldsConfig(), prompt_template="", source="gsm8k", bad=bad)
+read = read_tasks(
+    rows, fields=FieldsConfig(), prompt_template="", source="gsm8k", bad=bad,
+    complaint=ExactConfig().complaint,
+)
 skipped = bad.settle("skip", num_good=len(read))
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,44 +78,53 @@ class BadRows:
 
 
 def read_tasks(
-    rows: Iterable[Row], *, fields: FieldsConfig, prompt_template: str, source: str, bad: BadRows
+    rows: Iterable[Row],
+    *,
+    fields: FieldsConfig,
+    prompt_template: str,
+    source: str,
+    bad: BadRows,
+    complaint: Callable[[Task], str],
 ) -> list[ReadTask]:
     """The tasks of all rows that fit; the others are added to `bad`.
 
-    Fields that the config names and the first row lacks are the config's mistake: a TaskError.
+    The first row that can be read, and of whose task there is no `complaint`, settles the fields.
     """
-    reader: RowReader | None = None
+    settled: RowReader | None = None
     found: list[ReadTask] = []
     places: dict[str, str] = {}
+    counts: Counter[str] = Counter()
     grouped: dict[str, tuple[str, str]] = {}
     for row in rows:
-        reader = reader or RowReader(fields, prompt_template=prompt_template, first=row)
         try:
+            reader = settled or RowReader(fields, prompt_template=prompt_template, first=row)
             task = reader.read(row, source=source)
-            if task.id in places:
-                task = _renamed(task, row, places, has_ids=reader.has_ids)
+            name = task.id
+            if counts[name]:
+                task = _renamed(task, row, counts[name], places, has_ids=reader.has_ids)
             group = reader.group(row)
+            if settled is None and (words := complaint(task)):
+                raise TaskError(f"{row.where}: {words}")
             _require_one_group(grouped, task, group, row)
         except TaskError as error:
             bad.add(error)
             continue
+        settled = reader
+        counts[name] += 1
         places[task.id] = row.where
         found.append(ReadTask(task=task, group=group, where=row.where))
     return found
 
 
-def _renamed(task: Task, row: Row, places: Mapping[str, str], *, has_ids: bool) -> Task:
-    """A row that is there twice gets the next free number; a given id twice is an error."""
+def _renamed(task: Task, row: Row, count: int, places: Mapping[str, str], *, has_ids: bool) -> Task:
+    """A row that is there `count` times gets the next number; a given id twice is an error."""
     if has_ids:
         name = task.id.removeprefix(f"{task.source}/")
         raise TaskError(
             f"{row.where}: the id {name!r} is already that of {places[task.id]}. Ids must differ: "
             "fields: {id: null} makes them from the content."
         )
-    count = 2
-    while f"{task.id}-{count}" in places:
-        count += 1
-    return dataclasses.replace(task, id=f"{task.id}-{count}")
+    return dataclasses.replace(task, id=f"{task.id}-{count + 1}")
 
 
 def _require_one_group(

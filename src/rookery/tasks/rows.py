@@ -6,13 +6,14 @@
     {"prompt": "2+2=", "choices": ["3", "4"], "answer": 1}
     {"prompt": "2+2=", "choices": {"A": "3", "B": "4"}, "answer": "B"}
 
-Which field is what is settled by the config, or else by the usual names on the first row; every
-other row must have the same fields.
+Which field is what is settled by the config, or else by the usual names on the first usable row;
+every other row must have the same fields, and no further one of a usual name.
 """
 
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,11 @@ from rookery.errors import TaskError
 from rookery.tasks.prompt_template import compile_prompt_template, render_prompt_template
 from rookery.types import Json, Message, Task
 
-__all__ = ["FieldsConfig", "Row", "RowReader"]
+__all__ = ["FieldsConfig", "Row", "RowReader", "require_plain"]
+
+MAX_DEPTH = 100
+"""Lists and objects inside one another in a row: far more than data has, and few enough for every
+program that walks them."""
 
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "problem"),
@@ -63,19 +68,29 @@ class Row:
 
 
 class RowReader:
-    """Reads rows that have the fields of the first one."""
+    """Reads rows that have the fields of the first one; a TaskError when that one has no prompt."""
 
     def __init__(self, fields: FieldsConfig, *, prompt_template: str, first: Row) -> None:
+        # A template makes the prompt: fields that look like one are then its material.
+        found = {"prompt": "", "messages": ""} if prompt_template else {}
+        named = fields.model_dump(exclude=set(found))
+        for role, name in named.items():
+            found[role] = _find_name(role, name, first)
+        self._names = found
+        # Config names are the user's choice: only what was looked for can have been overlooked.
+        looked_for = [role for role, name in named.items() if name == ""]
+        self._other_names = {
+            name: role
+            for role in looked_for
+            for name in USUAL_NAMES[role]
+            if name not in found.values()
+        }
+        self._first = first.where
+        if not prompt_template:
+            self._require_one_prompt(first)
         self._template: jinja2.Template | None = (
             compile_prompt_template(prompt_template) if prompt_template else None
         )
-        # A template makes the prompt: fields that look like one are then its material.
-        found = {} if self._template is None else {"prompt": "", "messages": ""}
-        for role, named in fields.model_dump(exclude=set(found)).items():
-            found[role] = _find_name(role, named, first)
-        self._names = found
-        if self._template is None:
-            self._require_one_prompt(first)
 
     def _require_one_prompt(self, first: Row) -> None:
         prompt, messages = self._names["prompt"], self._names["messages"]
@@ -92,6 +107,7 @@ class RowReader:
 
     def read(self, row: Row, *, source: str) -> Task:
         """The task of a row; its id begins with the name of the taskset, `source`."""
+        self._require_none_ignored(row)
         prompt, last_turn = self._prompt(row)
         reference = _as_json(self._value(row, "reference"), row, "reference")
         reference = last_turn if reference is None else _unwrap_completion(reference)
@@ -104,6 +120,16 @@ class RowReader:
             choices=choices,
             source=source,
         )
+
+    def _require_none_ignored(self, row: Row) -> None:
+        for name, role in self._other_names.items():
+            if row.fields.get(name) is not None:
+                remedy = "fields: {id: null} makes ids from the content" if role == "id" else ""
+                raise TaskError(
+                    f"{row.where}: has the field {name!r}, usually the {role}, and {self._first}, "
+                    f"which settled the fields, has not. "
+                    f"{remedy or f'Give all rows the same fields, or name one as fields.{role}'}."
+                )
 
     @property
     def has_ids(self) -> bool:
@@ -161,6 +187,17 @@ class RowReader:
                 f"{row.where}: {self._names['choices']!r} is {_shown(value)}; it must be a list of "
                 "texts, {A: text, B: text, ...}, or {text: [...], label: [...]}."
             )
+        if labels is None:
+            return tuple(str(text) for text in texts), reference
+        if (
+            not isinstance(labels, list)
+            or len(labels) != len(texts)
+            or any(labels.index(label) < place for place, label in enumerate(labels))
+        ):
+            raise TaskError(
+                f"{row.where}: {self._names['choices']!r} has {len(texts)} texts and the labels "
+                f"{_shown(labels)}; they must be a list of one label for each text, all different."
+            )
         if reference in labels:
             reference = labels.index(reference)
         return tuple(str(text) for text in texts), reference
@@ -199,24 +236,21 @@ def _find_name(role: str, named: str | None, first: Row) -> str:
     return found[0] if found else ""
 
 
-def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, Sequence[object]]:
-    """The choices and the labels that the row itself gives them; None when it holds no choices.
+def _texts_and_labels(value: object) -> tuple[Sequence[object] | None, object]:
+    """The choices and the labels that the row itself gives them; None where it gives none.
 
-    ["3", "4"] -> ["3", "4"], []; {"A": "3", "B": "4"} -> ["3", "4"], ["A", "B"]
+    ["3", "4"] -> ["3", "4"], None; {"A": "3", "B": "4"} -> ["3", "4"], ["A", "B"]
     """
     match value:
         case list():
-            return value, []
+            return value, None
         case {"text": list() as texts, **others}:
-            labels = others.get("label")
-            if isinstance(labels, list) and len(labels) == len(texts):
-                return texts, labels
-            return texts, []
+            return texts, others.get("label")
         case dict():
             # Columns of a dataset have every row's letters; those of other rows are null here.
             named = {label: text for label, text in value.items() if text is not None}
             return list(named.values()) or None, list(named)
-    return None, []
+    return None, None
 
 
 def _message(item: object, row: Row, name: str) -> Message:
@@ -246,7 +280,48 @@ def _content_id(
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 
+def require_plain(fields: Mapping[str, object], *, where: str) -> None:
+    """Refuse what a JSON parser lets through and no file, hash or tokenizer takes.
+
+    Lone halves of surrogate pairs, numbers beyond the range of floats, and nesting without end.
+    """
+    level: list[object] = [fields]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for value in level:
+            match value:
+                case dict():
+                    inner += [*value, *value.values()]
+                case list():
+                    inner += value
+                case str() if not value.isascii():
+                    _require_unicode(value, where)
+                case float() if not math.isfinite(value):
+                    raise TaskError(
+                        f"{where}: holds a number too large for a float, such as 1e999; write "
+                        "null or a number."
+                    )
+        level = inner
+        if not level:
+            return
+    raise TaskError(
+        f"{where}: has lists or objects more than {MAX_DEPTH} deep; a row is a few levels deep."
+    )
+
+
+def _require_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(
+            f"{where}: a text holds {text[error.start]!r}, half of a surrogate pair, which is no "
+            "character: write the whole pair or the character itself."
+        ) from None
+
+
 def _as_json(value: object, row: Row, role: str) -> Json:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TaskError(f"{row.where}: the {role} is {value}; write null or a number.")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

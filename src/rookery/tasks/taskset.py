@@ -13,12 +13,12 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl
 
 from pydantic import Field, field_validator, model_validator
 
-from rookery.config import Config, parse_config, read_document
+from rookery.config import Config, override, parse_config, read_document
 from rookery.errors import ConfigError, TaskError
 from rookery.tasks.generators import GENERATORS, generate
 from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
@@ -289,9 +289,14 @@ def _assemble(
     name = config.name or name
     options = RowsOptions() if isinstance(config, GeneratedConfig) else config
     read = read_tasks(
-        rows, fields=options.fields, prompt_template=options.prompt_template, source=name, bad=bad
+        rows,
+        fields=options.fields,
+        prompt_template=options.prompt_template,
+        source=name,
+        bad=bad,
+        complaint=lambda task: _scorer(config, [task], is_all=False).complaint(task),
     )
-    scorer = config.scorer or _usual_scorer(config, [item.task for item in read])
+    scorer = _scorer(config, [item.task for item in read])
     good: list[ReadTask] = []
     for item in read:
         complaint = scorer.complaint(item.task)
@@ -316,14 +321,15 @@ def _assemble(
     )
 
 
-def _usual_scorer(config: TasksetConfig, tasks: Sequence[Task]) -> ScorerConfig:
+def _scorer(config: TasksetConfig, tasks: Sequence[Task], is_all: bool = True) -> ScorerConfig:
+    if config.scorer is not None:
+        return config.scorer
     if isinstance(config, GeneratedConfig):
         return GENERATORS[config.generator].scorer
     if any(task.choices for task in tasks):
         return ChoiceConfig()
-    if all(isinstance(task.reference, str) and "####" in task.reference for task in tasks):
-        return NumericConfig()
-    return ExactConfig()
+    numbered = [isinstance(task.reference, str) and "####" in task.reference for task in tasks]
+    return NumericConfig() if is_all and all(numbered) else ExactConfig()
 
 
 def _draw(read: Sequence[ReadTask], limit: int) -> list[ReadTask]:
@@ -336,39 +342,47 @@ def _draw(read: Sequence[ReadTask], limit: int) -> list[ReadTask]:
 def _config_of(spec: str) -> TasksetConfig:
     kind, _, rest = spec.partition(":")
     if kind == "generated":
-        return parse_config(GeneratedConfig, _query(rest, key="generator"), origin=spec)
+        name, pairs = _query(rest)
+        return _parsed(kind, {"generator": name}, pairs, spec)
     if kind == "hf":
-        dataset = rest.removeprefix("//datasets/")
+        dataset, pairs = _query(rest.removeprefix("//datasets/"))
         if not rest.startswith("//datasets/") or not dataset:
             raise TaskError(f"Got {spec!r}; a dataset of the hub is hf://datasets/ID.")
-        return parse_config(HfConfig, _query(dataset, key="dataset"), origin=spec)
-    given = _query(spec, key="path") if not Path(spec).expanduser().exists() else {"path": spec}
-    path = Path(given.pop("path")).expanduser()
+        return _parsed("hf", {"dataset": dataset}, pairs, spec)
+    place, pairs = _query(spec) if not Path(spec).expanduser().exists() else (spec, [])
+    path = Path(place).expanduser()
     if not path.exists():
         raise TaskError(
             f"There is no taskset {spec}.{near_name(path)} A taskset is a .jsonl, .csv, .json or "
             ".parquet file of rows, a .yaml or .toml config, hf://datasets/ID or generated:NAME."
         )
     if path.suffix == ".jsonl":
-        return parse_config(JsonlConfig, {**given, "path": path}, origin=spec)
+        return _parsed("jsonl", {"path": path}, pairs, spec)
     if path.suffix in LOCAL_FORMATS or path.is_dir():
-        return parse_config(HfConfig, {**given, "dataset": str(path)}, origin=spec)
-    return _read_config(path, given)
+        return _parsed("hf", {"dataset": str(path)}, pairs, spec)
+    return _read_config(path, pairs)
 
 
-def _query(text: str, *, key: str) -> dict[str, str]:
-    """`gsm8k?subset=main` -> {key: "gsm8k", "subset": "main"}"""
+def _query(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """`gsm8k?subset=main&fields.id=null` -> "gsm8k", [("subset", "main"), ("fields.id", "null")]"""
     value, _, query = text.partition("?")
-    return {**dict(parse_qsl(query)), key: value}
+    return value, parse_qsl(query)
 
 
-def _read_config(path: Path, given: Mapping[str, str]) -> TasksetConfig:
-    document = {**read_document(path), **given}
-    kind = document.get("type")
+def _parsed(
+    kind: str, document: dict[str, Any], pairs: Sequence[tuple[str, str]], origin: str
+) -> TasksetConfig:
+    override(KINDS[kind], document, pairs)
+    return parse_config(KINDS[kind], document, origin=origin)
+
+
+def _read_config(path: Path, pairs: Sequence[tuple[str, str]]) -> TasksetConfig:
+    document = read_document(path)
+    kind = dict(pairs).get("type", document.get("type"))
     if kind not in KINDS:
         found = "is missing" if kind is None else f"is {kind!r}"
         raise ConfigError(f"{path}: type {found}; write type: and one of {', '.join(KINDS)}.")
-    return from_folder(parse_config(KINDS[kind], document, origin=str(path)), path.parent)
+    return from_folder(_parsed(kind, document, pairs, str(path)), path.parent)
 
 
 def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:

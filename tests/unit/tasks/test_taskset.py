@@ -562,7 +562,7 @@ def test_datasets_from_local_files_and_folders(tmp_path: Path, datasets_cache):
     (tmp_path / "sums.csv").write_text("question,answer\n2+2=,4\n1+1=,2\n")
     made = load_taskset_file(str(tmp_path / "sums.csv"))
     assert made.name == "sums"
-    assert [(task.prompt, task.reference) for task in made.tasks] == [("2+2=", 4), ("1+1=", 2)]
+    assert [(task.prompt, task.reference) for task in made.tasks] == [("2+2=", "4"), ("1+1=", "2")]
     table = datasets_cache.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", ""]})
     table.save_to_disk(tmp_path / "saved")
     with pytest.raises(TaskError, match=r"saved \[train\] row 2: exact got the reference ''"):
@@ -571,8 +571,11 @@ def test_datasets_from_local_files_and_folders(tmp_path: Path, datasets_cache):
 
 def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, datasets_cache):
     (tmp_path / "sums.csv").write_text("question,answer\n2+2=,4\n")
-    with pytest.raises(TaskError, match=r"Reading the split 'test' of the dataset .*sums\.csv"):
+    with pytest.raises(TaskError, match=r"split is 'test', and the file .*sums\.csv has none"):
         load_taskset(HfConfig(dataset=str(tmp_path / "sums.csv"), split="test"))
+    (tmp_path / "sums.parquet").write_text("not parquet")
+    with pytest.raises(TaskError, match=r"Reading the split 'train' .*sums\.parquet: .*[Pp]arquet"):
+        load_taskset(HfConfig(dataset=str(tmp_path / "sums.parquet")))
     (tmp_path / "sums.xyz").write_text("?")
     with pytest.raises(TaskError, match=r"sums\.xyz is none of \.csv, \.json, \.jsonl, \.parquet"):
         load_taskset(HfConfig(dataset=str(tmp_path / "sums.xyz")))
