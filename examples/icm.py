@@ -1,6 +1,6 @@
 """Label reviews without labels with the library call: the demo's job in a few lines.
 
-Hardware: 2 CPU cores, about 4 minutes. Expect all 16 labels right.
+Hardware: 2 CPU cores, under 10 minutes. Expect all 16 labels right.
 
     python examples/icm.py
 """

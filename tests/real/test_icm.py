@@ -126,7 +126,7 @@ async def test_without_constraints_everything_gets_one_label_and_is_told_so(
     config = reviews("--data.limit", "12", "--num-chains", "3", "--search.iterations", "100", *free)
     result = await _run(config, bench, tmp_path)
     assert result["verdict"] == "collapsed"
-    assert any("All labels are True" in warning for warning in result["warnings"])
+    assert any("All labels are" in warning for warning in result["warnings"])
     assert result["utility"] > result["gold"]["utility"], "true labels predict one another less"
 
 
