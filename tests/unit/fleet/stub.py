@@ -81,6 +81,9 @@ class Stub:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_served: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)
+    has_met: bool = False
+    """The base model and an adapter were in flight at once."""
+    device: str = "cuda"
     most_adapters: int = 0
     """The most distinct adapters that were in flight at once."""
     port: int = 0
@@ -203,7 +206,10 @@ class Stub:
             "max_loras": self.max_loras, "max_cpu_loras": self.max_cpu_loras, "max_lora_rank": 16,
             "lora_dtype": "torch.float32",
         }  # fmt: skip
-        config = {"lora_config": lora, "scheduler_config": {"max_num_seqs": 64}}
+        config = {
+            "lora_config": lora, "scheduler_config": {"max_num_seqs": 64},
+            "device_config": {"device": self.device},
+        }  # fmt: skip
         return web.json_response({"vllm_config": {**config, "model_config": {"max_logprobs": 20}}})
 
     async def _reset(self, _: web.Request) -> web.Response:
@@ -277,6 +283,7 @@ class Stub:
         try:
             busy = [n for n, count in self.in_flight.items() if count and n != self.model]
             self.most_adapters = max(self.most_adapters, len(busy))
+            self.has_met = self.has_met or bool(busy and self.in_flight[self.model])
             async with self._gate:
                 if self.hang:
                     await self._crashed.wait()
