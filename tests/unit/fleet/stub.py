@@ -75,6 +75,9 @@ class Stub:
     paths: set[str] = field(default_factory=set)
     """Of all adapters that were ever loaded."""
     num_loads_begun: int = 0
+    dies_of_loads: bool = False
+    """The connection of every load is cut; it is back at once."""
+    num_resets: int = 0
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -213,6 +216,7 @@ class Stub:
         return web.json_response({"vllm_config": {**config, "model_config": {"max_logprobs": 20}}})
 
     async def _reset(self, _: web.Request) -> web.Response:
+        self.num_resets += 1
         return web.json_response({"success": True})
 
     async def _call_workers(self, request: web.Request) -> web.Response:
@@ -232,6 +236,10 @@ class Stub:
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
+        if self.dies_of_loads and request.transport is not None:
+            self.num_loads_begun += 1
+            request.transport.abort()
+            return web.Response()
         # As in vLLM, a load that has begun is done, whether or not its client is still there.
         return await asyncio.shield(self._do_load(await request.json(), self._runner))
 
