@@ -41,6 +41,7 @@ from rookery.fleet.served import ServedAdapters
 from rookery.fleet.settings import LaunchConfig
 from rookery.fleet.staging import Staging, open_staging
 from rookery.fleet.turns import Turns
+from rookery.fleet.urls import check_urls
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
@@ -90,6 +91,7 @@ class FleetConfig(Config):
             )
         if self.resolver and self.adapter_folder is None:
             raise ValueError("resolver: true needs adapter_folder, the folder the servers search.")
+        check_urls(self.urls)
         return self
 
 
