@@ -2,6 +2,9 @@
 
 A server is several processes that write to one log. When the engine fails, those that wait for it
 fail after it and say "See root cause above": what counts is the exception that came first.
+
+A server that was ready has also logged the errors of requests, which its API process answers and
+survives: what it dies of later is an error of an engine or worker process, or at the log's end.
 """
 
 import re
@@ -93,6 +96,11 @@ class _Line:
     level: str
     text: str
 
+    @property
+    def is_inside(self) -> bool:
+        """Of an engine or worker process."""
+        return bool(self.who) and not self.who.startswith(_API_PROCESS)
+
 
 def last_lines(log: Path, *, num: int = NUM_LINES) -> list[str]:
     """The last lines that say something, oldest first; none when there is no log."""
@@ -100,27 +108,32 @@ def last_lines(log: Path, *, num: int = NUM_LINES) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()][-num:]
 
 
-def first_error(log: Path, *, since: int = 0) -> list[str]:
+def first_error(log: Path, *, since: int = 0, was_ready: bool = False) -> list[str]:
     """The end of the traceback that came first and its exception, without what vLLM puts before
-    every line. One of an engine or worker process counts before the API process's; [] when there
-    is none. `since` is where in the log to begin, in bytes."""
+    every line. One of an engine or worker process counts before the API process's, and alone when
+    the server `was_ready`; [] when there is none. `since` is where in the log to begin, in bytes.
+    """
     lines = [_parse(line) for line in _read(log, since=since, limit=_FIRST_BYTES)]
     begins = [i for i, line in enumerate(lines) if line.text == _TRACEBACK]
-    if not begins:
+    inside = [i for i in begins if lines[i].is_inside]
+    found = inside if inside or was_ready else begins
+    if not found:
         return []
-    # min takes the first of equals.
-    begin = min(begins, key=lambda i: not lines[i].who or lines[i].who.startswith(_API_PROCESS))
+    begin = found[0]
     record = lines[begin].who, lines[begin].level
     return _exception(
         [line.text for line in lines[begin + 1 :] if (line.who, line.level) == record]
     )
 
 
-def explain_failure(log: Path, *, since: int = 0) -> str:
+def explain_failure(log: Path, *, since: int = 0, was_ready: bool = False) -> str:
     """The remedy for the first error, else for what the log's end says; "" when it is not known."""
     ending = [_parse(line) for line in last_lines(log, num=200)]
+    if was_ready:
+        ending = [line for line in ending if not line.who.startswith(_API_PROCESS)]
+    first = first_error(log, since=since, was_ready=was_ready)
     errors = [line.text for line in ending if not line.level.startswith(("DEBUG", "INFO", "WARN"))]
-    for text in ("\n".join(first_error(log, since=since)), "\n".join(errors)):
+    for text in ("\n".join(first), "\n".join(errors)):
         for sign, remedy in _REMEDIES:
             if re.search(sign, text):
                 return remedy

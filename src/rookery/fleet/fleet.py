@@ -41,6 +41,7 @@ from rookery.fleet.served import ServedAdapters
 from rookery.fleet.settings import LaunchConfig
 from rookery.fleet.staging import Staging, open_staging
 from rookery.fleet.turns import Turns
+from rookery.fleet.urls import check_urls
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
@@ -90,6 +91,7 @@ class FleetConfig(Config):
             )
         if self.resolver and self.adapter_folder is None:
             raise ValueError("resolver: true needs adapter_folder, the folder the servers search.")
+        check_urls(self.urls)
         return self
 
 
@@ -224,8 +226,7 @@ class Fleet:
 
     async def reset_prefix_cache(self) -> None:
         """Make every server forget its prefixes, after its base weights were changed."""
-        self.pool.require_open()
-        await asyncio.gather(*(r.client.reset_prefix_cache() for r in self.pool.replicas))
+        await self.pool.reset_prefix_cache()
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
@@ -246,16 +247,11 @@ class Fleet:
         fitted = check_fit(adapter, self._fit)
         if not self._fit.shapes:
             try:
-                await self._any_replica().hold(ref, fitted)
+                await self.pool.hold(ref, fitted)
             except RookeryError:
                 await self._retire(ref)
                 raise
         return fitted
-
-    def _any_replica(self) -> Replica:
-        able = [r for r in self.pool.replicas if r.route != "none"]
-        up = [r for r in able if r.lane.is_open] or able
-        return min(up, key=lambda replica: len(replica.lane.resident))
 
     async def _send(self, entries: Sequence[Entry]) -> list[list[Choice]]:
         """The choices of every entry, in order."""

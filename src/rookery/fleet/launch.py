@@ -93,6 +93,8 @@ class LocalServer:
         self._process: asyncio.subprocess.Process | None = None
         self._log_begin = 0
         """Where in the log what happened since the last start, or since it was ready, begins."""
+        self._was_ready = False
+        """Since the last start."""
 
     @property
     def is_alive(self) -> bool:
@@ -129,7 +131,7 @@ class LocalServer:
             modules=self._room.modules,
             adapters=self._room.adapters,
         )
-        self._log_begin = self._log_size()
+        self._log_begin, self._was_ready = self._log_size(), False
         remedy = "Set launch.python to the interpreter that has vLLM."
         with (
             boundary(
@@ -155,7 +157,7 @@ class LocalServer:
             if not self.is_alive:
                 raise self._failure(f"ended with status {self._status} after {seconds:.0f} s")
             if await self._client.is_healthy():
-                self._log_begin = self._log_size()
+                self._log_begin, self._was_ready = self._log_size(), True
                 report(seconds, "ready", True)
                 return
             if seconds > self.config.startup_s:
@@ -231,8 +233,10 @@ class LocalServer:
         return signal.Signals(-code).name if code < 0 else str(code)
 
     def _failure(self, what: str) -> FleetError:
-        remedy = explain_failure(self.log, since=self._log_begin)
-        shown, where = first_error(self.log, since=self._log_begin), "Its first error, of the log"
+        since, was_ready = self._log_begin, self._was_ready
+        remedy = explain_failure(self.log, since=since, was_ready=was_ready)
+        shown = first_error(self.log, since=since, was_ready=was_ready)
+        where = "Its first error, of the log"
         if not shown:
             shown, where = last_lines(self.log), "The end of its log,"
         lines = "\n".join(f"  | {line}" for line in shown)

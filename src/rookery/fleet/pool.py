@@ -19,10 +19,11 @@ When the pool ends, by `close` or by a defect of `drive` and `watch`, every call
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from rookery.concurrency import together
 from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
 from rookery.fleet.client import ServerLost
 from rookery.fleet.lane import Call, Lane
@@ -74,6 +75,8 @@ class Pool:
         self._answers: dict[Call, asyncio.Future[Choices]] = {}
         self._tasks: dict[tuple[Call, str], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set, and replaced, after every look at a server: who waits for one looks again."""
         self._loop = asyncio.get_running_loop()
         self._end_reason = ""
 
@@ -98,6 +101,7 @@ class Pool:
             said = CLOSED_MEANWHILE if self._end_reason == CLOSED else self._end_reason
             self.router.drop(call)
             self._settle(call, FleetDownError(said))
+        self._tell_looked()
 
     def require_open(self) -> None:
         """FleetDownError unless calls can be served from here and now."""
@@ -122,6 +126,63 @@ class Pool:
         finally:
             for call in calls:
                 self._abandon(call)
+
+    async def hold(self, ref: ModelRef, adapter: Adapter) -> None:
+        """Have a server that takes adapters load one; it waits for such a server as calls do."""
+        able = [replica for replica in self.replicas if replica.route != "none"]
+        await self._ask_one(able, lambda replica: replica.hold(ref, adapter))
+
+    async def reset_prefix_cache(self) -> None:
+        """On every server; one that is lost is waited for, one that is given up is left out."""
+        left = [replica for replica in self.replicas if not replica.is_given_up] or self.replicas
+        await together(
+            self._ask_one([one], lambda replica: replica.client.reset_prefix_cache())
+            for one in left
+        )
+
+    async def _ask_one(
+        self, able: Sequence[Replica], ask: Callable[[Replica], Awaitable[None]]
+    ) -> None:
+        """Ask the server that is up and holds the fewest adapters; after a loss the next, or the
+        same when it is back. FleetDownError when none is up within `heal_s`."""
+        num_losses = 0
+        end_s = time.monotonic() + self._heal_s
+        while True:
+            self.require_open()
+            # One that is excluded takes no requests, but can be asked.
+            up = [replica for replica in able if not replica.breaker.is_open]
+            if not up:
+                await self._wait_for_look(able, end_s)
+                continue
+            replica = min(up, key=lambda r: (not r.lane.is_open, len(r.lane.resident)))
+            try:
+                return await ask(replica)
+            except ServerLost as loss:
+                self.suspect(replica, str(loss))
+                num_losses += loss.was_sent
+                if num_losses >= MAX_SENDS:
+                    raise
+
+    async def _wait_for_look(self, able: Sequence[Replica], end_s: float) -> None:
+        """Until a server was looked at; FleetDownError at `end_s`, or when none can come back."""
+        is_over = all(replica.is_given_up for replica in able)
+        left_s = end_s - time.monotonic()
+        if is_over or left_s <= 0:
+            raise self._down("No server that can do this", able, is_over=is_over)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._looked.wait()
+        except TimeoutError:
+            pass
+
+    def _tell_looked(self) -> None:
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    def _down(self, kind: str, able: Sequence[Replica], *, is_over: bool) -> FleetDownError:
+        how = "is left" if is_over else f"has been up for {self._heal_s:g} s"
+        states = "; ".join(replica.last_error or replica.url for replica in able)
+        return FleetDownError(f"{kind} {how}. {states}")
 
     async def _work(self) -> None:
         """Drive and watch until cancelled; whatever ends it, nobody is left waiting."""
@@ -185,6 +246,7 @@ class Pool:
                 replica.breaker.record_failed_probe(now_s=time.monotonic())
                 self._evacuate(replica)
             self._wake.set()
+            self._tell_looked()
             if replica.is_given_up:
                 logger.error("%s is given up: %s", replica.url, replica.last_error)
                 return
@@ -314,9 +376,6 @@ class Pool:
             down_s = now_s - self._down_since_s.setdefault(is_base, now_s)
             is_over = all(replica.is_given_up for replica in able)
             if is_over or down_s >= self._heal_s:
-                how = "is left" if is_over else f"has been up for {self._heal_s:g} s"
-                states = "; ".join(replica.last_error or replica.url for replica in able)
-                said = f"{kind} {how}. {states}"
                 for call in [c for c in self.router.waiting if c.is_base == is_base]:
                     self.router.drop(call)
-                    self._settle(call, FleetDownError(said))
+                    self._settle(call, self._down(kind, able, is_over=is_over))

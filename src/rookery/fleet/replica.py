@@ -91,6 +91,8 @@ class Replica:
         self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
         self._changing = KeyedLocks[ModelRef]()
         self._turns = Turns()
+        self._has_base_turns = False
+        """The base model and adapters are not computed together there; see `turns.py`."""
         self._updated_process: str | None = None
         """Which process got the newest base weights; None: they are those it started with."""
 
@@ -108,21 +110,26 @@ class Replica:
             )
         report = await self._attach(found)
         limits = self._limits()
+        is_on_cpu = found.is_on_cpu or (self.local is not None and self.local.config.is_on_cpu)
         self.capabilities = replace(
             found,
-            has_prompt_logprobs=found.has_prompt_logprobs and not self._is_cpu_with_adapters(),
+            has_prompt_logprobs=found.has_prompt_logprobs
+            and not (is_on_cpu and (found.max_loras or limits.max_loras)),
             max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
             max_logprobs=report.get("max_logprobs", found.max_logprobs),
             max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
             max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", found.lora_dtype),
-            is_on_cpu=found.is_on_cpu or self._is_cpu_with_adapters(),
+            is_on_cpu=is_on_cpu,
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
+        # Those that show their sizes show their device; of others it is not known.
+        is_on_gpu = not is_on_cpu and (self.local is not None or found.max_num_seqs is not None)
+        self._has_base_turns = self.route != "none" and not is_on_gpu
         self.has_token_route = bool(report) and await self.client.has_token_route()
         together = self.capabilities.max_num_seqs
         own = int(OVERLAP * together) if together else DEFAULT_WINDOW
@@ -194,7 +201,7 @@ class Replica:
     def _kind(self, call: Call) -> str:
         """Calls of different kinds must not be in flight together; see `turns.py`."""
         kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
-        if self._is_cpu_with_adapters():
+        if self._has_base_turns:
             kind += " of the base" if call.is_base else " of adapters"
         return kind
 
@@ -268,11 +275,6 @@ class Replica:
             return _Limits(self._settings.max_loras, None, self._settings.max_lora_rank)
         config = self.local.config
         return _Limits(config.max_loras, config.max_cpu_loras, config.lora_rank)
-
-    def _is_cpu_with_adapters(self) -> bool:
-        if self.local is None:
-            return False
-        return self.local.config.is_on_cpu and self.local.config.max_loras > 0
 
     def _max_loras(self) -> int:
         if self.capabilities.max_loras is None:

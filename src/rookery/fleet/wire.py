@@ -46,6 +46,8 @@ __all__ = [
 _TOKEN = "token_id:"
 _FLOOR = -9999.0
 """What the server writes for minus infinity, which JSON has no number for."""
+_MAX_SEED = 2**63 - 1
+"""vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
 
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -340,6 +342,7 @@ def _check_params(params: SamplingParams) -> None:
         (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
         (params.n >= 1, "n", params.n, "1 or more"),
         (params.top_logprobs >= 0, "top_logprobs", params.top_logprobs, "0 or more"),
+        (0 <= params.seed <= _MAX_SEED, "seed", params.seed, f"0 to {_MAX_SEED}"),
         (all(params.stop), "stop", params.stop, "non-empty strings"),
     )
     for is_fine, name, given, allowed in rules:

@@ -75,12 +75,18 @@ class Stub:
     paths: set[str] = field(default_factory=set)
     """Of all adapters that were ever loaded."""
     num_loads_begun: int = 0
+    dies_of_loads: bool = False
+    """The connection of every load is cut; it is back at once."""
+    num_resets: int = 0
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_served: int = 0
     in_flight: Counter[str] = field(default_factory=Counter)
+    has_met: bool = False
+    """The base model and an adapter were in flight at once."""
+    device: str = "cuda"
     most_adapters: int = 0
     """The most distinct adapters that were in flight at once."""
     port: int = 0
@@ -203,10 +209,14 @@ class Stub:
             "max_loras": self.max_loras, "max_cpu_loras": self.max_cpu_loras, "max_lora_rank": 16,
             "lora_dtype": "torch.float32",
         }  # fmt: skip
-        config = {"lora_config": lora, "scheduler_config": {"max_num_seqs": 64}}
+        config = {
+            "lora_config": lora, "scheduler_config": {"max_num_seqs": 64},
+            "device_config": {"device": self.device},
+        }  # fmt: skip
         return web.json_response({"vllm_config": {**config, "model_config": {"max_logprobs": 20}}})
 
     async def _reset(self, _: web.Request) -> web.Response:
+        self.num_resets += 1
         return web.json_response({"success": True})
 
     async def _call_workers(self, request: web.Request) -> web.Response:
@@ -226,6 +236,10 @@ class Stub:
         return web.json_response({"tokens": [int(word[1:]) for word in text.split()]})
 
     async def _load(self, request: web.Request) -> web.Response:
+        if self.dies_of_loads and request.transport is not None:
+            self.num_loads_begun += 1
+            request.transport.abort()
+            return web.Response()
         # As in vLLM, a load that has begun is done, whether or not its client is still there.
         return await asyncio.shield(self._do_load(await request.json(), self._runner))
 
@@ -277,6 +291,7 @@ class Stub:
         try:
             busy = [n for n, count in self.in_flight.items() if count and n != self.model]
             self.most_adapters = max(self.most_adapters, len(busy))
+            self.has_met = self.has_met or bool(busy and self.in_flight[self.model])
             async with self._gate:
                 if self.hang:
                     await self._crashed.wait()

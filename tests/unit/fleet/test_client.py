@@ -203,6 +203,8 @@ async def test_bad_requests_get_a_sentence_before_anything_is_sent() -> None:
         ((1,), {"top_p": 0.0}, "top_p is 0"),
         ((1,), {"top_logprobs": 21}, "at most 20"),
         ((1,), {"n": 0}, "n is 0"),
+        ((1,), {"seed": -1}, "seed is -1; it must be 0 to 9223372036854775807"),
+        ((1,), {"seed": 2**63}, "seed is 9223372036854775808"),
     ]:
         with pytest.raises(FleetError, match=said):
             fields(prompt, **params)

@@ -86,3 +86,24 @@ def test_the_log_is_read_from_its_end(tmp_path: Path) -> None:
     ]:
         log.write_text(text)
         assert said in explain_failure(log)
+
+
+REQUEST = """\
+(APIServer pid=1) ERROR:    Exception in ASGI application
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1)   File "token_route.py", line 70, in _generate
+(APIServer pid=1)     await work
+(APIServer pid=1) ValueError: max_lora_rank of a request
+"""
+
+
+def test_errors_of_requests_are_not_what_a_ready_server_died_of(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(REQUEST)
+    assert first_error(log)[-1].startswith("ValueError: max_lora_rank of a request")
+    assert first_error(log, was_ready=True) == []
+    assert explain_failure(log) and explain_failure(log, was_ready=True) == ""
+    log.write_text(REQUEST + "Killed\n")
+    assert "out of memory" in explain_failure(log, was_ready=True)
+    log.write_text(REQUEST + WORKER)
+    assert first_error(log, was_ready=True)[-1].startswith("SafetensorError: incomplete")

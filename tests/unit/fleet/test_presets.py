@@ -30,11 +30,17 @@ def test_there_is_one_for_every_size() -> None:
     assert parallel == {"small": 1, "8b": 1, "70b": 4, "405b": 8}
 
 
-def test_a_fleet_without_servers_is_refused(tmp_path: Path) -> None:
+def test_a_fleet_without_servers_or_with_wrong_ones_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     for text, said in [
         ("type: fleet", r"urls: \[http://host:8000\]"),
         ("urls: [http://a]\nresolver: true", "adapter_folder"),
+        ("urls: [host:8000]", "write http://host:8000"),
+        ("urls: [ftp://host:8000]", "write http://host:8000"),
+        ("urls: ['http://']", "names no host"),
+        ("urls: [http://a:8000, http://a:8000]", "names one server twice"),
+        ("urls: [http://A:80, http://a/v1/]", "as http://A:80 and http://a/v1/"),
+        ("urls: [http://localhost:8000, http://127.0.0.1:8000]", "names one server twice"),
         ("urls: [http://a]\nlaunch: {modl: x}", "Did you mean model"),
     ]:
         path.write_text(text)

@@ -19,6 +19,26 @@ BASE = ModelRef(name="base", version="tiny")
 EOS = 2
 
 
+class VLLMClientError(Exception):
+    """As in newer vLLM: no ValueError."""
+
+
+class VLLMValidationError(VLLMClientError):
+    pass
+
+
+class EngineGenerateError(Exception):
+    pass
+
+
+ERRORS: dict[int, Exception] = {
+    90: VLLMValidationError("90 is out of vocabulary"),
+    91: TypeError("91 is no text"),
+    92: RuntimeError("the engine is dead"),
+    93: EngineGenerateError("of the engine's own making"),
+}
+
+
 class Flat:
     """vLLM's flat log-probabilities: per position the drawn token, then the likeliest."""
 
@@ -84,6 +104,10 @@ class Engine:
         tokens = prompt["prompt_token_ids"]
         if tokens[0] == 99:
             raise ValueError("99 is no token")
+        if tokens[0] in ERRORS:
+            raise ERRORS[tokens[0]]
+        if tokens[0] > 2**63:
+            raise EngineGenerateError from OverflowError("too large")
         if self.hold is not None:
             try:
                 await self.hold.wait()
@@ -266,3 +290,28 @@ async def test_it_says_what_it_is_and_passes_the_rest_on(monkeypatch: pytest.Mon
     keyed = Server()
     await keyed.ask(method="GET")
     assert server.passed == ["/v1/completions"] and keyed.passed == [PATH]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[]", "a request is an object"),
+        (b"null", "a request is an object"),
+        (b"{", "Expecting"),
+        (b'{"model": "tiny", "path": null, "prompts": [[1]]}', "a request is an object"),
+        (b'{"model": "tiny", "prompts": [[1]], "params": {}}', "KeyError: 'path'"),
+        (b'{"model": "tiny", "path": null, "prompts": 3, "params": {}}', "TypeError"),
+        (encode_tokens("tiny", Fields(), [(90,)], path=None), "90 is out of vocabulary"),
+        (encode_tokens("tiny", Fields(), [(91,)], path=None), "TypeError: 91 is no text"),
+        (encode_tokens("tiny", Fields(), [(2**70,)], path=None), "OverflowError: too large"),
+    ],
+)
+async def test_bad_requests_are_answered_here(body: bytes, said: str) -> None:
+    status, answer = await Server().ask(body)
+    assert status == 400 and answer["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("token", [92, 93])
+async def test_errors_of_the_server_are_left_to_vllm(token: int) -> None:
+    with pytest.raises(type(ERRORS[token]), match="engine"):
+        await Server().ask(encode_tokens("tiny", Fields(), [(token,)], path=None))

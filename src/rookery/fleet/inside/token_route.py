@@ -37,6 +37,10 @@ _BROKEN = "\ufffd"
 """What a tokenizer writes for a character that is not whole."""
 _CONTEXT = 5
 """Tokens of the prompt before the text: a word that begins one is decoded with its space."""
+_OF_REQUESTS = (ValueError, KeyError, TypeError, OverflowError)
+"""What fields that are missing, of a wrong type or too large raise."""
+_CLIENT_ERRORS = frozenset({"VLLMClientError", "VLLMValidationError"})
+"""vLLM's own, by name: newer ones are no ValueError, older versions do not have both."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -72,10 +76,27 @@ class TokenRoute:
                 status, answer = 200, await _until_gone(work, receive)
         except _Refused as refused:
             status, answer = refused.status, {"error": {"message": str(refused)}}
-        except ValueError as error:
-            status, answer = 400, {"error": {"message": str(error)}}
+        except Exception as error:  # vLLM's differ by version; all but the caller's go on
+            blamed = _blamed(error)
+            if blamed is None:
+                raise
+            status, answer = 400, {"error": {"message": blamed}}
         if answer is not None:
             await _send_json(send, status, answer)
+
+
+def _blamed(error: BaseException) -> str | None:
+    """What the request did wrong; None when the error is not of its making.
+
+    An error that leaves this route closes the connection: to the client the server looks lost.
+    """
+    if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
+        error = error.__cause__
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if not isinstance(error, _OF_REQUESTS) and _CLIENT_ERRORS.isdisjoint(names):
+        return None
+    is_bare = isinstance(error, KeyError | TypeError | OverflowError)
+    return f"{type(error).__name__}: {error}" if is_bare else str(error)
 
 
 def _described() -> dict[str, Any]:
@@ -93,6 +114,8 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    if not isinstance(request, dict) or not isinstance(request.get("params"), dict):
+        raise _Refused(400, "a request is an object with the fields model, path, prompts, params")
     # Stop strings are found in the text as it grows; without them the text can wait.
     is_watched = bool(request["params"].get("stop"))
     params = SamplingParams(

@@ -1,0 +1,36 @@
+"""The addresses of servers, as they are written in a config."""
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+__all__ = ["check_urls"]
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def check_urls(urls: Sequence[str]) -> None:
+    """ValueError unless each is the URL of another server."""
+    seen: dict[tuple[str, str, int, str], str] = {}
+    for url in urls:
+        place = _place(url)
+        if place in seen:
+            raise ValueError(
+                f"urls names one server twice, as {seen[place]} and {url}: write it once; "
+                "max_in_flight says how much it gets at a time."
+            )
+        seen[place] = url
+
+
+def _place(url: str) -> tuple[str, str, int, str]:
+    """Scheme, host, port and path: equal for two spellings of one server."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"urls has {url!r}, which does not begin with http:// or https://: write "
+            f"http://{url.rpartition('://')[2] or 'host:8000'}."
+        )
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ValueError(f"urls has {url!r}, which names no host: write http://host:8000.")
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return parts.scheme, host, parts.port or _PORTS[parts.scheme], path
