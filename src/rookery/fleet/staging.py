@@ -154,9 +154,10 @@ def open_staging(
         parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
         parent.mkdir(parents=True, exist_ok=True)
-    for left in find_left(parent):
-        if not left.servers:
-            left.remove()
+    with find_left(parent) as dead:
+        for owner in dead:
+            if not owner.servers:
+                owner.remove()
     with (
         claim_folder(parent) as owner,
         contextlib.closing(Staging(owner, in_place=in_place, is_searched=is_searched)) as staging,
