@@ -23,6 +23,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rookery.errors import FleetError, boundary
+
 __all__ = ["Owner", "claim_folder", "find_left"]
 
 _PREFIX = "rookery-adapters-"
@@ -70,7 +72,8 @@ class Owner:
 def claim_folder(parent: Path) -> Iterator[Owner]:
     """A new folder under `parent`, removed at the end unless a server may still know names of it:
     then it stays, for `find_left`."""
-    owner = _claim(parent)
+    with boundary(FleetError, f"No folder can be made in {parent}", foreign=(OSError,)):
+        owner = _claim(parent)
     try:
         yield owner
     finally:

@@ -3,10 +3,11 @@
     await update_weights(fleet, model)
     fleet.base                      # ModelRef("base", "Qwen/Qwen3-8B+9c1f03ab77e2d415")
 
-The model is saved in shared memory, or in `adapter_folder` where there is one; every server loads it
-in place, prefix caches are reset. Then the log-probabilities of a few tokens are compared with the model's own, as a server can answer
-"done" and still compute with old weights. A server takes requests again only after that; one that
-failed, or is started again later, takes none until an update succeeds there.
+The model is saved in shared memory, or in `adapter_folder` where there is one; every server loads
+it in place, prefix caches are reset. Then the log-probabilities of a few tokens are compared with
+the model's own, as a server can answer "done" and still compute with old weights. A server takes
+requests again only after that; one that failed, or is started again later, takes none until an
+update succeeds there.
 """
 
 import asyncio

@@ -17,6 +17,7 @@ from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve, until
 
+from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.owner import claim_folder
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
@@ -205,6 +206,13 @@ async def test_a_folder_without_a_record_goes_when_it_is_old(tmp_path: Path) -> 
         open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)),
     ):
         assert not old.exists() and new.exists() and other.exists()
+
+
+def test_a_folder_that_cannot_be_made_gets_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(FleetError, match=f"No folder can be made in {file}"), claim_folder(file):
+        pass
 
 
 def test_the_record_of_an_owner_is_removed_last(
