@@ -97,7 +97,7 @@ async def test_an_update_that_is_cancelled_while_saving_leaves_nothing(tmp_path:
         def save_pretrained(self, folder: Path) -> None:
             (folder / "part").write_text("x")
             is_saving.set()
-            may_go_on.wait()
+            may_go_on.wait(10)
             super().save_pretrained(folder)
 
     stub = Stub(routes=ROUTES)
