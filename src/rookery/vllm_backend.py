@@ -31,6 +31,7 @@ from pydantic import Field
 from rookery.config import Config, parse_config
 from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
+from rookery.fleet.client import ClientConfig
 from rookery.fleet.loop_thread import LoopThread
 from rookery.fleet.staging import as_safetensors
 from rookery.fleet.tokenize import tokenize
@@ -55,6 +56,8 @@ __all__ = [
 
 Result = TypeVar("Result")
 RETRY_S = 0.25
+LEAST_S = 0.5
+"""What a server gets to answer in, however short the timeout."""
 
 
 class BackendConfig(Config):
@@ -327,8 +330,12 @@ async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
 async def _wait_reachable(config: BackendConfig) -> None:
     deadline = time.monotonic() + config.timeout
     async with open_session() as session:
-        client = Client(config.url, session=session)
-        while not await client.is_healthy():
+        while True:
+            # One that accepts and never answers is not waited for longer than one that is away.
+            left_s = max(deadline - time.monotonic(), LEAST_S)
+            limits = ClientConfig(connect_s=left_s, control_s=left_s)
+            if await Client(config.url, session=session, config=limits).is_healthy():
+                return
             if time.monotonic() >= deadline:
                 raise ConnectionError(
                     f"The vLLM server can't be reached at {config.url}. Is it running? Start it "

@@ -17,8 +17,9 @@ retries happen.
 import asyncio
 import errno
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -44,6 +45,8 @@ __all__ = [
     "open_session",
 ]
 
+# Else a program without logging prints a bare word at every retry.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
 _JSON = "application/json"
@@ -156,16 +159,29 @@ class Client:
             return False
         return isinstance(answer, dict) and answer.get("format") == ROUTE_FORMAT
 
-    async def post(self, path: str, body: bytes, *, limit_s: float | None = None) -> Any:
-        """POST and decode."""
-        return await self._persist("POST", path, body, limit_s)
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        limit_s: float | None = None,
+        admit: Callable[[], Awaitable[None]] | None = None,
+    ) -> Any:
+        """POST and decode. `admit` is awaited before every attempt."""
+
+        async def send() -> Any:
+            if admit is not None:
+                await admit()
+            return await self._request("POST", path, body, limit_s)
+
+        return await self._persist(send)
 
     async def post_json(self, path: str, document: Mapping[str, Any]) -> Any:
         return await self.post(path, json.dumps(document).encode())
 
     async def get(self, path: str) -> Any:
         """GET and decode: JSON where the server says so, else text."""
-        return await self._persist("GET", path, None, None)
+        return await self._persist(lambda: self._request("GET", path, None, None))
 
     async def is_healthy(self) -> bool:
         """Whether `/health` answers 200 now; servers without that route count by `/v1/models`."""
@@ -216,12 +232,10 @@ class Client:
         """Forget cached prefixes; needed after the base weights change, not for new adapters."""
         await self.post_json("/reset_prefix_cache", {})
 
-    async def _persist(
-        self, method: str, path: str, body: bytes | None, limit_s: float | None
-    ) -> Any:
+    async def _persist(self, send: Callable[[], Awaitable[Any]]) -> Any:
         """A request; a busy server is asked again when it says, or later and later."""
         try:
-            return await self._request(method, path, body, limit_s)
+            return await send()
         except _Busy as busy:
             first = busy
         end_s = time.monotonic() + self.config.busy_s
@@ -244,14 +258,17 @@ class Client:
                 wait_max=_LONGEST_WAIT_S,
             ):
                 with attempt:
-                    return await self._request(method, path, body, limit_s)
+                    return await send()
         except _Busy as last:
-            raise ServerBusy(
-                f"{self.url} took no request for busy_s, {self.config.busy_s:g} s: {last}. Lower "
-                "max_in_flight, add servers or raise busy_s.",
-                is_broken=False,
-            ) from None
+            raise self._too_busy(last) from None
         raise AssertionError("the retry loop ends by returning or raising")
+
+    def _too_busy(self, last: _Busy) -> ServerBusy:
+        limit_s = self.config.busy_s
+        is_told = last.wait_s > max(limit_s, _FIRST_WAIT_S)
+        what = "asks to wait for longer than" if is_told else "took no request for"
+        said = f"{self.url} {what} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
+        return ServerBusy(said + "or raise busy_s.", is_broken=False)
 
     async def _lists_models(self) -> bool:
         try:
@@ -351,7 +368,7 @@ def _decode(content: bytes, content_type: str, where: URL) -> Any:
         return content.decode("utf-8", "replace")
     try:
         return json.loads(content.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServerLost(f"{where} answered broken JSON: {error}", is_broken=False) from error
 
 
@@ -360,7 +377,7 @@ def _message(content: bytes) -> str:
     text = content.decode("utf-8", "replace")
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if isinstance(document, dict):
         inner = document.get("error", document)
@@ -376,6 +393,6 @@ def _retry_after_s(header: str) -> float:
         wait_s = (
             float(header) if is_number else parsedate_to_datetime(header).timestamp() - time.time()
         )
-    except ValueError:
+    except (ValueError, OverflowError):
         return _FIRST_WAIT_S
     return max(wait_s, _FIRST_WAIT_S)

@@ -23,6 +23,7 @@ answers.
 import asyncio
 import contextlib
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -94,7 +95,7 @@ class ExternalConfig(Config):
     """`completions` continues a text, `chat` answers it as one message of a user."""
     logprobs: bool = False
     """Ask for log-probabilities; some APIs refuse requests that do. Scoring labels needs them."""
-    requests_per_minute: float = Field(default=100.0, gt=0)
+    requests_per_minute: float = Field(default=100.0, ge=1)
     tokens_per_minute: float | None = Field(default=None, gt=0)
     """Prompt and new tokens together, as most providers count; none by default."""
     max_in_flight: int = Field(default=8, ge=1)
@@ -238,12 +239,16 @@ class ExternalSampler:
         return choices
 
     async def _post(self, content: bytes, *, cost: int) -> Any:
-        await self._requests.acquire()
-        if self._tokens is not None:
-            await self._tokens.acquire(cost)
+        async def admit() -> None:
+            await self._requests.acquire()
+            if self._tokens is not None:
+                await self._tokens.acquire(cost)
+
+        limit_s = self.config.client.request_s
         path = "/v1/chat/completions" if self.config.route == "chat" else "/v1/completions"
         try:
-            return await self._client.post(path, content, limit_s=self.config.client.request_s)
+            # Every attempt counts: the provider counts those that it answers with 429 too.
+            return await self._client.post(path, content, limit_s=limit_s, admit=admit)
         except ServerRefusal as refusal:
             if refusal.status in NO_REQUEST:
                 raise FleetDownError(str(refusal)) from refusal
@@ -344,15 +349,33 @@ def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[s
         return [
             (
                 entry["token"],
-                entry["logprob"],
-                [(top["token"], top["logprob"]) for top in entry.get("top_logprobs") or []],
+                _logprob(entry["logprob"]),
+                [
+                    (top["token"], _logprob(top["logprob"]))
+                    for top in entry.get("top_logprobs") or []
+                ],
             )
             for entry in found["content"]
         ]
     tops = found.get("top_logprobs") or []
+    drawn = zip(found.get("tokens") or [], found.get("token_logprobs") or [], strict=True)
     return [
-        (token, logprob, list((tops[i] or {}).items()) if i < len(tops) else [])
-        for i, (token, logprob) in enumerate(
-            zip(found.get("tokens") or [], found.get("token_logprobs") or [], strict=True)
+        (
+            token,
+            _logprob(logprob),
+            [(top, _logprob(value)) for top, value in (tops[i] or {}).items()]
+            if i < len(tops)
+            else [],
         )
+        for i, (token, logprob) in enumerate(drawn)
     ]
+
+
+def _logprob(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise FleetError(
+            f"The API answered {value!r:.40} for a log-probability; Rookery does not invent them: "
+            "set logprobs: false, or use another API."
+        )
+    return float(value)

@@ -1,5 +1,6 @@
 """A server's own Prometheus page as one record: its load and its prefix cache."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ def parse_metrics(page: str) -> ServerMetrics:
         try:
             value = float(match["value"])
         except ValueError:
+            continue
+        if not math.isfinite(value):
             continue
         sums[name] = sums.get(name, 0.0) + value
         if name == "kv_cache_usage_perc":

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rookery.errors import FleetError, RookeryError
+from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.client import Client, ClientConfig, open_session
 from rookery.fleet.launch import LocalServer, Progress, keep_alive, open_servers
 from rookery.fleet.ledger import (
@@ -26,7 +27,7 @@ from rookery.fleet.ledger import (
     state_folder,
     stop_processes,
 )
-from rookery.fleet.probe import read_metrics
+from rookery.fleet.probe import UNREADABLE, read_metrics
 from rookery.fleet.settings import LaunchConfig
 
 __all__ = ["ServerStatus", "Stopped", "down", "status", "up"]
@@ -116,7 +117,7 @@ async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[Server
 
 async def _status(client: Client, pid: int | None) -> ServerStatus:
     try:
-        models = (await client.get("/v1/models")).get("data", [])
+        base, adapters = _models(await client.get("/v1/models"), client.url)
         metrics = await read_metrics(client)
         version = await _version(client)
     except RookeryError as error:
@@ -124,15 +125,23 @@ async def _status(client: Client, pid: int | None) -> ServerStatus:
     return ServerStatus(
         url=client.url,
         is_up=await client.is_healthy(),
-        model=next((m["id"] for m in models if not m.get("parent")), ""),
+        model=base,
         version=version,
         pid=pid,
         num_running=metrics.num_running if metrics else None,
         num_waiting=metrics.num_waiting if metrics else None,
         cache_usage=metrics.cache_usage if metrics else None,
         hit_rate=metrics.hit_rate if metrics else None,
-        adapters=tuple(m["id"] for m in models if m.get("parent")),
+        adapters=adapters,
     )
+
+
+def _models(answer: Any, url: str) -> tuple[str, tuple[str, ...]]:
+    """The base model and the adapters."""
+    with boundary(FleetError, f"{url}/v1/models answers no list of models", foreign=UNREADABLE):
+        names = [(str(model["id"]), bool(model.get("parent"))) for model in answer["data"]]
+    base = next((name for name, is_adapter in names if not is_adapter), "")
+    return base, tuple(name for name, is_adapter in names if is_adapter)
 
 
 async def _version(client: Client) -> str:

@@ -14,18 +14,25 @@ machine can judge.
 import fcntl
 import os
 import platform
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rookery.errors import FleetError, boundary
 
 __all__ = ["Owner", "claim_folder", "find_left"]
 
 _PREFIX = "rookery-adapters-"
 _RECORD = ".owner"
 _TOKEN_BYTES = 6
+_TOKEN = re.compile("[0-9a-f]+")
+_OLD_S = 24 * 3600.0
+"""A folder without a word of its owner is left alone for this long: one may be just beginning."""
 
 
 @dataclass(slots=True)
@@ -49,16 +56,24 @@ class Owner:
             os.write(self.lock, f"{url}\n".encode())
 
     def remove(self) -> None:
-        """The folder, and adapters of this owner that were put beside it."""
-        for path in (self.folder, *self.parent.glob(f"*~{self.token}")):
-            shutil.rmtree(path, ignore_errors=True)
+        """The folder, and adapters of this owner that were put beside it. The record goes last:
+        what a removal that is cut short leaves can be found again."""
+        record = self.folder / _RECORD
+        for path in (*self.parent.glob(f"*~{self.token}"), *self.folder.glob("*")):
+            if path != record:
+                _delete(path)
+        with suppress(OSError):
+            if os.listdir(self.folder) == [_RECORD]:
+                record.unlink()
+            self.folder.rmdir()
 
 
 @contextmanager
 def claim_folder(parent: Path) -> Iterator[Owner]:
     """A new folder under `parent`, removed at the end unless a server may still know names of it:
     then it stays, for `find_left`."""
-    owner = _claim(parent)
+    with boundary(FleetError, f"No folder can be made in {parent}", foreign=(OSError,)):
+        owner = _claim(parent)
     try:
         yield owner
     finally:
@@ -67,24 +82,41 @@ def claim_folder(parent: Path) -> Iterator[Owner]:
         os.close(owner.lock)
 
 
-def find_left(parent: Path) -> Iterator[Owner]:
-    """Owners that are dead, each locked while the loop is at it. Blocks for nobody."""
-    for record in parent.glob(f"{_PREFIX}*/{_RECORD}"):
-        try:
-            lock = os.open(record, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another user's, or cleared by another process just now
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            machine, *servers = os.pread(lock, 2**20, 0).decode().split("\n")
-            if machine == _machine():
-                token = record.parent.name.removeprefix(_PREFIX)
-                # What follows the last line end was not written to its end, nor acted on.
-                yield Owner(parent, token, lock, set(servers[:-1]))
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
+@contextmanager
+def find_left(parent: Path) -> Iterator[list[Owner]]:
+    """Owners that are dead, all locked inside the block. Blocks for nobody; a record that cannot be
+    read is passed over."""
+    with ExitStack() as stack:
+        found = (_lock_left(folder, stack) for folder in sorted(parent.glob(f"{_PREFIX}*")))
+        yield [owner for owner in found if owner is not None]
+
+
+def _lock_left(folder: Path, stack: ExitStack) -> Owner | None:
+    """The owner of a folder if it is dead; its lock is held until the stack ends."""
+    left = Owner(folder.parent, folder.name.removeprefix(_PREFIX), lock=-1)
+    if not _TOKEN.fullmatch(left.token):
+        return None
+    try:
+        is_old = time.time() - folder.stat().st_mtime > _OLD_S
+        left.lock = os.open(folder / _RECORD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        stack.callback(os.close, left.lock)
+        fcntl.flock(left.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        machine, *servers = os.pread(left.lock, 2**20, 0).decode().split("\n")
+    except FileNotFoundError:  # made just now, or all but removed
+        return left if folder.is_dir() and is_old else None
+    except (OSError, ValueError):  # its owner lives, or it is another user's, or no record
+        return None
+    # What follows the last line end was not written to its end, nor acted on.
+    left.servers = set(servers[:-1])
+    return left if machine == _machine() or (is_old and not machine) else None
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _claim(parent: Path) -> Owner:

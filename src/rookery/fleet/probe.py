@@ -14,7 +14,7 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from rookery.errors import FleetError
+from rookery.errors import FleetError, boundary
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.metrics import ServerMetrics, parse_metrics
@@ -28,8 +28,10 @@ from rookery.fleet.wire import (
 )
 from rookery.types import ModelRef, TokenIds
 
-__all__ = ["is_far", "probe", "read_again", "read_metrics"]
+__all__ = ["UNREADABLE", "is_far", "probe", "read_again", "read_metrics"]
 
+UNREADABLE = (AttributeError, TypeError, ValueError, LookupError)
+"""What reading an answer of another shape ends in."""
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default of --max-logprobs, for servers that do not tell theirs."""
 DEFAULT_BLOCK_TOKENS = 16
@@ -56,6 +58,11 @@ async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
 
     `has_info` reads `/server_info`, which takes seconds; servers of our own tell its sizes sooner.
     """
+    with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
+        return await _probe(client, has_info=has_info)
+
+
+async def _probe(client: Client, *, has_info: bool) -> Capabilities:
     models, openapi, version, metrics = await asyncio.gather(
         client.get("/v1/models"),
         _get(client, "/openapi.json"),
@@ -196,7 +203,9 @@ def _dig(document: Any, *keys: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A size; one that is none is not told."""
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_size else None
 
 
 def _text(value: Any) -> str | None:

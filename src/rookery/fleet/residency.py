@@ -12,12 +12,13 @@ request that named it can be waiting there.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import groupby
 from pathlib import Path
 
 from aiohttp import ClientConnectorError
 
-from rookery.errors import AdapterError, FleetError
+from rookery.errors import AdapterError, FleetError, boundary
 from rookery.fleet.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
 from rookery.fleet.owner import Owner, find_left
 from rookery.fleet.wire import Fields, encode_body
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 LEAVE_S = 10.0
 """How long a server may take to let go of adapters when a fleet closes, or after a request was cut
 off; the folders of one that takes longer are left for the next fleet to remove."""
-LEFT_S = 5.0
-"""How long a server of a dead owner may take to answer."""
+LEFT_S = 3.0
+"""How long the servers of dead owners may take together; they are all asked at once."""
 
 
 class Residency:
@@ -96,14 +97,14 @@ class Residency:
                     if name in self._loads:
                         await asyncio.wait([self._loads[name]])
                     await self._client.unload_adapter(name)
-                    self._names.discard(name)
                 if not self._cut.isdisjoint(names):
                     await self._wait_for_queue(model)
         except (TimeoutError, ServerLost, ServerRefusal) as error:
             if not _is_gone(error):
                 logger.warning("%s did not let go of %s: %s", self._client.url, names, error)
                 return False
-            self._names.difference_update(names)
+        # Only now: as long as a request may be waiting there, a later call must ask again.
+        self._names.difference_update(names)
         self._cut.difference_update(names)
         return True
 
@@ -119,34 +120,51 @@ async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
     """
     by_url = {client.url: client for client in clients}
     limits = ClientConfig(connect_s=LEFT_S, control_s=LEFT_S)
-    async with open_session() as session:
-        for left in find_left(parent):
-            asked = [
-                by_url.get(url) or Client(url, session=session, config=limits)
-                for url in sorted(left.servers)
-            ]
-            if all(await asyncio.gather(*(_clear(client, left.token) for client in asked))):
-                await asyncio.to_thread(left.remove)
+    with find_left(parent) as dead:
+        urls = sorted({url for owner in dead for url in owner.servers})
+        async with open_session() as session:
+            asked = [by_url.get(url) or Client(url, session=session, config=limits) for url in urls]
+            tokens = frozenset(owner.token for owner in dead)
+            gone = await asyncio.gather(*(_clear(client, tokens) for client in asked))
+        cleared = dict(zip(urls, gone, strict=True))
+        for owner in dead:
+            if all(owner.token in cleared[url] for url in owner.servers):
+                await asyncio.to_thread(owner.remove)
 
 
-async def list_names(client: Client, token: str) -> list[str]:
-    """The adapters that a server knows of one owner."""
+async def list_names(client: Client, *tokens: str) -> list[str]:
+    """The adapters that a server knows of these owners."""
     models = await client.get("/v1/models")
-    listed = models.get("data", []) if isinstance(models, dict) else []
-    names = [str(model.get("id", "")) for model in listed]
-    return [name for name in names if name.endswith(f"~{token}")]
+    with boundary(FleetError, f"{client.url}/v1/models answers no list of models"):
+        names = [str(model["id"]) for model in models["data"]]
+    return [name for name in names if _token(name) in tokens]
 
 
-async def _clear(client: Client, token: str) -> bool:
+async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
+    """Those of the tokens that the server knows no name of any more; none when it cannot be asked,
+    whatever it is that answers there."""
+    known = set(tokens)
     try:
-        for name in await list_names(client, token):
-            await client.unload_adapter(name)
-            logger.info("%s: unregistered %s, whose process has died", client.url, name)
-    except ServerRefusal as refusal:
-        return refusal.status == 404  # another program has the port now
-    except ServerLost as loss:
-        return _is_gone(loss)
-    return True
+        with boundary(FleetError, f"{client.url} cannot be asked"):
+            async with asyncio.timeout(LEFT_S):
+                names = sorted(await list_names(client, *tokens), key=_token)
+                known = {_token(name) for name in names}
+                for token, own in groupby(names, key=_token):
+                    for name in own:
+                        await client.unload_adapter(name)
+                        logger.info("%s: unregistered %s: its process died", client.url, name)
+                    known.discard(token)
+    except FleetError as error:
+        is_other = isinstance(error, ServerRefusal) and error.status == 404
+        if is_other or _is_gone(error):  # another program has the port now, or nothing listens
+            return tokens
+        logger.info("folders of dead processes stay: %s", error)
+    return tokens - known
+
+
+def _token(name: str) -> str:
+    """Whose it is; empty for names that are not of this kind."""
+    return name.rpartition("~")[2] if "~" in name else ""
 
 
 def _is_gone(error: Exception) -> bool:

@@ -32,7 +32,7 @@ from rookery.types import Adapter, LoraFactors, ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Staging", "as_safetensors", "open_staging"]
+__all__ = ["Staging", "as_safetensors", "memory_folder", "open_staging"]
 
 _MEMORY = Path("/dev/shm")
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -142,6 +142,11 @@ class Staging:
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
+def memory_folder() -> Path:
+    """Shared memory, or the folder of temporary files where there is none."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
 @contextmanager
 def open_staging(
     parent: Path | None, *, in_place: bool = False, is_searched: bool = False
@@ -150,13 +155,13 @@ def open_staging(
 
     Folders that killed processes left there are removed, unless a server may know of them.
     """
-    if parent is None:
-        parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = parent or memory_folder()
     with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
         parent.mkdir(parents=True, exist_ok=True)
-    for left in find_left(parent):
-        if not left.servers:
-            left.remove()
+    with find_left(parent) as dead:
+        for owner in dead:
+            if not owner.servers:
+                owner.remove()
     with (
         claim_folder(parent) as owner,
         contextlib.closing(Staging(owner, in_place=in_place, is_searched=is_searched)) as staging,

@@ -3,26 +3,27 @@
     await update_weights(fleet, model)
     fleet.base                      # ModelRef("base", "Qwen/Qwen3-8B+9c1f03ab77e2d415")
 
-The model is saved in shared memory, every server loads it in place, prefix caches are reset. Then
-the log-probabilities of a few tokens are compared with the model's own, as a server can answer
-"done" and still compute with old weights. A server takes requests again only after that; one that
-failed, or is started again later, takes none until an update succeeds there.
+The model is saved in shared memory, or in `adapter_folder` where there is one; every server loads
+it in place, prefix caches are reset. Then the log-probabilities of a few tokens are compared with
+the model's own, as a server can answer "done" and still compute with old weights. A server takes
+requests again only after that; one that failed, or is started again later, takes none until an
+update succeeds there.
 """
 
 import asyncio
 import hashlib
 import logging
-import os
 import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.fleet import Fleet
+from rookery.fleet.owner import claim_folder
 from rookery.fleet.replica import Replica
+from rookery.fleet.staging import memory_folder
 from rookery.fleet.wire import Fields, encode_body, read_choices, read_reading
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["CANARY_NATS", "Model", "require_torch", "require_updates", "update_weights"]
 
 logger = logging.getLogger(__name__)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""
 INSTALL = "pip install 'rookery[vllm]'"
@@ -49,13 +52,30 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
     """
     require_updates(fleet)
     expected = await asyncio.to_thread(_logprobs, model)
-    folder = await asyncio.to_thread(_save, model)
-    try:
-        digest = await asyncio.to_thread(_digest, folder)
-        async with fleet.updating():
-            return await _update_all(fleet, folder, expected, digest)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    with claim_folder(fleet.config.adapter_folder or memory_folder()) as owner:
+        folder = owner.folder / "weights"
+        try:
+            digest = await _to_its_end(_save, model, folder)
+            async with fleet.updating():
+                return await _update_all(fleet, folder, expected, digest)
+        finally:
+            await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _to_its_end(
+    work: Callable[Params, Result], *args: Params.args, **options: Params.kwargs
+) -> Result:
+    """Run it in a thread; a caller that is cancelled waits for its end all the same."""
+    running = asyncio.create_task(asyncio.to_thread(work, *args, **options))
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return running.result()
 
 
 async def _update_all(fleet: Fleet, folder: Path, expected: Sequence[float], digest: str) -> float:
@@ -122,12 +142,11 @@ def require_torch(device: str) -> None:
         raise RuntimeError(f"device is {device}, but torch sees no GPU here: write cpu.")
 
 
-def _save(model: Model) -> Path:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="rookery-weights-", dir=parent))
+def _save(model: Model, folder: Path) -> str:
+    folder.mkdir()
     folder.chmod(0o755)
     model.save_pretrained(folder)  # type: ignore[operator]
-    return folder
+    return _digest(folder)
 
 
 def _digest(folder: Path) -> str:

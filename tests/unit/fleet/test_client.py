@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -313,3 +315,10 @@ async def test_answers_that_are_not_whole_are_errors() -> None:
     for answer in ({}, [], {"choices": [choice]}, {"choices": [choice, choice]}):
         with pytest.raises(FleetError):
             read_choices(answer, num_prompts=2, n=1)
+
+
+def test_a_retry_prints_no_bare_word() -> None:
+    """Programs that set up no logging see nothing of the library that counts the attempts."""
+    code = "import rookery.fleet.client, logging; logging.getLogger('stamina').warning('bare word')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError
 from rookery.fleet import ServerLost, ServerRefusal
 from rookery.fleet.external import Codec, ExternalConfig, ExternalSampler, open_external
@@ -172,6 +173,36 @@ async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) ->
             await sampler.sample([ask(sampler.base, max_tokens=1000)])
 
 
+async def test_the_request_limit_holds_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.fleet.external.MINUTE_S", 2.0)
+    api = Api()
+    api.failures = [(429, {})] * 3
+    async with connect(api, monkeypatch, requests_per_minute=2) as sampler:
+        began = time.monotonic()
+        await sampler.sample([ask(sampler.base)])
+        assert len(api.asked) == 4 and time.monotonic() - began >= 1.9, "two at once, then 1 a s"
+    with pytest.raises(ConfigError, match=r"requests_per_minute is 0\.5"):
+        parse_config(
+            ExternalConfig, {"url": "x", "model": "m", "requests_per_minute": 0.5}, origin="x"
+        )
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf"), "-1", True])
+@pytest.mark.parametrize("route", ["chat", "completions"])
+async def test_log_probabilities_that_are_no_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, value: object, route: str
+) -> None:
+    api = Api()
+    told: dict[str, object] = {"tokens": ["the", "cat"], "token_logprobs": [-1.0, value]}
+    if route == "chat":
+        content = [{"token": "the", "logprob": -1.0}, {"token": "cat", "logprob": value}]
+        told = {"content": content}
+    api.change = {"logprobs": told}
+    async with connect(api, monkeypatch, logprobs=True, route=route) as sampler:
+        with pytest.raises(FleetError, match="for a log-probability"):
+            await sampler.sample([ask(sampler.base)])
+
+
 async def test_a_missing_key_and_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="OPENAI_API_KEY is not set"):
@@ -228,12 +259,16 @@ async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.Monkey
         await sampler.sample([ask(sampler.base)])
         assert time.monotonic() - began >= 0.7 and len(api.asked) == 3
         api.failures = [(429, {"Retry-After": "45"})]
-        with pytest.raises(FleetDownError, match=r"busy_s, 5 s: as asked .it asks to wait 45 s"):
+        with pytest.raises(
+            FleetDownError, match=r"asks to wait for longer than busy_s, 5 s: as asked"
+        ):
             await sampler.sample([ask(sampler.base)])
         api.failures = [(429, {"Retry-After": "Wed, 21 Oct 2065 07:28:00 GMT"})]
         with pytest.raises(FleetDownError, match=r"asks to wait \d{8,} s"):
             await sampler.sample([ask(sampler.base)])
-        assert len(api.asked) == 5 and time.monotonic() - began < 5
+        api.failures = [(429, {"Retry-After": "Wed, 21 Oct 99999999999999999999 07:28:00 GMT"})]
+        await sampler.sample([ask(sampler.base)])
+        assert len(api.asked) == 7 and time.monotonic() - began < 5
     assert ExternalConfig(url="http://x/v1", model="m").client.busy_s >= 60
 
 

@@ -27,6 +27,12 @@ def test_engines_are_summed_and_other_lines_skipped() -> None:
     assert (found.cache_usage, found.block_tokens, found.has_prefix_cache) == (0.5, 128, True)
 
 
+def test_values_that_are_no_numbers_are_not_told() -> None:
+    page = "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:prefix x\n"
+    found = parse_metrics(page + "vllm:kv_cache_usage_perc NaN\n")
+    assert (found.num_running, found.num_waiting, found.cache_usage) == (0, 0, 0.0)
+
+
 def test_an_empty_page_invents_nothing() -> None:
     found = parse_metrics("nothing here\n{}\n")
     assert found.hit_rate is None and found.block_tokens is None and found.has_prefix_cache is None

@@ -1,19 +1,24 @@
 """`up`, `status`, `verify`, `down` as functions."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve
 
+from rookery.errors import RookeryError
+from rookery.fleet import Client, open_session
 from rookery.fleet import launch as launching
 from rookery.fleet.checks import verify
 from rookery.fleet.ledger import find_ledgers, process_start
 from rookery.fleet.operations import down, status
+from rookery.fleet.probe import probe
 
 FAKE = Path(__file__).parent / "fake"
 OWNER = """
@@ -71,6 +76,30 @@ async def test_the_status_of_servers() -> None:
     assert one.is_up and one.model == "tiny" and one.adapters == ("a@1",)
     assert one.hit_rate == 0.75 and one.num_running == 0 and one.version == "0.0-stub"
     assert not two.is_up and "can't be reached" in two.error
+
+
+@pytest.mark.parametrize("route", ["models", "openapi", "version", "metrics", "complete"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "null", "[1]", "3", '{"data": null}', '{"data": [1, null]}', "[" * 200_000,
+        '{"choices": [1]}', '{"choices": [{"logprobs": {"top_logprobs": [[1, 2]]}}]}',
+        '{"choices": [{"logprobs": {"top_logprobs": [{"token_id:7": null}]}}]}',
+    ],
+)  # fmt: skip
+async def test_a_server_that_answers_garbage_gets_a_sentence(route: str, body: str) -> None:
+    stub = Stub()
+
+    async def garbage(_: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    assert hasattr(stub, f"_{route}")
+    setattr(stub, f"_{route}", garbage)
+    async with serve(stub), open_session() as session:
+        [one] = await status([stub.url])
+        assert one.is_up or one.error
+        with contextlib.suppress(RookeryError):
+            await probe(Client(stub.url, session=session))
 
 
 async def test_up_serves_until_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

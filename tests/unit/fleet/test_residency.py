@@ -3,9 +3,12 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve, until
 
+from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.owner import claim_folder
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
@@ -128,6 +132,125 @@ async def test_folders_of_the_dead_stay_until_their_server_can_be_asked(memory: 
         await closed.stop()
         async with open_fleet(FleetConfig(urls=(open_.url,))):
             assert not owner.folder.exists(), "what it knew is gone with it"
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"data": null}', '{"data": [1]}', "[]", '"x"', '{"data": "abc"}', "[" * 100_000]
+)
+async def test_what_another_program_answers_stops_no_fleet(tmp_path: Path, answer: str) -> None:
+    other, stub = Stub(), Stub()
+
+    async def garbage(_: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="application/json")
+
+    other._models = garbage  # type: ignore[method-assign]
+    async with serve(other, stub):
+        with claim_folder(tmp_path) as owner:
+            owner.note_server(other.url)
+        async with open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)):
+            assert owner.folder.is_dir(), "it cannot be asked"
+
+
+@pytest.mark.parametrize("servers", [b"not a url\nhttp://[::1\nftp://x\n", b"\xff\xfe\n"])
+async def test_records_that_make_no_sense_stop_no_fleet(tmp_path: Path, servers: bytes) -> None:
+    with claim_folder(tmp_path) as owner:
+        owner.note_server("http://127.0.0.1:9")
+    record = owner.folder / ".owner"
+    record.write_bytes(record.read_bytes().partition(b"\n")[0] + b"\n" + servers)
+    (tmp_path / "rookery-adapters-1a" / ".owner").mkdir(parents=True)
+    async with (
+        serve(Stub()) as [stub],
+        open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)),
+    ):
+        assert record.is_file()
+
+
+async def test_servers_of_the_dead_are_asked_at_once_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.fleet.residency.LEFT_S", 0.5)
+    stub, shared = Stub(), Stub()
+    asked: list[str] = []
+    models = shared._models
+
+    async def count(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return await models(request)
+
+    shared._models = count  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with serve(stub, shared):
+            owners = []
+            for i in range(8):
+                with claim_folder(tmp_path) as owner:
+                    silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+                    owner.note_server(silent_url if i < 4 else shared.url)
+                shared.adapters[f"a@1~{owner.token}"] = str(owner.folder)
+                owners.append(owner)
+            begin_s = time.monotonic()
+            async with open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)):
+                assert time.monotonic() - begin_s < 1.9, "four times one limit is 2 s"
+            assert [owner.folder.exists() for owner in owners] == [True] * 4 + [False] * 4
+            assert len(asked) == 1 and not shared.adapters
+
+
+async def test_a_folder_without_a_record_goes_when_it_is_old(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / f"rookery-adapters-{name}" for name in ("0a", "0b", "*"))
+    for folder in (old, new, other):
+        folder.mkdir()
+        (folder / "weights").write_text("x")
+    for folder in (old, other):
+        os.utime(folder, (0, 0))
+    async with (
+        serve(Stub()) as [stub],
+        open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)),
+    ):
+        assert not old.exists() and new.exists() and other.exists()
+
+
+def test_a_folder_that_cannot_be_made_gets_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(FleetError, match=f"No folder can be made in {file}"), claim_folder(file):
+        pass
+
+
+def test_the_record_of_an_owner_is_removed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree, seen = shutil.rmtree, []
+    with claim_folder(tmp_path) as owner:
+        (owner.folder / "adapter").mkdir()
+
+        def watch(path: Path, **options: bool) -> None:
+            rmtree(path, **options)
+            seen.append(os.listdir(owner.folder) if owner.folder.exists() else [])
+
+        monkeypatch.setattr("shutil.rmtree", watch)
+    assert seen == [[".owner"]] and os.listdir(tmp_path) == []
+
+
+async def test_a_folder_stays_when_its_queue_was_never_seen_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unloaded, but a request that named it may wait there: closing asks again, or leaves it."""
+    monkeypatch.setattr("rookery.fleet.residency.LEAVE_S", 0.2)
+    stub = Stub()
+    async with serve(stub):
+        config = FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)
+        async with open_fleet(config) as fleet:
+            ref = await use(fleet, make_small("a"))
+            stub.hang = True
+            cut = asyncio.create_task(fleet.sample(ask(ref)))
+            await until(lambda: stub.in_flight[fleet.wire_name(ref)])
+            cut.cancel()
+            await asyncio.wait({cut})
+            await fleet.unload(ref)
+        assert len(staged(tmp_path)) == 1
+        stub.hang = False
+        async with open_fleet(config):
+            assert not staged(tmp_path)
+        stub.crash()
 
 
 async def test_a_folder_outlives_requests_that_were_cut_off(memory: Path) -> None:

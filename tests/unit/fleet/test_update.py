@@ -1,6 +1,11 @@
 """New base weights on stub servers: a new version, or no requests."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +21,25 @@ from rookery.fleet.update import update_weights
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 
 ROUTES = (*Stub().routes, "/collective_rpc")
+KILLED = """
+import asyncio, pathlib, sys, time
+from fleet.test_update import Model
+from rookery.fleet import FleetConfig, open_fleet
+from rookery.fleet.update import update_weights
+
+class Slow(Model):
+    def save_pretrained(self, folder):
+        (folder / "part").write_text("x")
+        print("saving", flush=True)
+        time.sleep(60)
+
+async def main():
+    config = FleetConfig(urls=(sys.argv[1],), adapter_folder=pathlib.Path(sys.argv[2]))
+    async with open_fleet(config) as fleet:
+        await update_weights(fleet, Slow("new"))
+
+asyncio.run(main())
+"""
 PARAMS = SamplingParams(max_tokens=1, temperature=0)
 
 
@@ -64,6 +88,48 @@ async def test_new_weights_are_a_new_version_that_every_server_has() -> None:
         await update_weights(fleet, Model("new"))
         assert fleet.base == newer != again, "the same weights are the same version"
         await fleet.load(replace(make_small("a"), base=fleet.base.version))
+
+
+async def test_an_update_that_is_cancelled_while_saving_leaves_nothing(tmp_path: Path) -> None:
+    is_saving, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Model):
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "part").write_text("x")
+            is_saving.set()
+            may_go_on.wait(10)
+            super().save_pretrained(folder)
+
+    stub = Stub(routes=ROUTES)
+    async with serve(stub):
+        config = FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)
+        async with open_fleet(config) as fleet:
+            before = os.listdir(tmp_path)
+            update = asyncio.create_task(update_weights(fleet, Slow("new")))
+            await asyncio.to_thread(is_saving.wait)
+            assert len(os.listdir(tmp_path)) == 2, "under a folder with a record of its own"
+            update.cancel()
+            await asyncio.sleep(0)
+            update.cancel()
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert os.listdir(tmp_path) == before
+
+
+async def test_an_update_that_is_killed_is_cleared_by_the_next_fleet(tmp_path: Path) -> None:
+    stub = Stub(routes=ROUTES)
+    async with serve(stub):
+        killed = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, stub.url, str(tmp_path), stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert killed.stdout is not None and await killed.stdout.readline() == b"saving\n"
+        killed.send_signal(signal.SIGKILL)
+        await killed.wait()
+        assert len(os.listdir(tmp_path)) == 2
+        async with open_fleet(FleetConfig(urls=(stub.url,), adapter_folder=tmp_path)):
+            assert len(os.listdir(tmp_path)) == 1
 
 
 async def test_requests_before_an_update_are_answered_by_the_old_weights_alone() -> None:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_a_server_that_dies_is_a_connection_error(server: Server) -> None:
     with pytest.raises(ConnectionError, match="can't be reached"):
         backend.generate_with_vllm([[1]])
     server.call("start")
+
+
+def test_a_server_that_never_answers_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="can't be reached"):
+            backend.initialize_vllm_client({"base_url": url, "timeout": 0.6})
+        assert time.monotonic() - began < 5
 
 
 def test_settings_come_from_the_environment_and_the_config(
