@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.errors import ConfigError, TaskError
+from rookery.errors import ConfigError
 from rookery.search.fitness import score_factors
 from rookery.search.floors import FloorTests, violation_of
 from rookery.search.rivals import RivalTests
-from rookery.search.sequential import two_sum
+from rookery.search.sequential import check_rewards, two_sum
 from rookery.search.streams import shuffled
 
 __all__ = ["Dropped", "Race", "RaceConfig", "start", "tell"]
@@ -249,11 +249,17 @@ class Race:
         failed = np.flatnonzero(np.isnan(values))
         end = told + (int(failed[0]) if len(failed) else len(values))
         values = values[: end - told]
-        _check_range(values, id=id, tasks=self.tasks[told:end], config=self.config)
+        limits = (self.config.low, self.config.high) if self.config.enabled else None
+        check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
         self._rewards[row, told:end] = values
         self._scores[row, told:end] = values * self._factors[told:end]
         self._has_failed[row] = len(failed) > 0
         self._told[row] = len(self.tasks) if len(failed) else end
+
+    def look_on(self) -> None:
+        """Make every look whose answers are there."""
+        while self.look():
+            pass
 
     def look(self) -> bool:
         """Look at the next block if every live candidate's answers are there; else False."""
@@ -361,8 +367,7 @@ def start(
     for id, rewards in (known or {}).items():
         by_source = [(sources[task], rewards[task]) for task in tasks]
         race.know(id, rewards, violation=violation_of(by_source, floors or {}))
-    while race.look():
-        pass
+    race.look_on()
     return race
 
 
@@ -376,29 +381,9 @@ def tell(race: Race, told: Mapping[str, Sequence[float | None] | None]) -> Race:
     """
     for id, rewards in told.items():
         race.take(id, rewards)
-    while race.look():
-        pass
+    race.look_on()
     return race
 
 
 def _mean(rewards: Sequence[float]) -> float:
     return math.fsum(rewards) / len(rewards) if rewards else -math.inf
-
-
-def _check_range(
-    values: NDArray[np.float64], *, id: str, tasks: Sequence[str], config: RaceConfig
-) -> None:
-    is_wrong = ~np.isfinite(values)
-    if config.enabled:
-        is_wrong |= (values < config.low) | (values > config.high)
-    if not is_wrong.any():
-        return
-    place = int(np.argmax(is_wrong))
-    what = f"The reward of {id} on the task {tasks[place]} is {values[place]}"
-    if not np.isfinite(values[place]):
-        raise TaskError(f"{what}: a reward is a finite number.")
-    raise TaskError(
-        f"{what}, outside {config.low} to {config.high}, within which candidates are raced: write "
-        "the smallest and the largest reward the scorer can give as race.low and race.high, or "
-        "race: {enabled: false}, which needs neither."
-    )

@@ -15,12 +15,15 @@ chance.
 The cost of a value is one multiplication per stake, whatever came before.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["STAKES", "TOLERANCE", "MeanTests", "two_sum"]
+from rookery.errors import TaskError
+
+__all__ = ["STAKES", "TOLERANCE", "MeanTests", "check_rewards", "two_sum"]
 
 STAKES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 """Shares of the largest safe stake. The best one for a pair is (wins - losses) / (wins + losses)
@@ -102,3 +105,27 @@ def two_sum(totals: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray
     low = low + ((high - (total - back)) + (values - back))
     rounded = total + low
     return np.stack([rounded, low - (rounded - total)])
+
+
+def check_rewards(
+    values: NDArray[np.float64],
+    *,
+    id: str,
+    tasks: Sequence[str],
+    limits: tuple[float, float] | None,
+) -> None:
+    """TaskError unless all are finite and, where they are tested, within the limits."""
+    is_wrong = ~np.isfinite(values)
+    if limits is not None:
+        is_wrong |= (values < limits[0]) | (values > limits[1])
+    if not is_wrong.any():
+        return
+    place = int(np.argmax(is_wrong))
+    what = f"The reward of {id} on the task {tasks[place]} is {values[place]}"
+    if limits is None or not np.isfinite(values[place]):
+        raise TaskError(f"{what}: a reward is a finite number.")
+    raise TaskError(
+        f"{what}, outside {limits[0]} to {limits[1]}, within which candidates are raced: write "
+        "the smallest and the largest reward the scorer can give as race.low and race.high, or "
+        "race: {enabled: false}, which needs neither."
+    )
