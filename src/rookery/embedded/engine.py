@@ -306,7 +306,7 @@ class EmbeddedEngine:
             return await asyncio.shield(running)
         except RookeryError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, all who wait are told and the engine ends
             detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if _is_short_memory(error):
                 raise EngineError(
