@@ -24,7 +24,7 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
-from rookery.fleet.external import ExternalConfig
+from rookery.fleet.http.external import ExternalConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.decisions import DecisionLog
