@@ -36,7 +36,7 @@ from rookery.fleet.loop_thread import LoopThread
 from rookery.fleet.staging import as_safetensors
 from rookery.fleet.tokenize import tokenize
 from rookery.fleet.update import Model, require_torch, require_updates, update_weights
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 
 __all__ = [
