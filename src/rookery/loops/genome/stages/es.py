@@ -19,7 +19,7 @@ from rookery.loops.genome.nursery import Drift
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
 from rookery.search.es import Es, EsConfig
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import Adapter
 
 __all__ = ["EsStage", "run_es"]
