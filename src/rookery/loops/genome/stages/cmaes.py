@@ -31,7 +31,7 @@ class CmaesStage(CmaesConfig, Config):
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     """Search the coefficients of the founders; the last generation is the population."""
-    founders = context.nursery.founders
+    founders = context.builder.founders
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
@@ -66,5 +66,5 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
         )
         search.tell([fitness[plan.id] for plan in plans])
         population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
-        context.nursery.keep([best] if best else [])
+        context.builder.keep([best] if best else [])
     return population

@@ -96,7 +96,7 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         if archive is not None:
             archive = _archive(archive, list(fitness), context)
             populations = _recall(archive, populations, config, context, generation)
-        context.nursery.keep(id for p in populations for id in ga.references(p))
+        context.builder.keep(id for p in populations for id in ga.references(p))
     return [m.id for p in populations for m in p.members if not m.fitness.is_failed]
 
 
