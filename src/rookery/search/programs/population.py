@@ -152,23 +152,17 @@ class Population:
         elif member.score > self._members[holder].score:
             island.grid.put(cell, member.id)
             island.remove(self._members[holder])
-            self._settle(self._members[holder], successor=member)
+            self._settle(self._members[holder])
         self._rank(member)
 
-    def _settle(self, member: Member, *, successor: Member | None = None) -> None:
-        """Forget a program that is on no island and not in the front, else rank it anew.
-
-        The successor gets its place in the archive.
-        """
+    def _settle(self, member: Member) -> None:
+        """Forget a program that is on no island and not in the front, else rank it anew."""
         if member.id in self.front or any(member.id in island for island in self.islands):
             self._rank(member)
             return
-        was_archived = member in self.archive
         for ranking in (self.archive, self._elites, self._others):
             ranking.discard(member)
         del self._members[member.id]
-        if successor is not None and was_archived and successor not in self.archive:
-            self.archive.add(successor)
 
     def _is_elite(self, id: str) -> bool:
         return id in self.front or any(id in island.grid for island in self.islands)
@@ -210,9 +204,8 @@ class Population:
 
     def _make_room(self, newest: Member) -> None:
         while len(self._members) > self._config.population_size:
-            best = self.best
+            # The best of all is the best of an island.
             kept = {newest.id, *(island.best for island in self.islands)}
-            kept.add(best.id if best is not None else None)
             worst = next(
                 (
                     id

@@ -117,7 +117,9 @@ def test_asking_changes_nothing_and_depends_on_seed_and_attempt() -> None:
     assert [database.ask(attempt) for attempt in range(40, 70)] == plans
     assert database.state == before
     other_seed = ProgramDatabase(CONFIG, seed=4, state=before)
-    assert [other_seed.ask(attempt) for attempt in range(40, 70)] != plans
+    others = [other_seed.ask(attempt) for attempt in range(40, 70)]
+    assert [plan.parent for plan in others] != [plan.parent for plan in plans]
+    assert [plan.arm for plan in others] != [plan.arm for plan in plans]
 
 
 def test_plans_name_distinct_programs_of_the_island_that_are_kept() -> None:

@@ -73,8 +73,7 @@ class SlowPopulation:
             del self.islands[island][holder]
             if not any(holder in there for there in self.islands):
                 del self.alive[holder]
-                if holder in self.archive:
-                    self.archive = self.archive - {holder} | {member.id}
+                self.archive.discard(holder)
 
     def offer(self, member: Member) -> None:
         if len(self.archive | {member.id}) <= 4:
