@@ -118,7 +118,7 @@ class ProgramDatabase:
 
     def ask(self, attempt: int) -> Plan:
         """The plan of an attempt; attempts count from 1."""
-        if self.best is None:
+        if not self.members:
             raise ValueError("Nothing was told yet: tell the programs to start from first.")
         rng = stream(self._seed, "program", attempt)
         population, sampling = self._population, self._config.sampling

@@ -63,7 +63,7 @@ class Island:
 
     @property
     def best(self) -> str | None:
-        return next(iter(self.ranking), None)
+        return self.ranking[0] if len(self.ranking) else None
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -122,7 +122,7 @@ class Population:
     @property
     def best(self) -> Member | None:
         """The highest score of all, the first told of equal ones."""
-        bests = [self._members[island.best] for island in self.islands if island.best is not None]
+        bests = [self._members[island.ranking[0]] for island in self.islands if len(island)]
         return min(bests, key=lambda member: member.rank, default=None)
 
     def add(self, member: Member) -> None:
@@ -185,7 +185,7 @@ class Population:
         if member in self.archive:
             return
         if len(self.archive) >= self._config.archive_size:
-            worst = self._members[next(reversed(self.archive))]
+            worst = self._members[self.archive[-1]]
             if member.score <= worst.score:
                 return
             self.archive.discard(worst)

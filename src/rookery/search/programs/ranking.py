@@ -25,6 +25,10 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __getitem__(self, place: int) -> str:
+        """The id at a place; 0 is the best."""
+        return self._keys[place][2]
+
     def __contains__(self, member: Member) -> bool:
         place = bisect_left(self._keys, _key(member))
         return place < len(self._keys) and self._keys[place][2] == member.id
