@@ -8,6 +8,7 @@ es, cmaes   update directions              islands      groups and migration
 archive     quality-diversity grid         pareto       several objectives
 racing      dropping who cannot win        statistics   intervals for reports
 vote        majority of the best           state        saving and reloading
+programs/   program evolution, one child at a time
 """
 
 __all__: list[str] = []
