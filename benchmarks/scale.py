@@ -137,8 +137,8 @@ def climb(num_steps: int) -> Work:
     return work
 
 
-def merge_founders(num_founders: int) -> Work:
-    founders = [make_adapter_of(seed, size=288) for seed in range(num_founders)]
+def merge_founders(num_founders: int, *, size: int) -> Work:
+    founders = [make_adapter_of(seed, size=size) for seed in range(num_founders)]
     weights = stream(0).random(num_founders).tolist()
     return lambda: merge(founders, weights=weights, method=LinearConfig(), rank=8)
 
@@ -196,7 +196,8 @@ ROWS: Mapping[str, Row] = {
     "racing, 100 tasks": Row("candidates", (125, 250, 500, 1000), lambda n: race(n, 100)),
     "rollout log": Row("rollouts", (1000, 2000, 4000, 8000), log_rollouts),
     "es, 16 trials a step": Row("steps", (10, 20, 40, 80), climb),
-    "merge of all founders": Row("founders", (50, 100, 200, 400), merge_founders),
+    "merge, 1024 x 1024": Row("founders", (8, 16, 32, 64), lambda n: merge_founders(n, size=1024)),
+    "merge, 288 x 288": Row("founders", (50, 100, 200, 400), lambda n: merge_founders(n, size=288)),
     "rebuild": Row("generations", (250, 500, 1000, 2000), rebuild_lineage),
     "archive": Row("candidates", (1000, 2000, 4000, 8000), fill_archive),
     "nsga2, 2 objectives": Row("candidates", (500, 1000, 2000, 4000), survive),
