@@ -30,6 +30,7 @@ from rookery.search.candidate import ChildPlan
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
 from rookery.search.streams import stream
+from rookery.search.waves import Waves
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
 from rookery.weights.merge import LinearConfig, merge
@@ -59,7 +60,8 @@ def race(num_candidates: int, num_tasks: int) -> Work:
 
     def work() -> None:
         running = racing.start(names, tasks, config=config, rng=stream(0))
-        while asks := running.asks:
+        waves = Waves(running, size=1)
+        while asks := waves.next():
             told = {
                 name: answers[int(name[1:]), [int(task[1:]) for task in asked]].tolist()
                 for name, asked in asks.items()

@@ -26,9 +26,9 @@ at most; for DARE, whose spectrum is flat, by 2 %, 0.8 % and 0.5 %."""
 _OVERSAMPLING = 8
 """Directions beyond the rank that `low_rank` follows, so that the last ones converge too."""
 _KRYLOV_STEPS = 4
-"""Steps of `truncate_many`. For a sum of random adapters, whose spectrum is flat, the error is above
-the least by 0.06 % after three, 0.015 % after four and 0.001 % after six; where the spectrum falls,
-three reach the rounding of float32."""
+"""Steps of `truncate_many`. For a sum of random adapters, whose spectrum is flat, the error is
+above the least by 0.06 % after three, 0.015 % after four and 0.001 % after six; where the spectrum
+falls, three reach the rounding of float32."""
 _NOTHING = 1e-7
 """Singular values below this part of the largest are rounding in float32."""
 
