@@ -29,7 +29,8 @@ _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
 }
 _FORMAT = 3
-"""Of lineage documents. In those without one a mutation's sigma was written and not used."""
+"""Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
+mutations had `adapt`, of which 0 was the default."""
 _MOVE = LinearConfig(normalise=False)
 """A move of a swarm is a linear combination whose weights mean what they say."""
 
@@ -261,13 +262,15 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
         if name not in known or known[name].version != version:
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
-    unused = {} if "format" in lineage else {"sigma": None}
+    changes = {} if "format" in lineage else {"sigma": None}
+    mutations = {
+        name: {key: value for key, value in {**method, **changes}.items() if key != "adapt"}
+        for name, method in lineage["mutations"].items()
+    }
     builder = AdapterBuilder(
         known,
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
-        mutations={
-            n: _MUTATE.validate_python({**m, **unused}) for n, m in lineage["mutations"].items()
-        },
+        mutations={n: _MUTATE.validate_python(m) for n, m in mutations.items()},
         rank=lineage["rank"],
         device=lineage.get("device", "cpu"),
     )
