@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
+from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.loops.icm.verdict import agree
 from rookery.rollout.log import RolloutLog
 from rookery.runs import Run
 from rookery.search import archive as grid
 from rookery.search import racing
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
 from rookery.search.streams import stream

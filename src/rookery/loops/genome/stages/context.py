@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rookery.concurrency import together
-from rookery.loops.genome.adapter_builder import AdapterBuilder, Recipe
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
+from rookery.search.candidate import Recipe
 from rookery.search.fitness import Fitness, rank_key
 from rookery.search.streams import stream_seed
 
