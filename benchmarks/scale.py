@@ -29,8 +29,8 @@ from rookery.search import racing
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
-from rookery.search.streams import stream
 from rookery.search.waves import Waves
+from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
 from rookery.weights.merge import LinearConfig, merge

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.search.fitness import Fitness, fitness_ranks
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 __all__ = ["Cmaes", "CmaesConfig", "average_start", "load_library"]
 

@@ -23,7 +23,7 @@ from rookery.search.candidate import ChildPlan, EsStep, Recipe
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
 from rookery.search.es import Es, EsConfig, SeedWeight
 from rookery.search.fitness import Fitness
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import Json
 
 __all__ = [

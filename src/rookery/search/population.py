@@ -23,7 +23,6 @@ from rookery.search.children import Birth, ChildrenConfig, plan_children
 from rookery.search.fitness import Fitness, comparable_scores, rank_key
 from rookery.search.pareto import crowded_scores
 from rookery.search.selection import elites
-from rookery.search.streams import stream
 from rookery.search.succession import (
     SurvivalConfig,
     SwarmConfig,
@@ -32,6 +31,7 @@ from rookery.search.succession import (
     plan_moves,
     survivors,
 )
+from rookery.seeding import stream
 
 __all__ = [
     "Mark",

@@ -18,7 +18,7 @@ from rookery.config import Config
 from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import Fitness, rank_key
 from rookery.search.selection import SelectionConfig, elites, select
-from rookery.search.streams import stream, stream_seed
+from rookery.seeding import stream, stream_seed
 
 __all__ = [
     "SurvivalConfig",

@@ -8,7 +8,8 @@ O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
 
 import torch
 
-from rookery.weights.draws import normal, stream
+from rookery.seeding import bulk_stream
+from rookery.weights.draws import normal
 
 __all__ = [
     "inner_products",
@@ -74,7 +75,7 @@ def truncate_many(
     num_rows = a.shape[-2]
     if num_rows < 2 * width * (_KRYLOV_STEPS + 1):
         return truncate(a, b, rank=rank)
-    mixed = normal(stream("truncate", width, num_rows), (width, num_rows)).to(a.device) @ a
+    mixed = normal(bulk_stream("truncate", width, num_rows), (width, num_rows)).to(a.device) @ a
     blocks = [torch.linalg.qr(b @ (a @ mixed.mT)).Q]
     for _ in range(_KRYLOV_STEPS):
         blocks.append(torch.linalg.qr(b @ (a @ (a.mT @ (b.mT @ blocks[-1])))).Q)

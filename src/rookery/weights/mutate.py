@@ -17,9 +17,10 @@ import torch
 from pydantic import Field
 
 from rookery.config import Config
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.delta import singular
-from rookery.weights.draws import Key, bernoulli_positions, normal, stream
+from rookery.weights.draws import bernoulli_positions, normal
 from rookery.weights.version import make_adapter
 
 __all__ = ["GaussianConfig", "MutateConfig", "Mutation", "SvdConfig", "mutate"]
@@ -77,11 +78,11 @@ def mutate(
     Every layer draws from its own stream: the change of one does not depend on the others.
     """
     strength = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
-    if stream("mutate", *key).random() >= method.candidate_rate:
+    if bulk_stream("mutate", *key).random() >= method.candidate_rate:
         return Mutation(adapter=adapter, sigma=strength, is_mutated=False)
     change = _CHANGES[method.type]
     factors = {
-        layer: change(method, lora, strength, stream("mutate", layer, *key))
+        layer: change(method, lora, strength, bulk_stream("mutate", layer, *key))
         for layer, lora in adapter.factors.items()
     }
     changed = make_adapter(adapter.name, base=adapter.base, factors=factors)

@@ -13,7 +13,7 @@ from rookery.search.archive import (
     insert,
     sample,
 )
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 GRID = ArchiveConfig(
     features=(

@@ -16,7 +16,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.population import PopulationConfig
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 TARGET = np.array([0.8, 1.2, 0.3, 0.6])
 AT = EmitterPlace(seed=3, island="", index=2)

@@ -32,8 +32,8 @@ from rookery.search.population import (
     tell,
 )
 from rookery.search.selection import RouletteConfig, TruncationConfig
-from rookery.search.streams import stream
 from rookery.search.succession import SurvivalConfig, SwarmConfig
+from rookery.seeding import stream
 
 TARGET = np.array([0.8, 1.4, 0.6, -0.5])
 FOUNDERS = {f"a{i}": np.eye(4)[i] * 0.5 for i in range(4)}

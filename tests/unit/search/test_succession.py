@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.selection import RankConfig, RouletteConfig, TournamentConfig
-from rookery.search.streams import stream
 from rookery.search.succession import (
     SurvivalConfig,
     SwarmConfig,
@@ -18,6 +17,7 @@ from rookery.search.succession import (
     step_length,
     survivors,
 )
+from rookery.seeding import stream
 
 AT = SwarmState(generation=1, best="b", worst="w")
 

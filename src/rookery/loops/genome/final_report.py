@@ -23,8 +23,8 @@ from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
-from rookery.search.streams import stream_seed
 from rookery.search.vote import vote
+from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
 from rookery.weights.merge import LinearConfig, merge
 

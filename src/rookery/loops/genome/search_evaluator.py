@@ -17,8 +17,8 @@ from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
 from rookery.search.racing import Race, RaceConfig
-from rookery.search.streams import stream
 from rookery.search.waves import Waves
+from rookery.seeding import stream
 from rookery.types import ModelRef, Task
 
 __all__ = ["Measured", "SearchEvaluator"]

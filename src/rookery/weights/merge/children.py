@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from rookery.errors import AdapterError
+from rookery.seeding import Key
 from rookery.types import Adapter
 from rookery.weights.delta import (
     inner_products,
@@ -28,7 +29,6 @@ from rookery.weights.delta import (
     truncate_dense,
     truncate_many,
 )
-from rookery.weights.draws import Key
 from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram

@@ -12,7 +12,7 @@ from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["CmaesStage", "run_cmaes"]
 

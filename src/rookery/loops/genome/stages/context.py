@@ -9,7 +9,7 @@ from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
 from rookery.search.candidate import Recipe
 from rookery.search.fitness import Fitness, rank_key
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["StageContext"]
 

@@ -18,7 +18,7 @@ from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
 from rookery.search.candidate import EsStep
 from rookery.search.es import Es, EsConfig
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.weights.perturb import spread
 
 __all__ = ["EsStage", "run_es"]

@@ -24,7 +24,7 @@ from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationCon
 from rookery.search.fitness import comparable_scores
 from rookery.search.islands import Islands, IslandsConfig
 from rookery.search.population import Population, PopulationConfig
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 __all__ = ["GaStage", "run_ga"]
 
