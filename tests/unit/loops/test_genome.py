@@ -1,5 +1,6 @@
 """The genome loop end to end on a tiny model: every start, operator and stage; resume; honesty."""
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -373,6 +374,36 @@ async def test_operators_that_cannot_work_are_refused_before_the_founders_are_as
         await genome(run, stages=[stage], init=init)
     with Run.view(tmp_path / "a") as view:
         assert not list(view.events("rollout"))
+
+
+async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_first(
+    genome, tmp_path: Path
+) -> None:
+    class SecondFirst(Here):
+        """Answers the first island only after the second one."""
+
+        def __init__(self, engine: Any) -> None:
+            super().__init__(engine)
+            self.is_second_done = asyncio.Event()
+
+        async def score(self, requests: Any) -> Any:
+            if any("i0-" in request.model.name for request in requests):
+                await self.is_second_done.wait()
+            answers = await self._engine.score(requests)
+            if any("i1-" in request.model.name for request in requests):
+                self.is_second_done.set()
+            return answers
+
+    stage = {
+        "type": "ga", "generations": 1, "islands": {"num_islands": 2},
+        "population": {"size": 4, "children": {"count": 2}},
+    }  # fmt: skip
+    reports = []
+    for wrap in (Here, SecondFirst):
+        with _run(tmp_path, wrap.__name__) as run:
+            found = await genome(run, stages=[stage], race={"enabled": False}, wrap=wrap)
+            reports.append(clockless(found.report))
+    assert reports[0] == reports[1]
 
 
 async def test_islands_race_apart() -> None:

@@ -28,7 +28,7 @@ from rookery.slots import SlottedModel
 SOURCE = Path(rookery.__file__).parents[1]
 RACE = {"enabled": True, "block": 4}
 EMITTERS: dict[str, Any] = {
-    "type": "ga", "generations": 3, "islands": {"num_islands": 2},
+    "type": "ga", "generations": 2,
     "population": {"size": 4, "children": {"count": 9, "operators": [
         {"type": "crossover", "share": 2},
         {"type": "es", "share": 3, "patience": 1},
@@ -271,4 +271,4 @@ def test_kill_9_at_random_moments_changes_nothing(
         reports = [clockless(run.read_json("report.json")) for run in (whole, killed)]
         num_states = sum(1 for _ in whole.events("emitter"))
     assert reports[0] == reports[1]
-    assert num_states == (3 * 2 * 2 if stages == "emitters" else 0)
+    assert num_states == (2 * 2 if stages == "emitters" else 0)

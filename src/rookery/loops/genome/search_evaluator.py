@@ -7,7 +7,7 @@ while they are asked.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.concurrency import task_group, together
@@ -90,6 +90,12 @@ class SearchEvaluator:
             if not measured.error:
                 fitness = self._fitness(measured.rewards, measured.fitness.score)
                 self.measured[name] = replace(measured, fitness=fitness)
+
+    def put_last(self, candidates: Iterable[str]) -> None:
+        """Order `measured` by these: races at the same time end in any order, and what later stages
+        start from must not depend on it."""
+        for name in candidates:
+            self.measured[name] = self.measured.pop(name)
 
     async def measure(
         self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int

@@ -61,6 +61,7 @@ class StageContext:
                 for k, (recipes, rivals) in enumerate(races)
             ):
                 measured |= part
+            self.search.put_last(measured)
             self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
 
