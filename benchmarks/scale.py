@@ -23,19 +23,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
+from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.loops.icm.verdict import agree
 from rookery.rollout.log import RolloutLog
 from rookery.runs import Run
 from rookery.search import archive as grid
 from rookery.search import racing
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.program import ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan
+from rookery.search.waves import Waves
 from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
@@ -68,7 +69,8 @@ def race(num_candidates: int, num_tasks: int) -> Work:
 
     def work() -> None:
         running = racing.start(names, tasks, config=config, rng=stream(0))
-        while asks := running.asks:
+        waves = Waves(running, size=1)
+        while asks := waves.next():
             told = {
                 name: answers[int(name[1:]), [int(task[1:]) for task in asked]].tolist()
                 for name, asked in asks.items()
@@ -146,8 +148,8 @@ def climb(num_steps: int) -> Work:
     return work
 
 
-def merge_founders(num_founders: int) -> Work:
-    founders = [make_adapter_of(seed, size=288) for seed in range(num_founders)]
+def merge_founders(num_founders: int, *, size: int) -> Work:
+    founders = [make_adapter_of(seed, size=size) for seed in range(num_founders)]
     weights = stream(0).random(num_founders).tolist()
     return lambda: merge(founders, weights=weights, method=LinearConfig(), rank=8)
 
@@ -235,7 +237,8 @@ ROWS: Mapping[str, Row] = {
     "racing, 100 tasks": Row("candidates", (125, 250, 500, 1000), lambda n: race(n, 100)),
     "rollout log": Row("rollouts", (1000, 2000, 4000, 8000), log_rollouts),
     "es, 16 trials a step": Row("steps", (10, 20, 40, 80), climb),
-    "merge of all founders": Row("founders", (50, 100, 200, 400), merge_founders),
+    "merge, 1024 x 1024": Row("founders", (8, 16, 32, 64), lambda n: merge_founders(n, size=1024)),
+    "merge, 288 x 288": Row("founders", (50, 100, 200, 400), lambda n: merge_founders(n, size=288)),
     "rebuild": Row("generations", (250, 500, 1000, 2000), rebuild_lineage),
     "archive": Row("candidates", (1000, 2000, 4000, 8000), fill_archive),
     "nsga2, 2 objectives": Row("candidates", (500, 1000, 2000, 4000), survive),

@@ -9,6 +9,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
+from rookery.types import Json
 
 __all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
 
@@ -132,6 +133,17 @@ class GenerationLog:
         self.generations.append(generation)
         self._watcher.on_generation(generation)
         return generation
+
+    def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
+        """Where emitters stand after the last generation. Keyed as generations are: a resumed run
+        whose emitters learnt something else would be refused."""
+        number = len(self.generations) - 1
+        self._run.append_many(
+            [
+                NewEvent(kind="emitter", key=f"{number}/{name}", payload=dict(state))
+                for name, state in states.items()
+            ]
+        )
 
     def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
         """Events are keyed: a resumed run that came out otherwise would be refused."""

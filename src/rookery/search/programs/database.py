@@ -52,7 +52,7 @@ class DatabaseConfig(PopulationConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseState:
-    """A database as a value, for `search.state`."""
+    """A database as a value."""
 
     population: PopulationState
     references: tuple[CodeSummary, ...] = ()

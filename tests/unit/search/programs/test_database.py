@@ -1,17 +1,16 @@
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from rookery.search.programs.bandit import Arm, BanditConfig
 from rookery.search.programs.database import DatabaseConfig, DatabaseState, ProgramDatabase
 from rookery.search.programs.program import ProgramRecord, summarize
 from rookery.search.programs.sampling import Plan, SamplingConfig
 from rookery.search.programs.window import Ask, Tell, Window
-from rookery.search.state import dump, load
 from rookery.seeding import stream
 
 CONFIG = DatabaseConfig(
@@ -80,8 +79,8 @@ def tell(database: ProgramDatabase, plan: Plan, outcome: ProgramRecord | None) -
 
 
 def reload(database: ProgramDatabase, config: DatabaseConfig = CONFIG) -> ProgramDatabase:
-    document = json.loads(json.dumps(dump(database.state), allow_nan=False))
-    return ProgramDatabase(config, seed=3, state=load(DatabaseState, document))
+    document = TypeAdapter(DatabaseState).dump_json(database.state)
+    return ProgramDatabase(config, seed=3, state=TypeAdapter(DatabaseState).validate_json(document))
 
 
 @settings(max_examples=8)

@@ -1,6 +1,5 @@
-import json
-
 import pytest
+from pydantic import TypeAdapter
 
 from rookery.search.programs.novelty import (
     NoveltyConfig,
@@ -10,7 +9,6 @@ from rookery.search.programs.novelty import (
     code_hash,
     text_hash,
 )
-from rookery.search.state import dump, load
 
 SQUARE = "def f(x):\n    return x * x\n"
 
@@ -65,8 +63,10 @@ def test_embeddings_of_the_newest_are_compared_also_after_reloading() -> None:
     index = NoveltyIndex(config)
     for id, vector in vectors.items():
         index.add(id, code=id, embedding=vector)
-    document = json.loads(json.dumps(dump(index.state)))
-    again = NoveltyIndex(config, state=load(NoveltyState, document), embeddings=vectors)
+    document = TypeAdapter(NoveltyState).dump_json(index.state)
+    again = NoveltyIndex(
+        config, state=TypeAdapter(NoveltyState).validate_json(document), embeddings=vectors
+    )
     for one in (index, again):
         repeated = [one.find(embedding=vector) for vector in vectors.values()]
         assert [found and found.of for found in repeated] == [None, None, "p2", "p3", "p4"]
