@@ -1,0 +1,17 @@
+"""Where jobs run: processes of this machine, the nodes of a Ray cluster, Modal.
+
+All three are one Executor port over one pool; `worker_task.py` says what a worker runs.
+"""
+
+from rookery.executors.folder import FolderPackage, pack_folder
+from rookery.executors.local import open_local
+from rookery.executors.worker_task import TASKS, WorkerSpec, WorkerTask
+
+__all__ = [
+    "TASKS",
+    "FolderPackage",
+    "WorkerSpec",
+    "WorkerTask",
+    "open_local",
+    "pack_folder",
+]
