@@ -5,6 +5,7 @@ All three are one Executor port over one pool; `worker_task.py` says what a work
 
 from rookery.executors.folder import FolderPackage, pack_folder
 from rookery.executors.local import open_local
+from rookery.executors.ray import open_ray
 from rookery.executors.worker_task import TASKS, WorkerSpec, WorkerTask
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "WorkerSpec",
     "WorkerTask",
     "open_local",
+    "open_ray",
     "pack_folder",
 ]

@@ -90,6 +90,11 @@ class WorkerPool:
         return len(self._ready)
 
     @property
+    def num_slots(self) -> int:
+        """Those with a worker or about to have one."""
+        return len(self._tasks)
+
+    @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         return (*(worker.info for worker in self._ready.values()), *self._refused.values())
 

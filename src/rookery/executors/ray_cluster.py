@@ -1,0 +1,40 @@
+"""The connection to a Ray cluster, for whoever places work there.
+
+async with connect_ray("auto", error=FleetError) as ray:
+    ...
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rookery.errors import ConfigError, RookeryError, boundary
+
+__all__ = ["connect_ray"]
+
+INSTALL = "pip install 'rookery[ray]'"
+
+
+@asynccontextmanager
+async def connect_ray(
+    address: str, *, error: type[RookeryError], **options: object
+) -> AsyncIterator[Any]:
+    """The module `ray`, connected to the cluster at `address`; "local" starts one.
+
+    A connection that this process has already is used and kept. Options are those of `ray.init`.
+    """
+    try:
+        import ray
+    except ImportError as missing:
+        raise ConfigError(f"Work on a cluster needs Ray: {INSTALL}.") from missing
+    was_connected = ray.is_initialized()
+    if not was_connected:
+        with boundary(error, f"Connecting to the Ray cluster at {address}"):
+            await asyncio.to_thread(ray.init, address, **options)
+    try:
+        yield ray
+    finally:
+        if not was_connected:
+            # A cluster of our own dies with the thread that started it: it must not be met again.
+            await asyncio.to_thread(ray.shutdown)
