@@ -284,7 +284,7 @@ class FakeExecutor:
             return JobFailed(error=f"{type(error).__name__}: {error}", seconds=0.0, worker="fake")
         return JobDone(output=output, seconds=0.0, worker="fake")
 
-    def cancel(self, attempt: int) -> None:  # noqa: ARG002
+    def cancel(self, attempt: int) -> None:
         """Nothing is ever in flight."""
 
     async def close(self) -> None:

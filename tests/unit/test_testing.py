@@ -1,6 +1,5 @@
 """The fakes that are shipped: each satisfies its port, and says the same thing every time."""
 
-import math
 from pathlib import Path
 
 import pytest

@@ -5,6 +5,7 @@ All three are one Executor port over one pool; `worker_task.py` says what a work
 
 from rookery.executors.folder import FolderPackage, pack_folder
 from rookery.executors.local import open_local
+from rookery.executors.modal import open_modal
 from rookery.executors.ray import open_ray
 from rookery.executors.worker_task import TASKS, WorkerSpec, WorkerTask
 
@@ -14,6 +15,7 @@ __all__ = [
     "WorkerSpec",
     "WorkerTask",
     "open_local",
+    "open_modal",
     "open_ray",
     "pack_folder",
 ]

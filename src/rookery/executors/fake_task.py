@@ -58,9 +58,14 @@ class FakeTask:
     async def _wait(self, path: str) -> None:
         """Start a process, write its id and the worker's to the file, and never return."""
         child = await asyncio.create_subprocess_exec("sleep", "1000")
-        Path(path + ".tmp").write_text(f"{os.getpid()} {child.pid}", encoding="ascii")
-        Path(path + ".tmp").rename(path)
+        await asyncio.to_thread(_write_whole, Path(path), f"{os.getpid()} {child.pid}")
         await child.wait()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="ascii")
+    draft.rename(path)
 
 
 async def open_fake_task(settings: bytes, folder: Path | None) -> FakeTask:

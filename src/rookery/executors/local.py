@@ -24,7 +24,7 @@ from rookery.executors.frames import Frame, receive_frame
 from rookery.executors.pool import WorkerPool, open_pool
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
 from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec, count_cores
-from rookery.types import Job, WorkerInfo
+from rookery.types import Job, Json, WorkerInfo
 
 __all__ = ["open_local"]
 
@@ -79,8 +79,12 @@ class LocalWorker:
             self.info, version=str(hello["version"]), cores=int(str(hello["cores"]))
         )
         check_version(self.info)
-        header = {"kind": "open", "task": spec.task, "folder": str(folder) if folder else None}
-        opened = (await self._ask(Frame({**header}, spec.settings))).header
+        header: dict[str, Json] = {
+            "kind": "open",
+            "task": spec.task,
+            "folder": str(folder) if folder else None,
+        }
+        opened = (await self._ask(Frame(header, spec.settings))).header
         if opened["kind"] == "refused":
             raise WorkerRefused(str(opened["reason"]), info=self.info)
         self.info = replace(self.info, about=str(opened["about"]))

@@ -28,6 +28,7 @@ from rookery.executors.worker_task import (
     read_version,
     run_task,
 )
+from rookery.types import Json
 
 __all__ = ["main"]
 
@@ -51,8 +52,9 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     assert serving is not None
     watch = (requests.fileno(), asyncio.get_running_loop(), serving)
     threading.Thread(target=_end_with_hub, args=watch, daemon=True).start()
-    hello: Frame = Frame({"kind": "hello", "version": read_version(), "cores": count_cores()})
-    write_frame(answers, hello)
+    write_frame(
+        answers, Frame({"kind": "hello", "version": read_version(), "cores": count_cores()})
+    )
     request = await asyncio.to_thread(read_frame, requests)
     folder = request.header["folder"]
     try:
@@ -67,15 +69,17 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         while True:
             request = await asyncio.to_thread(read_frame, requests)
             answer = await run_task(task, request.content)
-            header = {"kind": "answer", "is_error": answer.is_error, "seconds": answer.seconds}
-            write_frame(answers, Frame({**header}, answer.content))
+            header: dict[str, Json] = {
+                "kind": "answer",
+                "is_error": answer.is_error,
+                "seconds": answer.seconds,
+            }
+            write_frame(answers, Frame(header, answer.content))
     finally:
         await task.close()
 
 
-def _end_with_hub(
-    pipe: int, loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]
-) -> None:
+def _end_with_hub(pipe: int, loop: asyncio.AbstractEventLoop, serving: asyncio.Task[None]) -> None:
     """Runs in a thread, so that a task that blocks the event loop does not outlive the hub."""
     parent = os.getppid()
     poller = select.poll()

@@ -5,13 +5,13 @@
 Each slot is a place for one worker: it starts a worker, gives it one job at a time, and starts
 another when that one ends.
 
-| waits                       | for                            | at most                             |
-|-----------------------------|--------------------------------|-------------------------------------|
-| a slot that starts          | the worker's task to be opened | `START_S`, `START_ATTEMPTS` times   |
-| a slot with a job           | the answer                     | `Job.limit_s`, then it is killed    |
-| a slot without a job        | a job, or its worker's end     | close                               |
-| `submit`                    | an outcome                     | as long as there are slots          |
-| jobs while no slot is left  | a new slot                     | `down_s`, then ExecutorError        |
+| waits                      | for                            | at most                           |
+|----------------------------|--------------------------------|-----------------------------------|
+| a slot that starts         | the worker's task to be opened | `START_S`, `START_ATTEMPTS` times |
+| a slot with a job          | the answer                     | `Job.limit_s`, then it is killed  |
+| a slot without a job       | a job, or its worker's end     | close                             |
+| `submit`                   | an outcome                     | as long as there are slots        |
+| jobs while no slot is left | a new slot                     | `down_s`, then ExecutorError      |
 
 A worker that had a job is replaced at once when it ends. One that ends before its first job counts
 as a failed start; after `START_ATTEMPTS` of them in a row the slot ends with the reason.
@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.errors import ExecutorError
@@ -235,7 +236,8 @@ class WorkerPool:
         wish: asyncio.Future[_Entry] = asyncio.get_running_loop().create_future()
         self._idle.append(wish)
         self._dispatch()
-        await asyncio.wait({wish, worker.gone}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {wish, worker.gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not worker.gone.done():
             return wish.result()
         if not wish.cancel():  # a job came at the same moment: it is the next worker's

@@ -20,20 +20,17 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.concurrency import task_group
-from rookery.errors import ExecutorError, RookeryError, boundary
-from rookery.executors.folder import hold_folder
+from rookery.errors import ExecutorError, boundary
 from rookery.executors.pool import WorkerPool, open_pool
 from rookery.executors.ray_cluster import connect_ray
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
+from rookery.executors.worker_host import WorkerHost
 from rookery.executors.worker_task import (
     CLOSE_S,
     Answer,
     WorkerSpec,
-    WorkerTask,
     count_cores,
-    open_task,
     read_version,
-    run_task,
 )
 from rookery.types import Job, WorkerInfo
 
@@ -47,12 +44,10 @@ MAX_REASON_CHARS = 500
 
 
 class RayHost:
-    """The actor: holds the task of one worker. Its event loop is Ray's."""
+    """The actor. Its event loop is Ray's."""
 
     def __init__(self) -> None:
-        self._stack = AsyncExitStack()
-        self._task: WorkerTask | None = None
-        self._running: asyncio.Task[Answer] | None = None
+        self._host = WorkerHost()
 
     async def hello(self) -> tuple[str, int]:
         return read_version(), count_cores()
@@ -60,39 +55,22 @@ class RayHost:
     async def open(
         self, task: str, settings: bytes, digest: str | None, content: list[Any]
     ) -> tuple[bool, str]:
-        """Whether this node can run the task, and what the task says of itself or why not.
-
-        `content` holds a reference and not the folder: it is read only if the node lacks it.
-        """
+        """`content` holds a reference and not the folder: it is read only if the node lacks it."""
         import ray
 
-        try:
-            folder = None
-            if digest is not None:
-                holding = hold_folder(digest, lambda: bytes(ray.get(content[0])))
-                folder = await asyncio.to_thread(holding.__enter__)
-                self._stack.callback(holding.__exit__, None, None, None)
-            self._task = await open_task(task, settings, folder)
-        except RookeryError as error:
-            await self.close()
-            return False, str(error)
-        self._stack.push_async_callback(self._task.close)
-        return True, self._task.about
+        return await self._host.open(
+            task, settings, digest=digest, fetch=lambda: bytes(ray.get(content[0]))
+        )
 
     async def run(self, payload: bytes) -> Answer:
-        assert self._task is not None
-        self._running = asyncio.create_task(run_task(self._task, payload))
-        return await self._running
+        return await self._host.run(payload)
 
     async def stay(self) -> None:
         """Never returns: the call fails when the actor ends."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-        await self._stack.aclose()
+        await self._host.close()
 
 
 class RayWorker:
@@ -133,7 +111,9 @@ class RayWorker:
         try:
             if not self.gone.done():
                 closing = asyncio.wrap_future(self._actor.close.remote().future())
-                await asyncio.wait({closing, self.gone}, timeout=CLOSE_S)
+                await asyncio.wait(
+                    {closing, self.gone}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 closing.cancel()
         finally:
             self.kill()

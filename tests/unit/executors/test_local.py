@@ -4,13 +4,11 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from executors.jobs import is_alive, job, output, started, until_dead
+from executors.jobs import is_alive, job, output, read_ids, run_hub, until, until_dead
 
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import WorkerSpec, open_local, pack_folder
@@ -59,7 +57,8 @@ async def test_a_worker_that_its_job_ends_is_reported_and_replaced(
 async def test_a_worker_killed_from_outside_ends_all_it_started(tmp_path: Path) -> None:
     async with open_local(FAKE, num_workers=1) as executor:
         running = asyncio.create_task(executor.submit(job(1, wait=str(tmp_path / "a"))))
-        worker, child = await started(tmp_path / "a")
+        await until((tmp_path / "a").exists)
+        worker, child = read_ids(tmp_path / "a")
         os.kill(worker, signal.SIGKILL)
         lost = await running
         assert isinstance(lost, WorkerLost) and "SIGKILL" in lost.reason
@@ -72,16 +71,15 @@ async def test_a_worker_killed_while_idle_costs_no_job() -> None:
         assert isinstance(pid, int)
         os.kill(pid, signal.SIGKILL)
         await until_dead(pid, limit_s=5)
-        async with asyncio.timeout(10):
-            while executor.capacity:
-                await asyncio.sleep(0.01)
+        await until(lambda: executor.capacity == 0)
         assert output(await executor.submit(job(2, echo="x"))) == "x"
 
 
 async def test_cancel_kills_what_runs_and_skips_what_waits(tmp_path: Path) -> None:
     async with open_local(FAKE, num_workers=1) as executor:
         running = asyncio.create_task(executor.submit(job(1, wait=str(tmp_path / "a"))))
-        pids = await started(tmp_path / "a")
+        await until((tmp_path / "a").exists)
+        pids = read_ids(tmp_path / "a")
         waiting = asyncio.create_task(executor.submit(job(2, wait=str(tmp_path / "b"))))
         third = asyncio.create_task(executor.submit(job(3, echo="x")))
         await asyncio.sleep(0)
@@ -98,7 +96,8 @@ async def test_cancel_kills_what_runs_and_skips_what_waits(tmp_path: Path) -> No
 async def test_a_cancelled_caller_cancels_its_job(tmp_path: Path) -> None:
     async with open_local(FAKE, num_workers=1) as executor:
         running = asyncio.create_task(executor.submit(job(1, wait=str(tmp_path / "a"))))
-        pids = await started(tmp_path / "a")
+        await until((tmp_path / "a").exists)
+        pids = read_ids(tmp_path / "a")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -119,7 +118,8 @@ async def test_closing_ends_running_and_waiting_jobs_and_their_processes(tmp_pat
         jobs = [
             asyncio.create_task(executor.submit(job(i, wait=path))) for i, path in enumerate(paths)
         ]
-        pids = await started(tmp_path / "a")
+        await until((tmp_path / "a").exists)
+        pids = read_ids(tmp_path / "a")
         await executor.close()
         for outcome in await asyncio.gather(*jobs):
             assert isinstance(outcome, JobCancelled) and "closed" in outcome.reason
@@ -133,41 +133,43 @@ async def test_an_error_in_the_block_ends_the_workers(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         async with open_local(FAKE, num_workers=2) as executor:
             running = asyncio.create_task(executor.submit(job(1, wait=str(tmp_path / "a"))))
-            pids = await started(tmp_path / "a")
+            await until((tmp_path / "a").exists)
+            pids = read_ids(tmp_path / "a")
             raise KeyError("x")
     assert isinstance(await running, JobCancelled)
     await until_dead(*pids, limit_s=5)
 
 
-@pytest.mark.parametrize("has_fork", [False, True], ids=["alone", "a fork holds its pipes"])
-async def test_the_death_of_the_hub_ends_the_workers(tmp_path: Path, has_fork: bool) -> None:
-    code = f"""
-        import asyncio, os, time
-        from rookery.executors import WorkerSpec, open_local
-        from rookery.types import Job
-
-        async def main():
-            async with open_local(WorkerSpec(task="fake"), num_workers=1) as executor:
-                if {has_fork} and os.fork() == 0:
-                    open({str(tmp_path / "fork")!r}, "w").write(str(os.getpid()))
-                    time.sleep(60)
-                payload = b'{{"wait": "{tmp_path / "a"}"}}'
-                await executor.submit(Job(attempt=1, epoch=0, payload=payload, limit_s=60))
-
-        asyncio.run(main())
-    """
-    hub = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+async def test_the_death_of_the_hub_ends_the_workers(tmp_path: Path) -> None:
+    opening = 'open_local(WorkerSpec(task="fake"), num_workers=1)'
+    hub = await run_hub(opening, path=tmp_path / "a")
     try:
-        pids = await started(tmp_path / "a")
+        await until((tmp_path / "a").exists)
+        pids = read_ids(tmp_path / "a")
         assert all(map(is_alive, pids))
     finally:
         hub.kill()
-        hub.wait()
+        await hub.wait()
+    await until_dead(*pids, limit_s=10)
+
+
+async def test_a_fork_of_the_hub_does_not_keep_the_workers(tmp_path: Path) -> None:
+    """It holds the other ends of their pipes, which therefore stay open."""
+    opening = 'open_local(WorkerSpec(task="fake"), num_workers=1)'
+    fork = f"""if os.fork() == 0:
+                    open({str(tmp_path / "fork")!r}, "w").write(str(os.getpid()))
+                    time.sleep(60)"""
+    hub = await run_hub(opening, path=tmp_path / "a", before=fork)
+    try:
+        await until(lambda: all((tmp_path / name).exists() for name in ("a", "fork")))
+        pids = read_ids(tmp_path / "a")
+    finally:
+        hub.kill()
+        await hub.wait()
     try:
         await until_dead(*pids, limit_s=10)
     finally:
-        if has_fork:
-            os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
+        os.kill(*read_ids(tmp_path / "fork"), signal.SIGKILL)
 
 
 async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:
@@ -214,8 +216,9 @@ async def test_workers_read_the_folder_as_it_was_packed(
     (folder / "evaluator.py").write_text("second")
     async with open_local(spec, num_workers=2) as executor:
         assert output(await executor.submit(job(1, read="evaluator.py"))) == "first"
-        assert list(tmp_path.glob("rookery-folders-*/*.lock"))
-    assert not list(tmp_path.glob("rookery-folders-*/*")), "nothing is left"
+        [store] = [path for path in os.listdir(tmp_path) if path.startswith("rookery-folders")]
+        assert len(os.listdir(tmp_path / store)) == 2, "the folder and its lock"
+    assert not os.listdir(tmp_path / store)
 
 
 async def test_payloads_and_outputs_travel_whole_up_to_a_limit() -> None:
