@@ -18,8 +18,8 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "model_names"},
-    {"concurrency", "config"},
+    {"types", "errors", "model_names", "seeding"},
+    {"concurrency", "config", "loop_thread"},
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},

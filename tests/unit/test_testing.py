@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import EngineError, ExecutorError
-from rookery.ports import Adapters, Evaluator, Executor, Publisher, Sampler, Scorer, Trainer
+from rookery.ports import (
+    Adapters,
+    Evaluator,
+    Executor,
+    Publisher,
+    Sampler,
+    Scorer,
+    TextModel,
+    Trainer,
+)
 from rookery.testing import (
     BASE,
     FakeAdapters,
@@ -14,6 +23,7 @@ from rookery.testing import (
     FakePublisher,
     FakeSampler,
     FakeScorer,
+    FakeTextModel,
     FakeTrainer,
 )
 from rookery.types import (
@@ -23,11 +33,14 @@ from rookery.types import (
     Job,
     JobDone,
     JobFailed,
+    Message,
     ModelRef,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
     Task,
+    TextRequest,
+    TokenUsage,
     WorkerLost,
 )
 
@@ -49,6 +62,7 @@ def adapter(version: str = "1") -> Adapter:
         (FakeSampler(), Sampler),
         (FakeAdapters(), Adapters),
         (FakePublisher(), Publisher),
+        (FakeTextModel(lambda request: ""), TextModel),
         (FakeTrainer(), Trainer),
         (FakeScorer(lambda task, completion: 1.0), Scorer),
         (FakeEvaluator(lambda model, task: 1.0), Evaluator),
@@ -200,3 +214,16 @@ async def test_an_executor_runs_in_order_and_tells_what_became_of_each_job() -> 
     await executor.close()
     with pytest.raises(ExecutorError, match="closed"):
         await executor.submit(job(3, b"1"))
+
+
+async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:
+    chat = (Message(role="user", content="say two words"),)
+    model = FakeTextModel(lambda request: "two words" if request.seed == 0 else None)
+    reply = await model.reply(TextRequest(messages=chat, seed=0))
+    assert (reply.text, reply.finish_reason, reply.model) == ("two words", "stop", "fake-text")
+    assert reply.usage == TokenUsage(prompt_tokens=3, completion_tokens=2)
+    cut = await model.reply(TextRequest(messages=chat, seed=0, max_tokens=1))
+    assert (cut.text, cut.finish_reason) == ("two", "length")
+    with pytest.raises(EngineError, match="told to fail"):
+        await model.reply(TextRequest(messages=chat, seed=1))
+    assert [request.seed for request in model.requests] == [0, 0, 1]

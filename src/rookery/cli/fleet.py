@@ -18,8 +18,8 @@ from rookery.errors import ConfigError
 
 if TYPE_CHECKING:
     from rookery.fleet import LaunchConfig, LocalServer
-    from rookery.fleet.checks import Check
-    from rookery.fleet.operations import ServerStatus
+    from rookery.fleet.admin import ServerStatus
+    from rookery.fleet.verify import Check
     from rookery.types import Adapter
 
 __all__ = ["fleet"]
@@ -80,7 +80,7 @@ def status(
     json_out
         Print JSON instead of a table.
     """
-    from rookery.fleet.operations import status as look
+    from rookery.fleet.admin import status as look
 
     log_warnings()
     found = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
@@ -113,7 +113,7 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
     adapter
         A PEFT folder to load, sample with and unload; by default one that changes nothing.
     """
-    from rookery.fleet.checks import verify as examine
+    from rookery.fleet.verify import verify as examine
 
     log_warnings()
     given = _read_adapter(adapter) if adapter is not None else None
@@ -133,7 +133,7 @@ def down() -> int:
     Servers that a run started for itself are left alone. Only processes that Rookery started are
     touched, by their ids.
     """
-    from rookery.fleet.operations import down as stop
+    from rookery.fleet.admin import down as stop
 
     log_warnings()
     stopped = stop()
@@ -171,7 +171,7 @@ def _read_adapter(path: Path) -> "Adapter":
 
 
 async def _up(launch: "LaunchConfig") -> int:
-    from rookery.fleet.operations import up as serve
+    from rookery.fleet.admin import up as serve
 
     def ready(servers: "Sequence[LocalServer]") -> None:
         bar.stop()
@@ -193,7 +193,7 @@ async def _up(launch: "LaunchConfig") -> int:
 async def _up_on_ray(launch: "LaunchConfig") -> int:
     from asyncio import Event
 
-    from rookery.fleet.cluster import place_on_ray
+    from rookery.fleet.servers.ray_placement import place_on_ray
 
     num = launch.replicas or 1
     console.print(f"Placing {_count(num)} on the Ray cluster at {launch.ray_address}.")

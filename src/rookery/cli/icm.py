@@ -111,7 +111,7 @@ def _read_inputs(config: "IcmConfig") -> _Inputs:
 def _model_folder(config: "IcmConfig") -> Path:
     """Where the tokenizer is."""
     from rookery.embedded import resolve_model
-    from rookery.fleet.external import ExternalConfig
+    from rookery.fleet.http.external import ExternalConfig
 
     if not isinstance(config.engine, ExternalConfig):
         return model_folder(config.engine, tokenizer=config.tokenizer)
@@ -153,7 +153,7 @@ def _finish(config: "IcmConfig", open_run: OpenRun) -> int:
 
 
 def _open(config: "IcmConfig", encoder: "Encoder") -> "AbstractAsyncContextManager[Any]":
-    from rookery.fleet.external import Codec, ExternalConfig, open_external
+    from rookery.fleet.http.external import Codec, ExternalConfig, open_external
     from rookery.tasks.template import load_template
 
     engine = config.engine

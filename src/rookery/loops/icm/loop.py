@@ -24,7 +24,7 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
-from rookery.fleet.external import ExternalConfig
+from rookery.fleet.http.external import ExternalConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.decisions import DecisionLog
@@ -41,7 +41,7 @@ from rookery.runs import Run
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import IdOrder, TreeOrder
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.train.sft import SftConfig
 from rookery.types import Datum, ModelRef
 
