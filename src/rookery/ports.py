@@ -93,6 +93,11 @@ class Engine(Sampler, Adapters, Protocol):
         """Whether it computes on other hardware: then candidates are made while it answers."""
         ...
 
+    @property
+    def token_counts(self) -> Mapping[str, int]:
+        """Tokens computed so far, by kind; empty when it does not tell."""
+        ...
+
 
 @runtime_checkable
 class TextModel(Protocol):

@@ -114,6 +114,8 @@ class ExternalSampler:
         limits: "tuple[AsyncLimiter, AsyncLimiter | None]",
     ) -> None:
         self.base = ModelRef(name="base", version=config.model)
+        self.context_tokens: int | None = None
+        """APIs do not tell."""
         self.config = config
         self._client = client
         self._codec = codec

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.loops.engines import EngineChoice
+from rookery.engines import EngineChoice
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig

@@ -1,69 +1,26 @@
-"""The report of a genome run as records: what `report.json` holds, complete or cut short.
+"""The report of an evolution of adapters: what `report.json` of a genome run holds.
 
-    report = parse_report(json.loads(path.read_text()))
-    report.winner.mean          # None when it was not measured; a missing number stays missing
-
-A run that was interrupted has fewer keys, so every field has an empty default. Keys that are
-not known here are left out: an older page can show a newer report.
+report = parse_genome_report(json.loads(path.read_text()))
+report.winner.mean          # None when it was not measured
 """
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import Field
 
-from rookery.errors import RunError
+from rookery.reports.record import Estimate, Measured, Record, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
     "CandidateRecord",
-    "Estimate",
     "GenerationRecord",
     "GenomeReport",
     "LineageRecord",
-    "Measured",
-    "Record",
     "ReportRow",
     "TasksetRecord",
-    "Text",
-    "parse_report",
+    "parse_genome_report",
 ]
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _encodable(value: object) -> object:
-    """Half of a surrogate pair is legal in JSON and cannot be written as UTF-8."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-Measured = Annotated[float | None, BeforeValidator(_finite)]
-"""A number that may be missing. NaN and infinities are missing: no chart can place them."""
-Text = Annotated[str, BeforeValidator(_encodable)]
-
-
-class Record(BaseModel):
-    """The parent of the records: frozen; null is the same as a missing key."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, document: Any) -> Any:
-        if isinstance(document, Mapping):
-            return {key: value for key, value in document.items() if value is not None}
-        return document
-
-
-class Estimate(Record):
-    """A mean and its 95 % interval."""
-
-    mean: Measured = None
-    low: Measured = None
-    high: Measured = None
 
 
 class TasksetRecord(Record):
@@ -83,7 +40,7 @@ class ReportRow(Estimate):
     is_winner: bool = False
     gain: Estimate | None = None
     """Over the best founder, paired by task; None for the best founder itself."""
-    by_source: dict[Text, Measured] = {}
+    by_source: dict[Text, Measured] = Field(default_factory=dict)
     """Mean per taskset."""
     num_failed: int = 0
     note: Text = ""
@@ -98,7 +55,7 @@ class CandidateRecord(Record):
 
     id: Text = ""
     score: Measured = None
-    by_source: dict[Text, Measured] = {}
+    by_source: dict[Text, Measured] = Field(default_factory=dict)
 
 
 class GenerationRecord(Record):
@@ -168,14 +125,6 @@ class GenomeReport(Record):
         return tuple(declared | measured)
 
 
-def parse_report(document: Mapping[str, Json]) -> GenomeReport:
+def parse_genome_report(document: Mapping[str, Json]) -> GenomeReport:
     """Read a report, or raise a RunError that names the first value that does not fit."""
-    try:
-        return GenomeReport.model_validate(dict(document))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise RunError(
-            f"The report cannot be shown: {where} is {first['input']!r:.80}, and "
-            f"{first['msg'].lower()}. Give the report.json of a genome run as it was written."
-        ) from None
+    return parse_record(GenomeReport, document, kind="a genome")
