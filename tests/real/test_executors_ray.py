@@ -111,7 +111,7 @@ async def test_a_cluster_is_started_where_none_is_named_and_ends_with_the_hub(
     opening = 'open_ray(WorkerSpec(task="fake"), num_workers=1)'
     hub = await run_hub(opening, path=tmp_path / "a")
     try:
-        await until((tmp_path / "a").exists)
+        await until((tmp_path / "a").exists, limit_s=120)
     finally:
         hub.kill()
         await hub.wait()
