@@ -25,6 +25,7 @@ from rookery.loops.evolve.diffs import (
 from rookery.loops.evolve.failures import AnswerError, FailureKind
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.source_files import find_file_problem, join_files, named_file, split_files
+from rookery.runs.document import is_utf8
 
 __all__ = ["AnswerFailure", "AnswerRules", "ChildProgram", "code_diff", "read_answer"]
 
@@ -75,7 +76,7 @@ def read_answer(
             raise AnswerError(FailureKind.EMPTY, "The answer is empty.")
         child = _edit(answer, parent, rules) if rules.is_diff else _rewrite(answer, parent, rules)
         child = _keep_blocks(child, parent) if rules.enforce_blocks else child
-        _check_length(child.code, rules)
+        _check_text(child.code, rules)
     except AnswerError as error:
         return AnswerFailure(kind=error.kind, message=error.message)
     return child
@@ -202,7 +203,9 @@ def _join(files: dict[str, str]) -> str:
     return join_files(files)
 
 
-def _check_length(code: str, rules: AnswerRules) -> None:
+def _check_text(code: str, rules: AnswerRules) -> None:
+    if not is_utf8(code):
+        raise AnswerError(FailureKind.NOT_TEXT, "The child has characters that no file can hold.")
     num_chars = sum(map(len, split_files(code).values())) or len(code)
     if num_chars > rules.max_code_chars:
         raise AnswerError(

@@ -22,6 +22,7 @@ class FailureKind(StrEnum):
     MARKERS_BROKEN = "markers_broken"
     NO_DESCRIPTION = "no_description"
     BAD_FILES = "bad_files"
+    NOT_TEXT = "not_text"
 
 
 class AnswerError(Exception):

@@ -181,6 +181,7 @@ def test_descriptions_are_updated_as_in_openevolve(openevolve: OpenEvolve) -> No
         (_diff("import math", "x\n=======\ny"), FailureKind.BAD_DELIMITERS),
         ("<<<<<<< SEARCH\nimport math\n", FailureKind.BAD_DELIMITERS),
         (_diff("import math", "x" * 10_000), FailureKind.TOO_LONG),
+        (_diff("import math", "x = '\ud83d'"), FailureKind.NOT_TEXT),
     ],
 )
 def test_each_failure_has_its_kind(answer: str, kind: FailureKind) -> None:
