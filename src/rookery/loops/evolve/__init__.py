@@ -3,6 +3,7 @@
 config/          OpenEvolve's config files, and our own keys under `rookery:`
 program.py       a program with all that is known of it
 source_files.py  folders as one text
+first_program.py the program to start from, checked
 language.py      what language a program is in
 blocks.py        EVOLVE-BLOCK markers
 diffs.py         SEARCH/REPLACE blocks and fenced rewrites
@@ -12,7 +13,8 @@ fitness.py       one number out of an evaluator's metrics
 templates.py     prompt templates, and a user's own over them
 prompts.py       the prompt of an iteration
 history.py       earlier programs in a prompt
-checkpoints.py   checkpoint and `best` folders that OpenEvolve reads, and reading its own
+artifacts.py     what an evaluation printed, in a prompt
+checkpoints/     checkpoint and `best` folders that OpenEvolve reads, and reading its own
 trace.py         evolution_trace
 """
 

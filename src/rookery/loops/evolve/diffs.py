@@ -11,7 +11,7 @@ exactly, else up to trailing white space per line.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rookery.loops.evolve.failures import AnswerError, FailureKind
@@ -36,6 +36,8 @@ DIFF_PATTERN = r"<<<<<<< SEARCH\n(.*?)=======\n(.*?)>>>>>>> REPLACE"
 _DELIMITER = re.compile(r"^[ \t]*(<<<<<<< SEARCH|=======|>>>>>>> REPLACE)[ \t]*\r?$", re.MULTILINE)
 _COMPLETE = ["<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"]
 _FENCE = re.compile(r"```(.*?)```", re.DOTALL)
+_Span = tuple[int, int, str, str]
+"""Where a block begins and ends, what it searches, and what it puts there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +64,18 @@ def extract_blocks(answer: str, *, pattern: str = DIFF_PATTERN) -> tuple[DiffBlo
     With the default pattern a delimiter line outside of a block, or two within one, is an
     AnswerError: the pattern would read the stray line as code. Own patterns are not checked.
     """
+    is_standard = pattern == DIFF_PATTERN
+    spans = _standard_spans(answer) if is_standard else _pattern_spans(answer, pattern)
     blocks: list[DiffBlock] = []
     cursor = 0
-    for match in re.finditer(pattern, answer, re.DOTALL):
-        before = answer[cursor : match.start()]
-        if pattern == DIFF_PATTERN:
+    for start, end, search, replace in spans:
+        before = answer[cursor:start]
+        if is_standard:
             _check_no_delimiter(before)
-            if _DELIMITER.findall(match[0]) != _COMPLETE:
-                raise AnswerError(
-                    FailureKind.BAD_DELIMITERS,
-                    f"SEARCH/REPLACE block {len(blocks) + 1} has a delimiter line too many or in "
-                    "the wrong order.",
-                )
-        blocks.append(DiffBlock(search=match[1].rstrip(), replace=match[2].rstrip(), before=before))
-        cursor = match.end()
-    if pattern == DIFF_PATTERN:
+            _check_complete(answer[start:end], number=len(blocks) + 1)
+        blocks.append(DiffBlock(search=search.rstrip(), replace=replace.rstrip(), before=before))
+        cursor = end
+    if is_standard:
         _check_no_delimiter(answer[cursor:])
     return tuple(blocks)
 
@@ -163,10 +162,42 @@ def summarise(blocks: Sequence[DiffBlock], *, limits: SummaryLimits | None = Non
     return "\n".join(parts)
 
 
+def _standard_spans(answer: str) -> Iterator[_Span]:
+    """What DIFF_PATTERN matches, in one pass.
+
+    The regular expression itself takes cubic time on an answer that repeats delimiters, as small
+    models do.
+    """
+    opening, middle, closing = "<<<<<<< SEARCH\n", "=======\n", ">>>>>>> REPLACE"
+    end = 0
+    while True:
+        start = answer.find(opening, end)
+        split = answer.find(middle, start + len(opening)) if start >= 0 else -1
+        close = answer.find(closing, split + len(middle)) if split >= 0 else -1
+        if close < 0:
+            return
+        end = close + len(closing)
+        search = answer[start + len(opening) : split]
+        yield start, end, search, answer[split + len(middle) : close]
+
+
+def _pattern_spans(answer: str, pattern: str) -> Iterator[_Span]:
+    for match in re.finditer(pattern, answer, re.DOTALL):
+        yield match.start(), match.end(), match[1] or "", match[2] or ""
+
+
 def _first_match(lines: Sequence[str], search: Sequence[str]) -> int | None:
-    size = len(search)
-    starts = range(len(lines) - size + 1)
-    return next((i for i in starts if list(lines[i : i + size]) == list(search)), None)
+    size, wanted = len(search), list(search)
+    starts = (i for i in range(len(lines) - size + 1) if lines[i] == wanted[0])
+    return next((i for i in starts if list(lines[i : i + size]) == wanted), None)
+
+
+def _check_complete(block: str, *, number: int) -> None:
+    if _DELIMITER.findall(block) != _COMPLETE:
+        raise AnswerError(
+            FailureKind.BAD_DELIMITERS,
+            f"SEARCH/REPLACE block {number} has a delimiter line too many or in the wrong order.",
+        )
 
 
 def _check_no_delimiter(text: str) -> None:

@@ -62,7 +62,7 @@ def named_file(text: str, names: Iterable[str]) -> str | None:
     if not lines:
         return None
     word = re.sub(r"(?i)^\W*(?:file(?:name)?\b\W*)?", "", lines[-1])
-    word = re.sub(r"[\s`*:)\]-]+$", "", word)
+    word = word.rstrip(" \t\r`*:)]-")
     return next((name for name in names if word == name or word == f"./{name}"), None)
 
 

@@ -25,7 +25,15 @@ from rookery.loops.evolve.language import detect_language, file_suffix, normalis
 OpenEvolve = Callable[[str, Any], Any]
 
 LINES = ["a = 1", "a = 1  ", "  b = 2", "", "c = 3", "\tc", "=======", "a = 1\r", "# note"]
-DELIMITERS = ["<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE", " ======= ", "<<<<<<< SEARCH x"]
+DELIMITERS = [
+    "x <<<<<<< SEARCH",
+    "y =======",
+    "<<<<<<< SEARCH",
+    "=======",
+    ">>>>>>> REPLACE",
+    " ======= ",
+    "<<<<<<< SEARCH x",
+]
 MARKERS = [
     "# EVOLVE-BLOCK-START",
     "# EVOLVE-BLOCK-END",
@@ -90,6 +98,13 @@ answer([one(*case) for case in DATA])
         assert summarise(found, limits=SummaryLimits(max_line_chars=6, max_lines=2)) == summary
         num_applied += applied[1]
     assert num_refused > 30 and num_applied > 30
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_that_repeats_itself_is_read_in_linear_time() -> None:
+    answer = "<<<<<<< SEARCH\n=======\n" * 20_000
+    assert _blocks(answer) == "refused"
+    assert apply_blocks("x\n" * 20_000, [DiffBlock(search="x\ny", replace="z")])[1] == 0
 
 
 def test_an_own_pattern_has_its_own_grammar(openevolve: OpenEvolve) -> None:
