@@ -14,6 +14,7 @@ templates.py     prompt templates, and a user's own over them
 prompts.py       the prompt of an iteration
 history.py       earlier programs in a prompt
 artifacts.py     what an evaluation printed, in a prompt
+feedback.py      what models say of a program, as metrics
 checkpoints/     checkpoint and `best` folders that OpenEvolve reads, and reading its own
 trace.py         evolution_trace
 """

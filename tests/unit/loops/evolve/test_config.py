@@ -1,13 +1,13 @@
 """OpenEvolve's config files: read as it reads them, and nothing in them ignored silently."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, ModelConfig, read_config
@@ -111,6 +111,14 @@ def test_files_are_read_as_openevolve_reads_them(openevolve: OpenEvolve, tmp_pat
         _assert_same(_read(path).config, other)
 
 
+def _keys(model: type[EvolveConfig]) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        yield name, ""
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from ((name, key) for key in kind.model_fields)
+
+
 def test_every_key_of_openevolve_is_a_key_of_ours(openevolve: OpenEvolve) -> None:
     theirs = openevolve(
         """
@@ -121,13 +129,10 @@ answer([asdict(Config()), list(asdict(LLMModelConfig()))])
         None,
     )
     whole, model_keys = theirs
-    ours = EvolveConfig().model_dump()
+    ours_keys = set(_keys(EvolveConfig))
     keys = {(section, "") for section in whole}
     for section, value in whole.items():
         keys |= {(section, key) for key in value} if isinstance(value, dict) else set()
-    ours_keys = {(section, "") for section in ours}
-    for section, value in ours.items():
-        ours_keys |= {(section, key) for key in value} if isinstance(value, dict) else set()
     private = {("llm", "_manual_queue_dir")}
     assert keys - ours_keys == private
     own = {key for key in ours_keys - keys if key[0] != "rookery"}
@@ -307,6 +312,8 @@ def test_variables_that_switch_things(tmp_path: Path) -> None:
 def test_keys_of_models_are_not_written_with_the_config(tmp_path: Path) -> None:
     path = _write(tmp_path / "c.yaml", {"llm": {"primary_model": "a", "api_key": "secret-1"}})
     config = _read(path, OPENAI_API_KEY="secret-2").config
+    written = EvolveConfig.model_validate_json(config.model_dump_json())
+    assert written.llm.api_key is None and written.llm.primary_model == "a"
     assert "secret" not in config.model_dump_json() + repr(config) + repr(config.llm.ensemble)
 
 
@@ -321,6 +328,12 @@ def test_dotted_flags_and_their_mistakes(tmp_path: Path) -> None:
     assert (config.rookery.mode, config.lag, config.workers) == ("deterministic", 4, 1)
     with pytest.raises(ConfigError, match=r"--database.num_island is not a key.*num_islands"):
         read_config(path, environment={}, flags=Flags(overrides=["--database.num_island", "2"]))
+
+
+def test_a_target_over_a_wrong_section_gets_a_sentence(tmp_path: Path) -> None:
+    path = _write(tmp_path / "config.yaml", {"rookery": 5})
+    with pytest.raises(ConfigError, match="rookery is 5; it should be a section"):
+        read_config(path, environment={}, flags=Flags(target_score=1.0))
 
 
 def test_distributed_is_ray(tmp_path: Path) -> None:

@@ -16,8 +16,11 @@ class _Asking(Section):
 
     api_base: str | None = None
     """The URL of an OpenAI-compatible server, up to `/v1`."""
-    api_key: SecretStr | None = None
-    """A key or `${VARIABLE}`. Without one OPENAI_API_KEY is used, and none if that is unset too."""
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    """A key or `${VARIABLE}`. Without one OPENAI_API_KEY is used, and none if that is unset too.
+
+    It is never written with the config.
+    """
     provider: str | None = None
     """Only `openai`: any server with its API."""
     init_client: object = None
@@ -119,6 +122,5 @@ class LlmConfig(_Asking):
         return models
 
     def _complete(self, model: ModelConfig) -> ModelConfig:
-        own = model.model_dump(include=set(SHARED))
-        shared = {key: getattr(self, key) for key in SHARED if own[key] is None}
+        shared = {key: getattr(self, key) for key in SHARED if getattr(model, key) is None}
         return model.model_copy(update=shared)

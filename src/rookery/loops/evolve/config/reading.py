@@ -84,7 +84,9 @@ def _override(document: dict[str, Any], flags: Flags) -> None:
     if flags.log_level is not None:
         document["log_level"] = flags.log_level
     if flags.target_score is not None:
-        document["rookery"] = {**document.get("rookery", {}), "target_score": flags.target_score}
+        own = document.setdefault("rookery", {})
+        if isinstance(own, dict):  # else the validation says what it is
+            own["target_score"] = flags.target_score
 
 
 def _expand(llm: object, environment: Mapping[str, str], place: str = "llm") -> None:
