@@ -165,8 +165,8 @@ def test_descriptions_are_updated_as_in_openevolve(openevolve: OpenEvolve) -> No
         else:
             kinds.append("child")
             assert ours.changes_description == other["description"]
-            if "3" not in case["answer"]:
-                assert ours.code == other["code"]
+            # OpenEvolve evaluates the parent again where only trailing white space differs.
+            assert other["code"] in (ours.code, code)
     assert kinds == ["child", "no_description", "child", "no_description", "search_ambiguous"]
 
 
