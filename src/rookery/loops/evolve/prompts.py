@@ -17,7 +17,7 @@ from rookery.loops.evolve.fitness import find_fitness
 from rookery.loops.evolve.history import History, format_fitness
 from rookery.loops.evolve.program import Metrics, ProgramRecord
 from rookery.loops.evolve.templates import load_templates
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 __all__ = ["Prompt", "Prompts", "ShownPrograms"]
 
