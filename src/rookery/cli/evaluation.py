@@ -1,5 +1,6 @@
 """`rookery eval`: how good a model and its adapters are on a taskset, with intervals."""
 
+import asyncio
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -213,8 +214,8 @@ async def _evaluate(
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
         with open_run() as run, resumable(run.path):
             report = await _measure(run, config, inputs, engine, models, is_quiet=is_quiet)
-            run.write_json("report.json", report)
-            run.finish("finished")
+            await asyncio.to_thread(run.write_json, "report.json", report)
+            await asyncio.to_thread(run.finish, "finished")
     return report, run.path
 
 

@@ -1,5 +1,6 @@
 """`rookery genome run`: evolve LoRA adapters as a config says."""
 
+import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,9 @@ async def _evolve(
         check_tasks(evaluator, inputs.tasksets, context_tokens=engine.context_tokens)
         with open_run() as run, resumable(run.path):
             result = await _search(run, config, inputs, engine, founders)
-            run.write_text("report.html", render_page(result.report))
-            run.finish("finished")
+            page = await asyncio.to_thread(render_page, result.report)
+            await asyncio.to_thread(run.write_text, "report.html", page)
+            await asyncio.to_thread(run.finish, "finished")
     return result.report, run.path
 
 

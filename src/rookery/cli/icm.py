@@ -1,5 +1,6 @@
 """`rookery icm run`: label data that has no labels, as a config says."""
 
+import asyncio
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -184,8 +185,9 @@ async def _label(
             if config.iterate is not None:
                 bench = replace(bench, tune=_tuner(run, config, engine))
             result = await _search(run, config, inputs, bench)
-            run.write_text("report.html", render_icm_page(result.report))
-            run.finish("finished")
+            page = await asyncio.to_thread(render_icm_page, result.report)
+            await asyncio.to_thread(run.write_text, "report.html", page)
+            await asyncio.to_thread(run.finish, "finished")
     return result.report, run.path
 
 

@@ -38,7 +38,7 @@ def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
     _save_all(run, "founders", nursery, nursery.founders)
     _save_all(run, "population", nursery, population)
     run.write_json("lineage.json", nursery.lineage())
-    run.append("winner", {"id": winner, "version": nursery.version(winner)}, key="winner")
+    run.append_blocking("winner", {"id": winner, "version": nursery.version(winner)}, key="winner")
     report = {
         "kind": "genome",
         "run": run.name,

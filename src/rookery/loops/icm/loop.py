@@ -193,7 +193,9 @@ async def label(
         errors=store.errors,
     )
     records = label_records(batches)
-    write_exports(run, records, labels=config.data.labels, config=config.exports)
+    await asyncio.to_thread(
+        write_exports, run, records, labels=config.data.labels, config=config.exports
+    )
     report = {
         "kind": "icm",
         "run": run.name,
@@ -208,9 +210,9 @@ async def label(
             "siblings": store.computed["siblings"],
             "num_requests": store.requests["search"],
         },
-        "seconds": _seconds(run),
+        "seconds": run.worked_s,
     }
-    run.write_json("report.json", report)
+    await asyncio.to_thread(run.write_json, "report.json", report)
     names = config.data.labels
     found = {r.item.id: None if r.label is None else names[r.label] for r in records}
     return IcmResult(labels=found, report=report)
@@ -343,7 +345,7 @@ async def _search(
                 speculate=config.speculate,
                 on_step=stepped,
             ).run()
-        decisions.flush()
+        await decisions.flush()
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
@@ -357,13 +359,3 @@ async def _search(
         raise failed.exceptions[0] from None
     for batch in batches:
         batch.results = [task.result() for task in batch.tasks]
-
-
-def _seconds(run: Run) -> float:
-    """Of work, over all resumes."""
-    seconds = started = last = 0.0
-    for event in run.events():
-        if event.kind in {"run/created", "run/opened"}:
-            seconds, started = seconds + last - started, event.time_s
-        last = event.time_s
-    return seconds + last - started

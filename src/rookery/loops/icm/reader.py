@@ -93,8 +93,11 @@ class ScoreStore:
         """Count a request that is about to be sent: the tokens left to compute."""
         return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
 
-    def add(self, scored: Iterable[Scored]) -> None:
-        """Store a block, all or none. Failed contexts are stored as good ones are."""
+    async def add(self, scored: Iterable[Scored]) -> None:
+        """Store a block, all or none. Failed contexts are stored as good ones are.
+
+        Of two answers to one context the first that was stored is kept.
+        """
         news = {
             one.key: {
                 "logprobs": None if one.read is None else list(one.read),
@@ -106,12 +109,18 @@ class ScoreStore:
             for one in scored
             if one.key not in self._known
         }
+        stored: Mapping[str, Mapping[str, Any]] = news
         if self._run is not None:
-            self._run.append_many(
-                [NewEvent(kind="score", payload=new, key=key) for key, new in news.items()]
+            events = await self._run.append_many(
+                [
+                    NewEvent(kind="score", payload=new, key=key, first_wins=True)
+                    for key, new in news.items()
+                ]
             )
-        for key, new in news.items():
-            self._take(key, new)
+            stored = {event.key: event.payload for event in events}
+        for key, payload in stored.items():
+            if key not in self._known:
+                self._take(key, payload)
 
     def _take(self, key: str, payload: Mapping[str, Any]) -> None:
         logprobs = payload["logprobs"]
@@ -240,7 +249,7 @@ class SharedReader:
                 ]
                 plans = [self._store.plan(request) for request in requests]
                 answers = await self._answer(requests)
-            self._store.add(map(_scored, block, answers, requests, plans))
+            await self._store.add(map(_scored, block, answers, requests, plans))
             done.set_result(None)
         except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)

@@ -60,7 +60,7 @@ class StageContext:
                 for k, (recipes, rivals) in enumerate(races)
             ):
                 measured |= part
-            self.log.record(stage, measured, cost())
+            await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
 
     async def _race(
