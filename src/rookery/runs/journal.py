@@ -152,13 +152,13 @@ class Journal:
         return page
 
     def _commit(self, items: Sequence[Sequence[bytes] | _Cut]) -> list[list[int] | RunError]:
-        run = self._writer.execute
         with sqlite_boundary(self._path):
             with transaction(self._writer):
                 outcomes: list[list[int] | RunError] = [self._apply(item) for item in items]
             if any(isinstance(item, _Cut) for item in items):
-                run("PRAGMA incremental_vacuum").fetchall()
-                run("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                # As a script: `execute` ends after the first page that is given back.
+                self._writer.executescript("PRAGMA incremental_vacuum")
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return outcomes
 
     def _apply(self, item: Sequence[bytes] | _Cut) -> list[int]:

@@ -170,7 +170,7 @@ def test_a_folder_is_replaced_whole_and_disturbs_no_stage(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="mine"):
             run.write_folder("winner", fail)
         assert [p.name for p in winner.iterdir()] == ["second"]
-        with pytest.raises(RunError, match="its own things"):
+        with pytest.raises(RunError, match="the run writes that folder itself"):
             run.write_folder("blobs", fill("x"))
         assert list((run.path / ".tmp").iterdir()) == [staged]
 
