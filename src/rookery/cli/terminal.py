@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from rookery.cli.stopping import run_stoppable
 from rookery.config import parse_overrides
 from rookery.errors import ConfigError
 
@@ -69,13 +70,13 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:
-    """The only place where an event loop starts."""
-    return asyncio.run(work)
+    """The only place where an event loop starts. Ctrl-C and SIGTERM cancel the work."""
+    return run_stoppable(work)
 
 
 @contextmanager
 def resumable(path: Path) -> Iterator[None]:
-    """Ctrl-C in the block says how to go on with the run."""
+    """Ctrl-C or SIGTERM in the block says how to go on with the run."""
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
