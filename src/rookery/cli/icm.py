@@ -263,6 +263,6 @@ def _print_report(report: dict[str, Any]) -> None:
     tokens = report["tokens"]
     console.print(
         f"search: {tokens['computed']:,} prompt tokens computed of {tokens['naive']:,} that a "
-        f"plain loop computes; siblings {tokens['siblings']:,}; {report['seconds']:.0f} s",
+        f"plain loop computes; baselines {tokens['baselines']:,}; {report['seconds']:.0f} s",
         highlight=False,
     )

@@ -3,9 +3,10 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from rookery.cli.terminal import console
-from rookery.config import Config, parse_config
+from rookery.config import Config, parse_config, parse_overrides
 from rookery.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -163,16 +164,24 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: Path) -> OpenRun:
     return lambda: Run.create(runs_dir, kind=kind, config=document, name=name)
 
 
-def open_again(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> "Run":
-    """The run that `--resume` goes on with; a run has one config, the one it was made with."""
+def open_again(
+    runs_dir: Path, *, name: str, overrides: Sequence[str], may_change: Collection[str] = ()
+) -> "Run":
+    """The run that `--resume` goes on with; a run has one config, the one it was made with.
+
+    `may_change` names the values that a loop lets grow, such as "steps": a flag of such a value is
+    accepted here, and the loop gives it to `Run.extend`.
+    """
     from rookery.runs import Run
 
     if not name:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-    if overrides:
+    changed = [key.replace("-", "_") for key, _ in parse_overrides(overrides)]
+    if not all(any(fnmatchcase(key, name) for name in may_change) for key in changed):
+        allowed = f" Only {', '.join(sorted(may_change))} may change." if may_change else ""
         raise ConfigError(
             "--resume goes on with the config that the run was made with: leave out "
-            f"{' '.join(overrides)}, or start a new run."
+            f"{' '.join(overrides)}, or start a new run.{allowed}"
         )
     return Run.open(runs_dir / name)
 

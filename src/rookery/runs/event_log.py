@@ -85,6 +85,11 @@ class EventLog(EventView):
 
     def _store(self, news: Sequence[NewEvent]) -> list[Event] | RunError:
         """The stored events; a RunError of the events themselves leaves nothing of them."""
+        if len(news) == 1:  # refused before it is inserted: nothing to take back
+            try:
+                return [self._insert(news[0], _check_new(news[0]))]
+            except RunError as refusal:
+                return refusal
         self._writer.execute("SAVEPOINT batch")
         try:
             stored: list[Event] | RunError = [self._insert(new, _check_new(new)) for new in news]

@@ -102,7 +102,7 @@ def left_behind(path: Path) -> dict[str, Any]:
     report = json.loads((path / "report.json").read_text())
     for name in ("run", "seconds"):
         del report[name]
-    for name in ("computed", "siblings"):
+    for name in ("computed", "baselines"):
         del report["tokens"][name]
     files = ("labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl")
     texts = {name: (path / name).read_text() for name in files}
