@@ -10,7 +10,7 @@ import yaml
 
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
-from rookery.loops.icm.relations import build_constraints
+from rookery.loops.icm.constraints import build_constraints
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rookery"

@@ -48,7 +48,7 @@ def _print_icm(report: "IcmReport", path: Path) -> int:
     tokens = report.tokens
     console.print(
         f"search: {tokens.computed:,} prompt tokens computed of {tokens.naive:,} that a plain loop "
-        f"computes; baselines {tokens.siblings:,}; {report.seconds or 0:.0f} s",
+        f"computes; baselines {tokens.baselines:,}; {report.seconds or 0:.0f} s",
         highlight=False,
     )
     _print_places(

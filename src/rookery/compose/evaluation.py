@@ -1,5 +1,6 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,9 @@ async def _evaluate(
             TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
             with open_run() as run, resumable(run.path, display):
                 report = await _measure(run, config, inputs, engine, models, display)
-                run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
-                run.finish("finished")
+                document = report.model_dump(mode="json", exclude_none=True)
+                await asyncio.to_thread(run.write_json, "report.json", document)
+                await asyncio.to_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

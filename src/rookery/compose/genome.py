@@ -1,5 +1,6 @@
 """`run_genome`: an evolution of adapters from its config to its report and page."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,9 @@ async def _evolve(
             with open_run() as run, resumable(run.path, display):
                 result = await _search(run, config, inputs, engine, founders, display)
                 report = parse_genome_report(result.report)
-                run.write_text("report.html", render_genome_page(report))
-                run.finish("finished")
+                page = await asyncio.to_thread(render_genome_page, report)
+                await asyncio.to_thread(run.write_text, "report.html", page)
+                await asyncio.to_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

@@ -1,5 +1,6 @@
 """`run_icm`: a labelling from its config to its labels, report and page."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +113,9 @@ async def _label(
                     bench = replace(bench, tune=_tuner(run, config, engine, inputs.folder))
                 result = await _search(run, config, inputs, bench, display)
                 report = parse_icm_report(result.report)
-                run.write_text("report.html", render_icm_page(report))
-                run.finish("finished")
+                page = await asyncio.to_thread(render_icm_page, report)
+                await asyncio.to_thread(run.write_text, "report.html", page)
+                await asyncio.to_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from rookery.compose.stopping import run_stoppable
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -124,7 +125,7 @@ def _is_run(path: Path) -> bool:
 
 @contextmanager
 def resumable(path: Path, display: Display) -> Iterator[None]:
-    """Ctrl-C in the block says how to go on with the run."""
+    """Ctrl-C or SIGTERM in the block says how to go on with the run."""
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -134,11 +135,11 @@ def resumable(path: Path, display: Display) -> Iterator[None]:
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     """The only place where an event loop starts: in this thread, or in one of its own where a loop
-    runs already, as in a notebook. Ctrl-C cancels the work and waits for its end."""
+    runs already, as in a notebook. Ctrl-C and SIGTERM cancel the work and wait for its end."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return run_stoppable(work)
     return _run_in_thread(work)
 
 

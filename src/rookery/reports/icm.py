@@ -81,7 +81,7 @@ class TokensRecord(Record):
     naive: int = 0
     requested: int = 0
     computed: int = 0
-    siblings: int = 0
+    baselines: int = 0
 
 
 class IcmReport(Record):

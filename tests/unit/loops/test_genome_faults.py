@@ -60,19 +60,20 @@ def decided(run: RunView) -> list[Any]:
 @contextmanager
 def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
     """The append of this number kills, before it stores anything or after."""
-    append_many, count = run.append_many, 0
+    submit, count = run.submit, 0
 
     def counted(news: list[NewEvent]) -> Any:
         nonlocal count
         count += 1
         if count == number and not is_stored:
             raise Killed
-        stored = append_many(news)
+        stored = submit(news)
         if count == number:
+            stored.result()
             raise Killed
         return stored
 
-    run.append_many = counted  # type: ignore[method-assign]
+    run.submit = counted  # type: ignore[method-assign]
     try:
         yield
     except BaseException as error:

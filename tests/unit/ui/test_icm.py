@@ -66,7 +66,7 @@ def made_report(**keys: Any) -> dict[str, Any]:
             {"id": f"r{i}", "text": f"Review {i}", "label": "True", "margin": float(i)}
             for i in range(4)
         ],
-        "tokens": {"naive": 1000, "requested": 300, "computed": 100, "siblings": 50},
+        "tokens": {"naive": 1000, "requested": 300, "computed": 100, "baselines": 50},
         "seconds": 12.0,
     } | keys
 

@@ -62,7 +62,7 @@ class StageContext:
             ):
                 measured |= part
             self.search.put_last(measured)
-            self.log.record(stage, measured, cost())
+            await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
 
     async def _race(

@@ -16,6 +16,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import Population
+from rookery.types import Json
 from rookery.weights.perturb import spread
 
 __all__ = ["Emission"]
@@ -60,16 +61,22 @@ class Emission:
     def _spread(self, candidate: str) -> float:
         return spread(self._context.builder.adapter(candidate))
 
-    def tell(self, fitness: Mapping[str, Fitness], populations: Sequence[Population]) -> None:
+    async def tell(self, fitness: Mapping[str, Fitness], populations: Sequence[Population]) -> None:
         """Each emitter is told of its own children; the populations are those after them."""
-        states = {}
+        states = await asyncio.to_thread(self._tell, fitness, populations)
+        if states:
+            await self._context.log.record_emitters(states)
+
+    def _tell(
+        self, fitness: Mapping[str, Fitness], populations: Sequence[Population]
+    ) -> dict[str, Mapping[str, Json]]:
+        states: dict[str, Mapping[str, Json]] = {}
         for emitters, population in zip(self._emitters, populations, strict=True):
             best = None if population.best is None else population.best.id
             for name, emitter in emitters.items():
                 emitter.tell({p.id: fitness[p.id] for p in self._asked[name]}, best=best)
                 states[name] = emitter.state
-        if states:
-            self._context.log.record_emitters(states)
+        return states
 
 
 def _open(config: ChildrenConfig, context: StageContext, at: EmitterPlace) -> Emitter:

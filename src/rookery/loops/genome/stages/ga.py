@@ -7,7 +7,6 @@ Islands search apart and send their best around a ring; an archive keeps the bes
 a grid and sends some of them back as parents.
 """
 
-import asyncio
 from typing import Literal
 
 from pydantic import Field
@@ -99,7 +98,7 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
                     seed=context.seed, emitted=own)
             for p, island, own in zip(populations, plans, emitted, strict=True)
         ]  # fmt: skip
-        await asyncio.to_thread(emission.tell, fitness, populations)
+        await emission.tell(fitness, populations)
         populations = _migrate(populations, config, generation)
         if archive is not None:
             archive = _archive(archive, list(fitness), context)

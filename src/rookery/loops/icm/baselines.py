@@ -13,16 +13,16 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
-from rookery.loops.icm.objective import Read, normalised
+from rookery.loops.icm.objective import LabelLogprobs, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
 from rookery.seeding import shuffled, stream, stream_seed
 
-__all__ = ["Siblings", "SiblingsConfig", "calibrated", "invert", "most_likely", "surest"]
+__all__ = ["Baselines", "BaselinesConfig", "calibrated", "invert", "most_likely", "surest"]
 
 
-class SiblingsConfig(Config):
+class BaselinesConfig(Config):
     """What the search is compared with."""
 
     num_shots: int = Field(default=8, ge=1)
@@ -34,10 +34,10 @@ class SiblingsConfig(Config):
     whether the labels mean more than their start."""
 
 
-class Siblings:
+class Baselines:
     """The other ways to label one batch."""
 
-    def __init__(self, problem: Problem, *, config: SiblingsConfig, seed: int) -> None:
+    def __init__(self, problem: Problem, *, config: BaselinesConfig, seed: int) -> None:
         self._problem = problem
         self._config = config
         self._seed = seed
@@ -81,14 +81,14 @@ class Siblings:
         seed = stream_seed(self._seed, "inverted")
         return await Chain(self._problem, config=config, seed=seed).run(start)
 
-    async def _read(self, shots: Labels) -> list[Read | None]:
+    async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
         """All items behind the same demonstrations, each without itself."""
         contexts = [(shots, item) for item in range(self._problem.num_items)]
-        found = await self._problem.reader.read(contexts)
+        found = await self._problem.scorer.score(contexts)
         reads = [None if read is None else normalised(read) for read in found]
         return calibrated(reads) if self._problem.objective.calibrate else reads
 
-    def _answer(self, reads: Sequence[Read | None]) -> Labels:
+    def _answer(self, reads: Sequence[LabelLogprobs | None]) -> Labels:
         return tuple(UNLABELLED if read is None else argmax_label(read) for read in reads)
 
     def _random_shots(self) -> Labels:
@@ -100,7 +100,7 @@ class Siblings:
             seed=stream_seed(self._seed, "shots"),
         )
 
-    def _consistent(self, reads: Sequence[Read | None]) -> tuple[Labels, Labels]:
+    def _consistent(self, reads: Sequence[LabelLogprobs | None]) -> tuple[Labels, Labels]:
         """The likeliest consistent labels, and the surest of each label as demonstrations."""
         labels = most_likely(reads, self._problem.constraints)
         sure = {i: read[labels[i]] for i, read in enumerate(reads) if read is not None}
@@ -118,18 +118,18 @@ def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Label
     return shots
 
 
-def calibrated(reads: Sequence[Read | None]) -> list[Read | None]:
+def calibrated(reads: Sequence[LabelLogprobs | None]) -> list[LabelLogprobs | None]:
     """Normalised reads without what the model says of every item alike."""
     found = [read for read in reads if read is not None]
     means = [sum(column) / len(found) for column in zip(*found, strict=True)]
 
-    def centred(read: Read) -> Read:
+    def centred(read: LabelLogprobs) -> LabelLogprobs:
         return normalised(tuple(v - mean for v, mean in zip(read, means, strict=True)))
 
     return [None if read is None else centred(read) for read in reads]
 
 
-def most_likely(reads: Sequence[Read | None], constraints: Constraints) -> Labels:
+def most_likely(reads: Sequence[LabelLogprobs | None], constraints: Constraints) -> Labels:
     """Of the items that are tied together, the consistent labels of the highest log-probability.
 
     An item without a read has no label.

@@ -1,10 +1,10 @@
 """Reading label log-probabilities: each context once, all that are asked for together.
 
-    reader = SharedReader(sampler, prompts=prompts, order=order, model=ref, store=ScoreStore(run))
-    reads = await reader.read([(labels, 0), (labels, 1)])
+    scorer = SharedLabelScorer(sampler, prompts=prompts, order=order, model=ref, store=store)
+    reads = await scorer.score([(labels, 0), (labels, 1)])
 
-`PlainReader` asks for every context again, one at a time. Both give the same numbers, so that a
-search takes the same decisions with either.
+`PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
+a search takes the same decisions with either.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
-from rookery.loops.icm.objective import Read
+from rookery.loops.icm.objective import LabelLogprobs
 from rookery.loops.icm.prompts import Prompts
 from rookery.ports import Sampler
 from rookery.runs import NewEvent, Run
@@ -29,7 +29,7 @@ from rookery.search.orders import Order
 from rookery.search.prefixes import PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 
-__all__ = ["Context", "PlainReader", "Reader", "ScoreStore", "SharedReader"]
+__all__ = ["Context", "LabelScorer", "PlainLabelScorer", "ScoreStore", "SharedLabelScorer"]
 
 Context = tuple[Labels, int]
 """All labels and the item that is asked for: its own label is not shown."""
@@ -55,7 +55,7 @@ class Scored:
     """A context that was sent, and what came of it."""
 
     key: str
-    read: Read | None
+    read: LabelLogprobs | None
     error: str
     """Why there is no read; empty where there is one."""
     num_tokens: int
@@ -68,7 +68,7 @@ class ScoreStore:
 
     def __init__(self, run: Run | None = None) -> None:
         self._run = run
-        self._known: dict[str, Read | None] = {}
+        self._known: dict[str, LabelLogprobs | None] = {}
         self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
         self.part = "search"
         """What new reads are counted as."""
@@ -86,15 +86,18 @@ class ScoreStore:
         """Whether it was answered, be it by a failure."""
         return key in self._known
 
-    def find(self, key: str) -> Read | None:
+    def find(self, key: str) -> LabelLogprobs | None:
         return self._known.get(key)
 
     def plan(self, request: ScoreRequest) -> int:
         """Count a request that is about to be sent: the tokens left to compute."""
         return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
 
-    def add(self, scored: Iterable[Scored]) -> None:
-        """Store a block, all or none. Failed contexts are stored as good ones are."""
+    async def add(self, scored: Iterable[Scored]) -> None:
+        """Store a block, all or none. Failed contexts are stored as good ones are.
+
+        Of two answers to one context the first that was stored is kept.
+        """
         news = {
             one.key: {
                 "logprobs": None if one.read is None else list(one.read),
@@ -106,12 +109,18 @@ class ScoreStore:
             for one in scored
             if one.key not in self._known
         }
+        stored: Mapping[str, Mapping[str, Any]] = news
         if self._run is not None:
-            self._run.append_many(
-                [NewEvent(kind="score", payload=new, key=key) for key, new in news.items()]
+            events = await self._run.append_many(
+                [
+                    NewEvent(kind="score", payload=new, key=key, first_wins=True)
+                    for key, new in news.items()
+                ]
             )
-        for key, new in news.items():
-            self._take(key, new)
+            stored = {event.key: event.payload for event in events}
+        for key, payload in stored.items():
+            if key not in self._known:
+                self._take(key, payload)
 
     def _take(self, key: str, payload: Mapping[str, Any]) -> None:
         logprobs = payload["logprobs"]
@@ -123,12 +132,12 @@ class ScoreStore:
         self.computed[payload["part"]] += payload["num_computed"]
 
 
-class Reader(Protocol):
+class LabelScorer(Protocol):
     """Reads contexts of one batch of items under one model."""
 
     naive_tokens: int
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         """The reads, in order; None for a context that the engine cannot answer."""
         ...
 
@@ -136,12 +145,12 @@ class Reader(Protocol):
         """Make these known, if anything can be."""
         ...
 
-    def known(self, context: Context) -> Read | None:
+    def known(self, context: Context) -> LabelLogprobs | None:
         """A read that costs nothing any more; None for what is not known, or failed."""
         ...
 
 
-class PlainReader:
+class PlainLabelScorer:
     """Every context is sent when it is asked for, one after another, and forgotten."""
 
     def __init__(
@@ -153,15 +162,15 @@ class PlainReader:
         self._model = model
         self.naive_tokens = 0
 
-    def known(self, context: Context) -> Read | None:
+    def known(self, context: Context) -> LabelLogprobs | None:
         del context
         return None
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         del contexts
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
-        reads: list[Read | None] = []
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        reads: list[LabelLogprobs | None] = []
         for labels, target in contexts:
             request = _request(self._prompts, self._order, self._model, (labels, target))
             self.naive_tokens += len(request.tokens)
@@ -172,7 +181,7 @@ class PlainReader:
         return reads
 
 
-class SharedReader:
+class SharedLabelScorer:
     """Contexts that are known cost nothing; the others are sent together, in tree order."""
 
     def __init__(
@@ -195,13 +204,13 @@ class SharedReader:
         self._room = asyncio.Semaphore(NUM_BLOCKS)
         self.naive_tokens = 0
 
-    def known(self, context: Context) -> Read | None:
+    def known(self, context: Context) -> LabelLogprobs | None:
         return self._store.find(self._key(context))
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         await self._fetch({self._key(context): context for context in contexts})
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         """Each context's read, in order; none is ever asked for twice."""
         keys = [self._key(context) for context in contexts]
         for labels, target in contexts:
@@ -240,7 +249,7 @@ class SharedReader:
                 ]
                 plans = [self._store.plan(request) for request in requests]
                 answers = await self._answer(requests)
-            self._store.add(map(_scored, block, answers, requests, plans))
+            await self._store.add(map(_scored, block, answers, requests, plans))
             done.set_result(None)
         except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)
@@ -250,7 +259,7 @@ class SharedReader:
             for key in block:
                 del self._in_flight[key]
 
-    async def _answer(self, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
+    async def _answer(self, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
         """An answer to each. What fails is asked for by itself, twice, of an engine that lives."""
         answers = await _ask(self._sampler, requests)
         for _ in range(2):
@@ -290,7 +299,7 @@ def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) 
     return ScoreRequest(model=model, tokens=tokens, start=len(tokens), labels=prompts.label_tokens)
 
 
-async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Read | Failure]:
+async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
     """One answer per request: finite numbers for all labels, or why there are none."""
     try:
         scores = await sampler.score(requests)
@@ -304,7 +313,7 @@ async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Read 
     return [_read(score, request) for score, request in zip(scores, requests, strict=True)]
 
 
-def _read(score: Score, request: ScoreRequest) -> Read | Failure:
+def _read(score: Score, request: ScoreRequest) -> LabelLogprobs | Failure:
     found = score.label_logprobs
     if len(found) == len(request.labels) and all(map(math.isfinite, found)):
         return found
@@ -315,7 +324,9 @@ def _read(score: Score, request: ScoreRequest) -> Read | Failure:
     )
 
 
-def _scored(key: str, answer: Read | Failure, request: ScoreRequest, num_computed: int) -> Scored:
+def _scored(
+    key: str, answer: LabelLogprobs | Failure, request: ScoreRequest, num_computed: int
+) -> Scored:
     is_failure = isinstance(answer, Exception)
     return Scored(
         key=key,
