@@ -54,11 +54,12 @@ class Cgroup:
         lines = dict(line.split() for line in path.read_text().splitlines())
         return int(lines.get("oom_kill", 0))
 
-    def remove(self) -> None:
-        """Once no member is left; a group with members is left to the next sweep."""
+    def remove(self) -> bool:
+        """Whether it is gone; False while it has members."""
         for folder in self.folders:
             with suppress(OSError):
                 folder.rmdir()
+        return not any(folder.exists() for folder in self.folders)
 
 
 def make_cgroup(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Cgroup | None:

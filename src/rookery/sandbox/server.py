@@ -37,6 +37,7 @@ _GRACE_S = 10.0
 """How long the kernel may take to end processes on a machine that is busy."""
 _WATCH_S = 0.1
 """Between two looks at memory and processes. A process takes some 200 MB in this time."""
+_POLL_S = 0.01
 _TAIL_BYTES = 8192
 _MAX_STAGES = 3
 _MAX_BEGIN_BYTES = 64
@@ -119,9 +120,9 @@ class ForkServer:
     ) -> Outcome:
         """Run one candidate. Cancelling it leaves a server to be closed."""
         started = time.monotonic()
-        oom_kills = self._cgroup.num_oom_kills() if self._cgroup else 0
         with ExitStack() as stack:
             run = _Run(self._stop, config, evaluator)
+            run.oom_kills = self._num_oom_kills()
             stack.callback(run.disarm)
             result, output = stack.enter_context(run.result), stack.enter_context(run.output)
             run.arm()
@@ -130,6 +131,7 @@ class ForkServer:
             output.close_writer()
             answer = await self._watched(run, config)
             run.disarm()
+            num_kills = self._num_oom_kills()
             if answer is None or answer["is_stopped"] != (run.stopped is not None):
                 # It died, or the order to stop came late and would be read as a request.
                 await self.close()
@@ -141,8 +143,8 @@ class ForkServer:
             tail = output.kept.decode(errors="replace")
             data = bytes(result.kept)
         stopped = run.stopped or _read_end(answer)
-        if stopped is not None and stopped.kind == "killed" and self._is_out_of_memory(oom_kills):
-            stopped = _over("memory", f"The kernel killed it beyond {config.memory_bytes} bytes.")
+        if num_kills > run.oom_kills:
+            stopped = _out_of_memory(config)
         return await asyncio.to_thread(
             make_outcome,
             data,
@@ -162,11 +164,13 @@ class ForkServer:
     async def _watch(self, run: "_Run", config: SandboxConfig) -> None:
         while run.stopped is None:
             await asyncio.sleep(_WATCH_S)
-            failure = await asyncio.to_thread(self._find_excess, config)
+            failure = await asyncio.to_thread(self._find_excess, config, run.oom_kills)
             if failure is not None:
                 run.stop(failure)
 
-    def _find_excess(self, config: SandboxConfig) -> Failure | None:
+    def _find_excess(self, config: SandboxConfig, oom_kills: int) -> Failure | None:
+        if self._num_oom_kills() > oom_kills:
+            return _out_of_memory(config)
         usage = measure(self._process.pid)
         threads = usage.num_threads - self._idle.num_threads - 2
         if threads > config.max_processes:
@@ -175,11 +179,11 @@ class ForkServer:
             return _over("cpu", f"More than {config.cpu_s:g} s of CPU time.")
         most = config.memory_bytes + self._idle.rss_bytes
         if usage.rss_bytes > most and measure_pss(self._process.pid) > most:
-            return _over("memory", f"More than {config.memory_bytes} bytes of memory.")
+            return _out_of_memory(config)
         return None
 
-    def _is_out_of_memory(self, oom_kills: int) -> bool:
-        return self._cgroup is not None and self._cgroup.num_oom_kills() > oom_kills
+    def _num_oom_kills(self) -> int:
+        return self._cgroup.num_oom_kills() if self._cgroup is not None else 0
 
     def _stop(self) -> asyncio.TimerHandle:
         """Ask the server to end the candidate; end the jail if it does not."""
@@ -229,6 +233,7 @@ class ForkServer:
     async def close(self) -> None:
         """End the jail and all in it. Idempotent."""
         self._control.close()
+        pids = await asyncio.to_thread(descendants, self._process.pid)
         try:
             async with asyncio.timeout(_GRACE_S):
                 await self._process.wait()
@@ -238,8 +243,16 @@ class ForkServer:
         except asyncio.CancelledError:
             self._kill()
             raise
-        if self._cgroup is not None:
-            await asyncio.to_thread(self._cgroup.remove)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await self._wait_until_empty(pids)
+
+    async def _wait_until_empty(self, pids: list[int]) -> None:
+        """The jail's own program ends a moment before the last process in the jail."""
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(_POLL_S)
+        while self._cgroup is not None and not await asyncio.to_thread(self._cgroup.remove):
+            await asyncio.sleep(_POLL_S)
 
 
 class _Run:
@@ -252,6 +265,7 @@ class _Run:
         evaluator: EvaluatorConfig,
     ) -> None:
         self.stopped: Failure | None = None
+        self.oom_kills = 0
         self._end = end
         self._timeout_s = evaluator.timeout_s
         self._num_stages = 0
@@ -297,6 +311,10 @@ class _Run:
 
 def _over(kind: FailureKind, reason: str) -> Failure:
     return Failure(kind=kind, reason=reason)
+
+
+def _out_of_memory(config: SandboxConfig) -> Failure:
+    return _over("memory", f"More than {config.memory_bytes} bytes of memory.")
 
 
 def _read_end(answer: dict[str, object] | None) -> Failure | None:

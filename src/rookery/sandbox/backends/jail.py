@@ -14,8 +14,9 @@ from rookery.sandbox.config import SandboxConfig
 
 __all__ = ["Isolation", "Jail", "environment", "python_folders", "readable_paths", "server_command"]
 
-Isolation = Literal["namespaces", "landlock", "none"]
-"""What separates a candidate from the server: see `inside/isolation.py`."""
+Isolation = Literal["namespaces", "landlock", "jail", "none"]
+"""What separates a candidate from the server: see `inside/isolation.py`. `jail`: nothing does, so
+that a jail serves one candidate only; what `namespaces` becomes where they cannot be nested."""
 _START = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); "
     "from rookery_inside.server import main; sys.path.pop(0); main(json.loads(sys.argv[2]))"

@@ -160,7 +160,8 @@ def _emit_failure(error: BaseException, emit: Emit) -> None:
         kind = "memory"
     elif isinstance(error, _NotADict):
         kind = "not_a_dict"
-    record = {"failed": kind, "type": type(error).__name__.lstrip("_"), "message": str(error)}
+    name = type(error).__name__
+    record = {"failed": kind, "type": name.lstrip("_"), "message": str(error) or name}
     emit(record | {"traceback": _traceback(error)})
 
 

@@ -32,21 +32,20 @@ Settings = dict[str, Any]
 def main(settings: Settings) -> None:
     """Serve until the socket is closed."""
     control = _take_control()
-    if os.geteuid() == 0 and settings["isolation"] == "namespaces":
+    if os.geteuid() == 0 and settings["isolation"] in ("namespaces", "jail"):
         isolation.drop_root()
     isolation.become_subreaper()
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     provide_openevolve()
-    is_isolated = settings["isolation"] != "namespaces" or isolation.can_nest()
+    if settings["isolation"] == "namespaces" and not isolation.can_nest():
+        settings |= {"isolation": "jail"}
     try:
         module = load_evaluator(Path(settings["evaluator"]))
     except UnusableEvaluator as error:
         _send(control, {"unusable": str(error)})
         return
-    _send(control, {"ready": True, "is_isolated": is_isolated})
+    _send(control, {"ready": True, "is_isolated": settings["isolation"] != "jail"})
     settings |= {"server_bytes": _data_bytes()}
-    if not is_isolated:
-        settings |= {"isolation": "jail"}
     while (request := _receive(control)) is not None:
         body, result, output = request
         status = _run(control, module, settings | body, result, output)
