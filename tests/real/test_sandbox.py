@@ -9,15 +9,18 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from rookery.errors import SandboxError
 from rookery.sandbox import (
+    BackendName,
     EvaluatorConfig,
     Outcome,
+    Probe,
     Sandbox,
     SandboxConfig,
     probe_backend,
@@ -33,19 +36,28 @@ def evaluate(path):
     found = runpy.run_path(path)
     return EvaluationResult(metrics=found["metrics"], artifacts=found.get("artifacts", {}))
 """
-SMALL = SandboxConfig(
-    memory_bytes=2**28, max_processes=20, scratch_bytes=2**24, output_bytes=2**20
-)
+SMALL = SandboxConfig(memory_bytes=2**28, max_processes=20, scratch_bytes=2**24, output_bytes=2**20)
+
+
+@cache
+def tried(backend: BackendName) -> Probe:
+    return asyncio.run(probe_backend(backend))
 
 
 @pytest.fixture(params=["bubblewrap", "sandlock"])
-async def config(request: pytest.FixtureRequest) -> SandboxConfig:
-    tried = await probe_backend(request.param)
-    if not tried.works:
-        reason = f"{request.param}: {tried.reason}"
+def config(request: pytest.FixtureRequest) -> SandboxConfig:
+    probe = tried(request.param)
+    if not probe.works:
+        reason = f"{request.param}: {probe.reason}"
         assert "CI" not in os.environ, reason
         pytest.skip(reason)
     return SMALL.model_copy(update={"backend": request.param})
+
+
+async def until(condition: Callable[[], bool], *, limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.02)
 
 
 def write_evaluator(folder: Path, text: str = EVALUATOR, **settings: object) -> EvaluatorConfig:
@@ -265,7 +277,7 @@ async def test_variables_are_hidden_unless_named(
 
 async def test_environments_of_other_processes_are_hidden(sandbox: Sandbox) -> None:
     """Through /proc: of this process, which holds the secret, and of all that are visible."""
-    sleeper = subprocess.Popen(["sleep", "60"], env={"SECRET": "sk-in-a-process"})
+    sleeper = start(["sleep", "60"], env={"SECRET": "sk-in-a-process"})
     try:
         outcome = await sandbox.evaluate(
             program("""
@@ -385,7 +397,7 @@ async def test_deleting_everything_harms_nothing(sandbox: Sandbox, tmp_path: Pat
         """)
     )
     assert kind_of(outcome) in {"none", "error"}
-    assert precious.exists() and Path(sys.executable).exists()
+    assert precious.exists() and os.access(sys.executable, os.X_OK)
     await healthy(sandbox)
 
 
@@ -442,7 +454,10 @@ def evaluate(path):
 """,
     )
     (evaluator.file.parent / "helper.py").write_text("def scale(x): return x / 100")
-    files = {"package/main.py": "from .part import x\ndef answer(): return x", "package/part.py": "x = 42"}
+    files = {
+        "package/main.py": "from .part import x\ndef answer(): return x",
+        "package/part.py": "x = 42",
+    }
     async with Sandbox(config, evaluator) as sandbox:
         assert (await sandbox.evaluate(files)).metrics == {"combined_score": 0.42}
         with pytest.raises(SandboxError, match="inside its folder"):
@@ -520,9 +535,7 @@ async def test_an_unusable_evaluator_is_refused(
 async def test_cancel_kills_the_candidate(sandbox: Sandbox) -> None:
     before = set(descendants(os.getpid()))
     task = asyncio.ensure_future(sandbox.evaluate("import time; time.sleep(600)"))
-    async with asyncio.timeout(20):
-        while set(descendants(os.getpid())) <= before:
-            await asyncio.sleep(0.01)
+    await until(lambda: not set(descendants(os.getpid())) <= before)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -530,15 +543,17 @@ async def test_cancel_kills_the_candidate(sandbox: Sandbox) -> None:
     await healthy(sandbox)
 
 
-async def test_close_leaves_nothing(config: SandboxConfig, tmp_path: Path) -> None:
+async def test_close_leaves_nothing(
+    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(descendants(os.getpid()))
     evaluator = write_evaluator(tmp_path)
     sandbox = Sandbox(config, evaluator)
     async with sandbox:
         assert (await sandbox.evaluate("metrics = {'s': 1.0}")).failure is None
     assert set(descendants(os.getpid())) <= before
-    assert not list(Path(tempfile.gettempdir()).glob("rookery-sandbox-*"))
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*"))
+    assert not leftovers()
     with pytest.raises(SandboxError, match="closed"):
         await sandbox.evaluate("metrics = {}")
 
@@ -548,7 +563,8 @@ async def test_the_death_of_the_parent_ends_everything(
 ) -> None:
     evaluator = write_evaluator(tmp_path)
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    text = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'])"
+    sleep = ["-c", "import time; time.sleep(600)", mark]
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, *{sleep!r}])"
     code = f"""
 import asyncio
 from pathlib import Path
@@ -559,17 +575,22 @@ async def main():
         await sandbox.evaluate({text!r})
 asyncio.run(main())
 """
-    parent = subprocess.Popen([sys.executable, "-c", code])
+    parent = start([sys.executable, "-c", code])
     try:
-        async with asyncio.timeout(60):
-            while not _running(mark):
-                await asyncio.sleep(0.05)
+        await until(lambda: _running(mark))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    async with asyncio.timeout(20):
-        while _running(mark):
-            await asyncio.sleep(0.05)
+    await until(lambda: not _running(mark))
+
+
+def start(command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=env)
+
+
+def leftovers() -> list[Path]:
+    groups = Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*")
+    return [*Path(tempfile.gettempdir()).glob("rookery-sandbox-*"), *groups]
 
 
 def _running(mark: str) -> bool:
@@ -584,12 +605,11 @@ def _running(mark: str) -> bool:
 
 
 async def test_without_nested_namespaces_each_candidate_has_its_jail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some systems let bubblewrap make namespaces but not the programs in it."""
-    tried = await probe_backend("bubblewrap")
-    if not tried.works:
-        pytest.skip(tried.reason)
+    if config.backend != "bubblewrap":
+        pytest.skip("sandlock does not nest")
     bubblewrap = BACKENDS["bubblewrap"]
 
     def without_nesting(config: SandboxConfig, box: object) -> Jail:
@@ -598,7 +618,6 @@ async def test_without_nested_namespaces_each_candidate_has_its_jail(
         return Jail(command=words, environment=jail.environment)
 
     monkeypatch.setitem(BACKENDS, "bubblewrap", without_nesting)
-    config = SMALL.model_copy(update={"backend": "bubblewrap"})
     async with Sandbox(config, write_evaluator(tmp_path)) as sandbox:
         await healthy(sandbox)
         killed = await sandbox.evaluate("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")

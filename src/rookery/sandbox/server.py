@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -243,16 +243,7 @@ class ForkServer:
         except asyncio.CancelledError:
             self._kill()
             raise
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_S):
-                await self._wait_until_empty(pids)
-
-    async def _wait_until_empty(self, pids: list[int]) -> None:
-        """The jail's own program ends a moment before the last process in the jail."""
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            await asyncio.sleep(_POLL_S)
-        while self._cgroup is not None and not await asyncio.to_thread(self._cgroup.remove):
-            await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(_wait_until_empty, pids, self._cgroup)
 
 
 class _Run:
@@ -311,6 +302,16 @@ class _Run:
 
 def _over(kind: FailureKind, reason: str) -> Failure:
     return Failure(kind=kind, reason=reason)
+
+
+def _wait_until_empty(pids: Sequence[int], cgroup: Cgroup | None) -> None:
+    """The jail's own program ends a moment before the last process in the jail."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        are_gone = not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        if are_gone and (cgroup is None or cgroup.remove()):
+            return
+        time.sleep(_POLL_S)
 
 
 def _out_of_memory(config: SandboxConfig) -> Failure:

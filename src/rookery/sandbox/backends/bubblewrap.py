@@ -47,6 +47,8 @@ def bubblewrap(config: SandboxConfig, box: Box) -> Jail:
     for path in shown:
         command += _bind(path)
     command += ["--ro-bind", str(box.inside), str(_INSIDE)]
+    if scratch != Path("/tmp"):
+        command += ["--remount-ro", "/tmp"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(scratch), "--"]
     command += server_command(config, box, inside=_INSIDE, scratch=scratch, isolation="namespaces")
     return Jail(command=command, environment=environment(config, scratch))

@@ -64,7 +64,7 @@ def start_candidate(module: ModuleType, settings: Settings, to: Descriptors) -> 
 
 def _be_init(run: Callable[[], None], settings: Settings, status: int) -> None:
     isolation.die_with_parent()
-    isolation.mount_private(settings["scratch_bytes"])
+    isolation.mount_private(settings["scratch"], settings["scratch_bytes"])
     _report(status, _wait_for(_fork(run)))
 
 

@@ -63,7 +63,7 @@ def drop_root() -> None:
     _check(_LIBC.prctl(_DUMPABLE, 1, 0, 0, 0), "prctl")
 
 
-def can_nest() -> bool:
+def can_nest(scratch: str) -> bool:
     """Whether a process in here can have its own namespaces, tried by a child."""
     child = os.fork()
     if child == 0:
@@ -72,7 +72,7 @@ def can_nest() -> bool:
             enter_namespaces()
             inner = os.fork()
             if inner == 0:
-                mount_private(1 << 20)
+                mount_private(scratch, 1 << 20)
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
         finally:
@@ -93,10 +93,10 @@ def enter_namespaces() -> None:
             file.write(text)
 
 
-def mount_private(scratch_bytes: int) -> None:
-    """A fresh /tmp, /dev/shm and /proc, and no user namespaces below this one."""
+def mount_private(scratch: str, scratch_bytes: int) -> None:
+    """A fresh scratch folder, /dev/shm and /proc, and no user namespaces below this one."""
     options = f"size={scratch_bytes},nr_inodes={_MAX_FILES},mode=1777".encode()
-    _mount(b"tmpfs", b"/tmp", _NOSUID_NODEV, options)
+    _mount(b"tmpfs", scratch.encode(), _NOSUID_NODEV, options)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID_NODEV, options)
     _mount(b"proc", b"/proc", _NOSUID_NODEV | _NOEXEC, None)
     with open("/proc/sys/user/max_user_namespaces", "w") as file:

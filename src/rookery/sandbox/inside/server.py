@@ -37,7 +37,7 @@ def main(settings: Settings) -> None:
     isolation.become_subreaper()
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     provide_openevolve()
-    if settings["isolation"] == "namespaces" and not isolation.can_nest():
+    if settings["isolation"] == "namespaces" and not isolation.can_nest(settings["scratch"]):
         settings |= {"isolation": "jail"}
     try:
         module = load_evaluator(Path(settings["evaluator"]))
