@@ -10,6 +10,7 @@ backends/ bubblewrap, sandlock, unsafe                  box           files that
 pipes     results and output, with limits               process_tree, cgroup   memory, processes
 """
 
+from rookery.sandbox.backends import REMEDIES
 from rookery.sandbox.config import BackendName, EvaluatorConfig, SandboxConfig
 from rookery.sandbox.outcome import Artifact, Failure, FailureKind, Metric, Outcome
 from rookery.sandbox.probe import Probe, choose_backend, open_sandbox, probe, probe_backend
@@ -17,6 +18,7 @@ from rookery.sandbox.sandbox import Sandbox
 from rookery.sandbox.server import Program
 
 __all__ = [
+    "REMEDIES",
     "Artifact",
     "BackendName",
     "EvaluatorConfig",

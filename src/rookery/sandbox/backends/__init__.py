@@ -7,19 +7,19 @@ unsafe       a plain process with limits
 
 from collections.abc import Callable
 
-from rookery.sandbox.backends.bubblewrap import bubblewrap
+from rookery.sandbox.backends.bubblewrap import bubblewrap_jail
 from rookery.sandbox.backends.jail import Jail
-from rookery.sandbox.backends.sandlock import sandlock
-from rookery.sandbox.backends.unsafe import unsafe
+from rookery.sandbox.backends.sandlock import sandlock_jail
+from rookery.sandbox.backends.unsafe import unsafe_jail
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import BackendName, SandboxConfig
 
 __all__ = ["BACKENDS", "REMEDIES", "SAFE_BACKENDS", "Jail"]
 
 BACKENDS: dict[BackendName, Callable[[SandboxConfig, Box], Jail]] = {
-    "bubblewrap": bubblewrap,
-    "sandlock": sandlock,
-    "unsafe": unsafe,
+    "bubblewrap": bubblewrap_jail,
+    "sandlock": sandlock_jail,
+    "unsafe": unsafe_jail,
 }
 SAFE_BACKENDS: tuple[BackendName, ...] = ("bubblewrap", "sandlock")
 REMEDIES: dict[BackendName, str] = {

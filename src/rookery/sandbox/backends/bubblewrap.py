@@ -21,7 +21,7 @@ from rookery.sandbox.backends.jail import (
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import SandboxConfig
 
-__all__ = ["bubblewrap"]
+__all__ = ["bubblewrap_jail"]
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime")
@@ -30,7 +30,7 @@ _INSIDE = Path("/rookery")
 _USER = "1000"
 
 
-def bubblewrap(config: SandboxConfig, box: Box) -> Jail:
+def bubblewrap_jail(config: SandboxConfig, box: Box) -> Jail:
     """The command line of `bwrap`."""
     program = shutil.which("bwrap")
     if program is None:

@@ -20,7 +20,7 @@ from rookery.sandbox.backends.jail import (
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import SandboxConfig
 
-__all__ = ["sandlock"]
+__all__ = ["sandlock_jail"]
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/proc")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
@@ -30,7 +30,7 @@ _SERVER_PROCESSES = 3
 """The server, the candidate's monitor, and one more while the server tries something."""
 
 
-def sandlock(config: SandboxConfig, box: Box) -> Jail:
+def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
