@@ -440,6 +440,12 @@ async def test_a_forged_result_is_taken_if_well_formed(sandbox: Sandbox) -> None
     await healthy(sandbox)
 
 
+async def test_a_candidate_holds_no_descriptor_but_its_own(sandbox: Sandbox) -> None:
+    """Standard ones, its result, and the listing itself: no way to the server or to the log."""
+    outcome = await sandbox.evaluate("import os; metrics = {'n': len(os.listdir('/proc/self/fd'))}")
+    assert outcome.metrics == {"n": 5}
+
+
 async def test_a_folder_of_files_is_a_program(config: SandboxConfig, tmp_path: Path) -> None:
     evaluator = write_evaluator(
         tmp_path,

@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.markup import escape
 
 from rookery.cli.terminal import console, run_async
-from rookery.sandbox import REMEDIES, probe
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -109,6 +108,8 @@ def _vllm() -> Finding:
 
 def _sandbox() -> Finding:
     """Runs a program in each backend: one that is installed need not work."""
+    from rookery.sandbox import REMEDIES, probe
+
     probes = run_async(probe())
     works = ", ".join(each.backend for each in probes if each.works)
     reasons = " ".join(f"{each.backend}: {each.reason}" for each in probes)

@@ -12,7 +12,15 @@ pipes     results and output, with limits               process_tree, cgroup   m
 
 from rookery.sandbox.backends import REMEDIES
 from rookery.sandbox.config import BackendName, EvaluatorConfig, SandboxConfig
-from rookery.sandbox.outcome import Artifact, Failure, FailureKind, Metric, Outcome
+from rookery.sandbox.outcome import (
+    Artifact,
+    Failure,
+    FailureKind,
+    Metric,
+    Outcome,
+    decode_outcome,
+    encode_outcome,
+)
 from rookery.sandbox.probe import Probe, choose_backend, open_sandbox, probe, probe_backend
 from rookery.sandbox.sandbox import Sandbox
 from rookery.sandbox.server import Program
@@ -31,6 +39,8 @@ __all__ = [
     "Sandbox",
     "SandboxConfig",
     "choose_backend",
+    "decode_outcome",
+    "encode_outcome",
     "open_sandbox",
     "probe",
     "probe_backend",

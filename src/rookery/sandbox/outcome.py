@@ -23,12 +23,22 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from rookery.sandbox.config import EvaluatorConfig
 
-__all__ = ["Artifact", "Failure", "FailureKind", "Metric", "Outcome", "Report", "make_outcome"]
+__all__ = [
+    "Artifact",
+    "Failure",
+    "FailureKind",
+    "Metric",
+    "Outcome",
+    "Report",
+    "decode_outcome",
+    "encode_outcome",
+    "make_outcome",
+]
 
 FailureKind = Literal[
     "error",
@@ -122,6 +132,27 @@ def make_outcome(
         failure=failure,
         stage=report.stage,
     )
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """JSON, for a queue or another machine."""
+    document = asdict(outcome) | {
+        "artifacts": {
+            name: {"text": value}
+            if isinstance(value, str)
+            else {"base64": base64.b64encode(value).decode()}
+            for name, value in outcome.artifacts.items()
+        }
+    }
+    return json.dumps(document).encode()
+
+
+def decode_outcome(data: bytes) -> Outcome:
+    """What `encode_outcome` wrote."""
+    document = json.loads(data)
+    failure = document.pop("failure")
+    artifacts = {name: _decode(value) for name, value in document.pop("artifacts").items()}
+    return Outcome(**document, artifacts=artifacts, failure=Failure(**failure) if failure else None)
 
 
 def _read(result: bytes) -> Report:

@@ -78,9 +78,14 @@ class ForkServer:
                     cwd="/",
                     start_new_session=True,
                 )
-        except OSError as error:
+        except BaseException as error:
             control.close()
-            raise SandboxError(f"{command[0]} cannot be started: {error.strerror}.") from error
+            if cgroup is not None:
+                cgroup.remove()
+            if isinstance(error, OSError):
+                reason = f"{command[0]} cannot be started: {error.strerror}."
+                raise SandboxError(reason) from error
+            raise
         server = cls(process, control, cgroup, log)
         try:
             await server._get_ready(config)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.sandbox import EvaluatorConfig, Failure, FailureKind, Outcome
+from rookery.sandbox import (
+    EvaluatorConfig,
+    Failure,
+    FailureKind,
+    Outcome,
+    decode_outcome,
+    encode_outcome,
+)
 from rookery.sandbox.outcome import make_outcome
 
 EVALUATOR = EvaluatorConfig(file=Path("folder/evaluator.py"), timeout_s=7.0)
@@ -110,6 +117,16 @@ def test_why_it_was_stopped_wins_over_its_own_result() -> None:
     assert outcome_of(begin("stage1"), measured("stage1", s=1), DONE, stopped=stopped).failure == (
         stopped
     )
+
+
+def test_an_outcome_travels_as_json() -> None:
+    line = measured("stage1", s=1.0, f=True, t="x") | {
+        "artifacts": {"a": {"text": "x"}, "b": {"base64": "/w=="}}
+    }
+    good = outcome_of(begin("stage1"), line, DONE)
+    bad = outcome_of(begin("stage1"), line, begin("stage2"), RAISED)
+    for outcome in (good, bad):
+        assert decode_outcome(encode_outcome(outcome)) == outcome
 
 
 RAISED = {"failed": "error", "type": "ValueError", "message": "no", "traceback": "Trace"}

@@ -126,8 +126,9 @@ def _limit(settings: Settings) -> None:
     _lower(resource.RLIMIT_DATA, settings["memory_bytes"] + settings["server_bytes"])
     _lower(resource.RLIMIT_CPU, settings["cpu_s"], more=1)
     if settings["isolation"] == "namespaces":
-        # Counted per user namespace: elsewhere the user's other processes would count too.
-        _lower(resource.RLIMIT_NPROC, settings["max_processes"])
+        # Counted per user namespace: elsewhere the user's other processes would count too. The
+        # monitor and init are in it.
+        _lower(resource.RLIMIT_NPROC, settings["max_processes"] + 2)
 
 
 def _lower(which: int, value: int, *, more: int = 0) -> None:
