@@ -584,10 +584,12 @@ asyncio.run(main())
     parent = start([sys.executable, "-c", code])
     try:
         await until(lambda: _running(mark))
+        jail = set(descendants(parent.pid)) - {parent.pid}
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     await until(lambda: not _running(mark))
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jail))
 
 
 def start(command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
