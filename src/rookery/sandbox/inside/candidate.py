@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,7 @@ from .contract import evaluate
 __all__ = ["Descriptors", "start_candidate"]
 
 OPEN_FILES = 1024
+FORK_S = 5.0
 Settings = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def start_candidate(module: ModuleType, settings: Settings, to: Descriptors) -> 
         os.close(to.status)
         _run(module, settings, to)
 
-    child = os.fork()
+    child = _fork_when_possible()
     if child:
         return child
     try:
@@ -145,8 +147,21 @@ def _set_oom_score() -> None:
         return  # a hint only, and not every jail lets it be given
 
 
+def _fork_when_possible() -> int:
+    """sandlock counts processes that have ended for a moment longer: the fork of a candidate must
+    not fail because of the one before."""
+    deadline = time.monotonic() + FORK_S
+    while True:
+        try:
+            return os.fork()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def _fork(run: Callable[[], None]) -> int:
-    child = os.fork()
+    child = _fork_when_possible()
     if child:
         return child
     try:
