@@ -10,23 +10,32 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from rookery.errors import EngineError
+from rookery.errors import EngineError, ExecutorError
 from rookery.types import (
     Adapter,
     Completion,
     Datum,
     Evaluation,
+    Job,
+    JobDone,
+    JobFailed,
+    JobOutcome,
     ModelRef,
     SampleRequest,
     Score,
     ScoreRequest,
     Task,
+    TextReply,
+    TextRequest,
     TokenIds,
+    TokenUsage,
     TopLogprobs,
+    WorkerInfo,
+    WorkerLost,
 )
 
 __all__ = [
@@ -37,13 +46,13 @@ __all__ = [
     "FakePublisher",
     "FakeSampler",
     "FakeScorer",
+    "FakeTextModel",
     "FakeTrainer",
 ]
 
 BASE = ModelRef(name="base", version="fake")
 VOCABULARY = range(5, 95)
 """The tokens that replies are made of, and that `top_logprobs` chooses from."""
-Result = TypeVar("Result")
 
 
 def _hashed(*parts: object) -> float:
@@ -137,6 +146,35 @@ class FakeSampler:
     def _top(self, model: ModelRef, prefix: TokenIds, num: int) -> TopLogprobs:
         known = [(token, self._logprob(model, prefix, token)) for token in VOCABULARY]
         return tuple(sorted(known, key=lambda pair: -pair[1])[:num])
+
+
+class FakeTextModel:
+    """Replies by a function of the request; None from it is a failure. Keeps what it was asked."""
+
+    def __init__(
+        self, reply: Callable[[TextRequest], str | None], *, name: str = "fake-text"
+    ) -> None:
+        self._reply = reply
+        self._name = name
+        self.requests: list[TextRequest] = []
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        text = self._reply(request)
+        if text is None:
+            raise EngineError(f"{self._name} was told to fail.")
+        words = text.split()
+        prompt_tokens = sum(len(message.content.split()) for message in request.messages)
+        return TextReply(
+            text=" ".join(words[: request.max_tokens]) if len(words) > request.max_tokens else text,
+            finish_reason="length" if len(words) > request.max_tokens else "stop",
+            model=self._name,
+            usage=TokenUsage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=min(len(words), request.max_tokens),
+            ),
+        )
 
 
 class FakeAdapters:
@@ -252,16 +290,35 @@ class FakeEvaluator:
 
 
 class FakeExecutor:
-    """Runs everything in this process, in order."""
+    """Runs `task` on payloads in this process, in order. Jobs named in `lost` lose their worker."""
 
-    def __init__(self) -> None:
-        self.num_runs = 0
+    def __init__(self, task: Callable[[bytes], bytes] = bytes) -> None:
+        self._task = task
+        self.lost: set[tuple[int, int]] = set()
+        """(attempt, epoch)"""
+        self.jobs: list[Job] = []
+        self.capacity = 1
+        self.num_late = 0
+        self._is_closed = False
 
-    async def run(self, function: Callable[..., Result], *args: object) -> Result:
-        self.num_runs += 1
-        return function(*args)
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(name="fake"),)
 
-    async def map(
-        self, function: Callable[..., Result], items: Sequence[object]
-    ) -> Sequence[Awaitable[Result]]:
-        return [self.run(function, item) for item in items]
+    async def submit(self, job: Job) -> JobOutcome:
+        if self._is_closed:
+            raise ExecutorError("The executor is closed.")
+        self.jobs.append(job)
+        if (job.attempt, job.epoch) in self.lost:
+            return WorkerLost(reason="It was told to be lost.", worker="fake")
+        try:
+            output = self._task(job.payload)
+        except Exception as error:  # noqa: BLE001  any exception of the task is an outcome
+            return JobFailed(error=f"{type(error).__name__}: {error}", seconds=0.0, worker="fake")
+        return JobDone(output=output, seconds=0.0, worker="fake")
+
+    def cancel(self, attempt: int) -> None:
+        """Nothing is ever in flight."""
+
+    async def close(self) -> None:
+        self._is_closed = True

@@ -1,13 +1,20 @@
 """The fakes that are shipped: each satisfies its port, and says the same thing every time."""
 
-import asyncio
-import math
 from pathlib import Path
 
 import pytest
 
-from rookery.errors import EngineError
-from rookery.ports import Adapters, Evaluator, Executor, Publisher, Sampler, Scorer, Trainer
+from rookery.errors import EngineError, ExecutorError
+from rookery.ports import (
+    Adapters,
+    Evaluator,
+    Executor,
+    Publisher,
+    Sampler,
+    Scorer,
+    TextModel,
+    Trainer,
+)
 from rookery.testing import (
     BASE,
     FakeAdapters,
@@ -16,17 +23,25 @@ from rookery.testing import (
     FakePublisher,
     FakeSampler,
     FakeScorer,
+    FakeTextModel,
     FakeTrainer,
 )
 from rookery.types import (
     Adapter,
     Completion,
     Datum,
+    Job,
+    JobDone,
+    JobFailed,
+    Message,
     ModelRef,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
     Task,
+    TextRequest,
+    TokenUsage,
+    WorkerLost,
 )
 
 OTHER = ModelRef(name="poet", version="1")
@@ -47,6 +62,7 @@ def adapter(version: str = "1") -> Adapter:
         (FakeSampler(), Sampler),
         (FakeAdapters(), Adapters),
         (FakePublisher(), Publisher),
+        (FakeTextModel(lambda request: ""), TextModel),
         (FakeTrainer(), Trainer),
         (FakeScorer(lambda task, completion: 1.0), Scorer),
         (FakeEvaluator(lambda model, task: 1.0), Evaluator),
@@ -180,10 +196,34 @@ async def test_scorer_and_evaluator_reward_by_their_function() -> None:
     assert evaluator.num_evaluations == 2
 
 
-async def test_an_executor_runs_in_order_and_raises_what_was_raised() -> None:
-    executor = FakeExecutor()
-    assert await executor.run(math.gcd, 12, 18) == 6
-    results = await asyncio.gather(*await executor.map(math.sqrt, [4.0, 9.0]))
-    assert list(results) == [2.0, 3.0] and executor.num_runs == 3
-    with pytest.raises(ZeroDivisionError):
-        await executor.run(lambda: 1 / 0)
+async def test_an_executor_runs_in_order_and_tells_what_became_of_each_job() -> None:
+    def task(payload: bytes) -> bytes:
+        return str(6 // int(payload)).encode()
+
+    def job(attempt: int, payload: bytes) -> Job:
+        return Job(attempt=attempt, epoch=0, payload=payload, limit_s=1.0)
+
+    executor = FakeExecutor(task)
+    executor.lost.add((2, 0))
+    done = await executor.submit(job(0, b"3"))
+    assert isinstance(done, JobDone) and done.output == b"2"
+    failed = await executor.submit(job(1, b"0"))
+    assert isinstance(failed, JobFailed) and failed.error.startswith("ZeroDivisionError")
+    assert isinstance(await executor.submit(job(2, b"3")), WorkerLost)
+    assert [job.attempt for job in executor.jobs] == [0, 1, 2]
+    await executor.close()
+    with pytest.raises(ExecutorError, match="closed"):
+        await executor.submit(job(3, b"1"))
+
+
+async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:
+    chat = (Message(role="user", content="say two words"),)
+    model = FakeTextModel(lambda request: "two words" if request.seed == 0 else None)
+    reply = await model.reply(TextRequest(messages=chat, seed=0))
+    assert (reply.text, reply.finish_reason, reply.model) == ("two words", "stop", "fake-text")
+    assert reply.usage == TokenUsage(prompt_tokens=3, completion_tokens=2)
+    cut = await model.reply(TextRequest(messages=chat, seed=0, max_tokens=1))
+    assert (cut.text, cut.finish_reason) == ("two", "length")
+    with pytest.raises(EngineError, match="told to fail"):
+        await model.reply(TextRequest(messages=chat, seed=1))
+    assert [request.seed for request in model.requests] == [0, 0, 1]

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
+from rookery.types import Json
 
 __all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
 
@@ -72,13 +73,13 @@ class GenerationLog:
         self,
         run: Run,
         *,
-        nursery: Nursery,
+        builder: AdapterBuilder,
         evaluator: TasksetEvaluator,
         watcher: Watcher,
     ) -> None:
         self.generations: list[Generation] = []
         self._run = run
-        self._nursery = nursery
+        self._builder = builder
         self._evaluator = evaluator
         self._watcher = watcher
         self._best: float | None = None
@@ -133,6 +134,17 @@ class GenerationLog:
         self._watcher.on_generation(generation)
         return generation
 
+    def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
+        """Where emitters stand after the last generation. Keyed as generations are: a resumed run
+        whose emitters learnt something else would be refused."""
+        number = len(self.generations) - 1
+        self._run.append_many(
+            [
+                NewEvent(kind="emitter", key=f"{number}/{name}", payload=dict(state))
+                for name, state in states.items()
+            ]
+        )
+
     def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
         """Events are keyed: a resumed run that came out otherwise would be refused."""
         news = [
@@ -149,10 +161,10 @@ class GenerationLog:
         )
 
     def _describe(self, name: str, result: Measured) -> dict[str, object]:
-        recipe = self._nursery.recipes.get(name)
+        recipe = self._builder.recipes.get(name)
         return {
             "id": name,
-            "version": self._nursery.version(name),
+            "version": self._builder.version(name),
             "operator": recipe.operator if recipe is not None else "founder",
             "parents": list(recipe.parents) if recipe is not None else [],
             "score": result.fitness.score,

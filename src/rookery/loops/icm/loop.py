@@ -16,15 +16,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
+from rookery.engines import SamplerChoice
 from rookery.errors import ConfigError, TaskError
-from rookery.fleet import FleetConfig
-from rookery.fleet.external import ExternalConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.decisions import DecisionLog
@@ -41,7 +40,7 @@ from rookery.runs import Run
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import IdOrder, TreeOrder
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.train.sft import SftConfig
 from rookery.types import Datum, ModelRef
 
@@ -71,9 +70,7 @@ class IterateConfig(Config):
 class IcmConfig(Config):
     """One labelling of one file of items."""
 
-    engine: Annotated[EngineConfig | FleetConfig | ExternalConfig, Field(discriminator="type")] = (
-        EngineConfig()
-    )
+    engine: SamplerChoice = EngineConfig()
     tokenizer: str = ""
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     data: DataConfig
@@ -99,11 +96,14 @@ class IcmConfig(Config):
     exports: ExportsConfig = ExportsConfig()
     seed: int = 0
 
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _is_embedded_unless_told(cls, value: Any) -> Any:
-        is_untold = isinstance(value, dict) and "type" not in value
-        return {"type": "embedded", **value} if is_untold else value
+    @model_validator(mode="after")
+    def _takes_adapters(self) -> Self:
+        if self.iterate is not None and self.engine.type == "external":
+            raise ValueError(
+                "iterate trains adapters, which an external API does not take: use an engine of "
+                "type embedded or fleet"
+            )
+        return self
 
     @model_validator(mode="after")
     def _hides_gold(self) -> Self:
