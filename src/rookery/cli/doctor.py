@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rookery.cli.terminal import console, run_async
+from rookery.cli.terminal import console
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -108,6 +108,7 @@ def _vllm() -> Finding:
 
 def _sandbox() -> Finding:
     """Runs a program in each backend: one that is installed need not work."""
+    from rookery.compose.running import run_async
     from rookery.sandbox import REMEDIES, probe
 
     probes = run_async(probe())
