@@ -31,7 +31,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Check Python, torch, GPU, vLLM, Ray, bubblewrap, cache and disk.
+    """Check Python, torch, GPU, vLLM, Ray, the sandbox, cache and disk.
 
     Each line is a tick, or the command that mends it. The exit code is 2 when something that the
     embedded engine needs is missing.
@@ -64,7 +64,7 @@ def examine() -> Iterator[Finding]:
     yield _gpu()
     yield _vllm()
     yield _package("Ray", "ray", "pip install 'rookery[ray]'", is_needed=False)
-    yield _bubblewrap()
+    yield _sandbox()
     yield _smollm2()
     yield from _cache()
 
@@ -106,10 +106,16 @@ def _vllm() -> Finding:
     return Finding("vLLM", is_fine=False, seen="not installed", remedy=remedy, is_needed=False)
 
 
-def _bubblewrap() -> Finding:
-    path = shutil.which("bwrap")
-    remedy = "apt-get install bubblewrap (only for running generated programs)"
-    return Finding("bubblewrap", path is not None, path or "not found", remedy, is_needed=False)
+def _sandbox() -> Finding:
+    """Runs a program in each backend: one that is installed need not work."""
+    from rookery.compose.running import run_async
+    from rookery.sandbox import REMEDIES, probe
+
+    probes = run_async(probe())
+    works = ", ".join(each.backend for each in probes if each.works)
+    reasons = " ".join(f"{each.backend}: {each.reason}" for each in probes)
+    remedy = f"{' or '.join(REMEDIES[each.backend] for each in probes)} (for generated programs)"
+    return Finding("sandbox", bool(works), works or reasons, remedy, is_needed=False)
 
 
 def _smollm2() -> Finding:

@@ -1,6 +1,7 @@
 """`rookery doctor`: what is there, what is not, and the line to type."""
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_what_is_missing_is_named_with_its_remedy(
     assert ended.code == 2 and "Something that is needed is missing." in ended.out
     assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
     assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
+
+
+def test_the_sandbox_is_tried_and_not_only_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'namespaces are off' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sandlock", None)
+    finding = {finding.thing: finding for finding in examine()}["sandbox"]
+    assert not finding.is_fine and not finding.is_needed
+    assert "namespaces are off" in finding.seen
+    assert "apt-get install bubblewrap or pip install sandlock" in finding.remedy
 
 
 def test_a_full_disk_is_no_good_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

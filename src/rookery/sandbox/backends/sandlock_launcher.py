@@ -1,0 +1,64 @@
+"""Holds one jail of sandlock: `sandlock_launcher.py POLICY COMMAND...`, run as a program.
+
+It lives as long as the command, and leaves none of the command's processes behind: neither when the
+command ends, nor when the program that started it dies.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["main"]
+
+_PDEATHSIG, _SUBREAPER = 1, 36
+
+
+def main(policy: str, command: list[str]) -> None:
+    """Run the command in the jail with this process's standard descriptors; then kill the rest."""
+    from sandlock import Sandbox
+
+    libc = ctypes.CDLL(None)
+    # Not SIGKILL: what runs in the jail would outlive this process.
+    libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    has_ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: has_ended.set())
+    process = Sandbox(**json.loads(policy)).popen(command)
+    os.close(0)  # the server alone holds the socket: its end is seen at once
+
+    def wait() -> None:
+        process.wait()
+        has_ended.set()
+
+    # A thread, because a signal does not interrupt sandlock's wait.
+    threading.Thread(target=wait, daemon=True).start()
+    has_ended.wait()
+    _end_descendants()
+    os._exit(0)
+
+
+def _end_descendants() -> None:
+    """Orphans in the jail are children of this process, and of any of its threads."""
+    while pids := [
+        int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in _read(path)
+    ]:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _read(path: Path) -> list[str]:
+    with suppress(OSError):  # the thread has ended
+        return path.read_text().split()
+    return []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

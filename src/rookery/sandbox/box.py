@@ -1,0 +1,111 @@
+"""The folder of one sandbox outside the jail: the code that runs inside, and the evaluator's copy.
+
+box/lock        held while the sandbox lives; a box whose lock is free is left over
+box/log         what the server and the jail's own program print
+box/scratch/    temporary files, for backends without mounts
+box/inside/     what is shown inside, read-only: rookery_inside/, evaluator/
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.errors import SandboxError
+
+__all__ = ["Box", "open_box"]
+
+_PREFIX = "rookery-sandbox-"
+MAX_FOLDER_BYTES = 2**30
+"""An evaluator's folder larger than this is most likely the wrong folder."""
+_SKIPPED = ("__pycache__", "node_modules", "openevolve_output")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where things are. `evaluator` is relative to `inside`."""
+
+    folder: Path
+    evaluator: Path
+
+    @property
+    def inside(self) -> Path:
+        return self.folder / "inside"
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "scratch"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+
+@contextmanager
+def open_box(evaluator: Path) -> Iterator[Box]:
+    """Make the box and copy the evaluator's folder; remove it at the end. Blocks on the disk."""
+    if not evaluator.is_file():
+        raise SandboxError(f"There is no evaluator file {evaluator}.")
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        box = Box(folder=folder, evaluator=Path("evaluator") / evaluator.name)
+        box.scratch.mkdir(mode=0o700)
+        _copy(Path(__file__).parent / "inside", box.inside / "rookery_inside")
+        _copy(evaluator.resolve().parent, box.inside / "evaluator")
+        yield box
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Regular files, links followed, hidden ones left out; all can read them."""
+    total = 0
+    for folder, names, files in os.walk(source, followlinks=False):
+        names[:] = [n for n in names if not n.startswith(".") and n not in _SKIPPED]
+        there = target / Path(folder).relative_to(source)
+        there.mkdir(parents=True)
+        there.chmod(0o755)
+        for name in files:
+            path = Path(folder, name)
+            if name.startswith(".") or not path.is_file():
+                continue
+            total += path.stat().st_size
+            if total > MAX_FOLDER_BYTES:
+                raise SandboxError(
+                    f"The evaluator's folder {source} holds more than "
+                    f"{MAX_FOLDER_BYTES // 2**20} MiB. It is copied into the sandbox: move the "
+                    "evaluator to a folder of its own, and name large data in `readable`."
+                )
+            shutil.copyfile(path, there / name)
+            (there / name).chmod(0o755 if os.access(path, os.X_OK) else 0o644)
+    target.parent.chmod(0o755)
+
+
+def _sweep() -> None:
+    """Remove the boxes of programs that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Also folders that a candidate has locked."""
+    for parent, names, _ in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)

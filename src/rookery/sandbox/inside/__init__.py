@@ -1,0 +1,10 @@
+"""What runs inside the jail: standard library only, copied in as the package `rookery_inside`.
+
+server      imports the evaluator once and forks per candidate
+candidate   one candidate's processes: limits, isolation, evaluation
+isolation   namespaces, Landlock, capabilities
+contract    calls the evaluator as OpenEvolve does, stage by stage
+shim        `openevolve.evaluation_result` where OpenEvolve is not installed
+"""
+
+__all__: list[str] = []

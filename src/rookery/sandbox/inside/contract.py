@@ -1,0 +1,169 @@
+"""Calls an evaluator as OpenEvolve does and reports each stage as one JSON line.
+
+    {"begin": "stage1"}
+    {"stage": "stage1", "metrics": {"combined_score": 0.7}, "artifacts": {"log": {"text": "ok"}}}
+    {"done": true}
+
+A failure is one last line: {"failed": "error", "type": ..., "message": ..., "traceback": ...}.
+Every line of results holds all that was measured so far, merged.
+"""
+
+import asyncio
+import base64
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["UnusableEvaluator", "evaluate", "load_evaluator"]
+
+Emit = Callable[[dict[str, Any]], None]
+MAX_TRACEBACK_CHARS = 20_000
+"""A traceback is for reading; of a longer one the end says what happened."""
+
+
+class UnusableEvaluator(Exception):
+    """The evaluator's file cannot be imported, or has no `evaluate`."""
+
+
+class _NotADict(Exception):
+    """The evaluator returned neither a dict nor an EvaluationResult."""
+
+
+def load_evaluator(path: Path) -> ModuleType:
+    """Import the evaluator's file as `evaluation_module`, its folder first on `sys.path`."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("evaluation_module", path)
+    if spec is None or spec.loader is None:
+        raise UnusableEvaluator(f"{path.name} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["evaluation_module"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        text = _traceback(error)
+        raise UnusableEvaluator(f"importing {path.name} failed:\n{text}") from error
+    if not callable(vars(module).get("evaluate")):
+        raise UnusableEvaluator(f"{path.name} has no function `evaluate(program_path)`.")
+    return module
+
+
+def evaluate(
+    module: ModuleType, program: str, *, is_cascade: bool, thresholds: list[float], emit: Emit
+) -> None:
+    """Run the stages (or plain `evaluate`) on the program and emit what they give."""
+    functions = vars(module)
+    try:
+        if is_cascade and "evaluate_stage1" in functions:
+            _cascade(functions, program, thresholds, emit)
+        else:
+            stage = "cascade_setup" if is_cascade else "evaluation"
+            emit({"begin": stage})
+            metrics, artifacts = _call(functions["evaluate"], program)
+            _emit_measured(stage, metrics, artifacts, emit)
+        emit({"done": True})
+    except BaseException as error:  # noqa: BLE001 (the candidate's own code, `sys.exit` included)
+        _emit_failure(error, emit)
+
+
+def _cascade(functions: dict[str, Any], program: str, thresholds: list[float], emit: Emit) -> None:
+    metrics: dict[str, Any] = {}
+    artifacts: dict[str, Any] = {}
+    for number in (1, 2, 3):
+        function = functions.get(f"evaluate_stage{number}")
+        if function is None:
+            return
+        stage = f"stage{number}"
+        emit({"begin": stage})
+        found, more = _call(function, program)
+        metrics = found if number == 1 else _numeric(metrics) | _numeric(found)
+        artifacts |= more
+        _emit_measured(stage, metrics, artifacts, emit)
+        if number > len(thresholds) or not _passes(metrics, thresholds[number - 1]):
+            return
+
+
+def _call(function: Any, program: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    result = function(program)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_wait(result))
+    if isinstance(result, dict):
+        return {str(name): _plain(value) for name, value in result.items()}, {}
+    # An EvaluationResult of OpenEvolve, of the shim, or of a class that looks the same.
+    metrics, artifacts = getattr(result, "metrics", None), getattr(result, "artifacts", None)
+    if not isinstance(metrics, dict):
+        raise _NotADict(
+            f"the evaluator returned {type(result).__name__}; it must return a dict of metrics or "
+            "an EvaluationResult."
+        )
+    more = {str(name): value for name, value in (artifacts or {}).items()}
+    return {str(name): _plain(value) for name, value in metrics.items()}, more
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        return item()
+    return value
+
+
+def _numeric(metrics: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and name != "error"
+    }
+
+
+def _passes(metrics: dict[str, Any], threshold: float) -> bool:
+    """`combined_score`, else the mean of all numbers but `error`, is at least the threshold."""
+    score = metrics.get("combined_score")
+    if isinstance(score, int | float):
+        return score >= threshold
+    numbers = list(_numeric(metrics).values())
+    return bool(numbers) and sum(numbers) / len(numbers) >= threshold
+
+
+def _emit_measured(
+    stage: str, metrics: dict[str, Any], artifacts: dict[str, Any], emit: Emit
+) -> None:
+    scalars = {n: v for n, v in metrics.items() if isinstance(v, bool | int | float | str)}
+    others = {n: v for n, v in metrics.items() if n not in scalars}
+    encoded = {name: _encode(value) for name, value in (others | artifacts).items()}
+    emit({"stage": stage, "metrics": scalars, "artifacts": encoded})
+
+
+def _encode(value: Any) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, str):
+        return {"text": value}
+    try:
+        return {"text": json.dumps(value)}
+    except (TypeError, ValueError, RecursionError):
+        return {"text": str(value)}
+
+
+def _emit_failure(error: BaseException, emit: Emit) -> None:
+    kind = "error"
+    if isinstance(error, MemoryError):
+        kind = "memory"
+    elif isinstance(error, _NotADict):
+        kind = "not_a_dict"
+    name = type(error).__name__
+    record = {"failed": kind, "type": name.lstrip("_"), "message": str(error) or name}
+    emit(record | {"traceback": _traceback(error)})
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]

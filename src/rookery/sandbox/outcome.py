@@ -1,0 +1,274 @@
+"""The outcome of one evaluation, read from bytes that a hostile program may have written.
+
+A failure has a `kind`. Its metrics are what was measured before, and the flags that OpenEvolve adds
+(`error`, `stage1_passed`, `timeout`) for prompts and checkpoints; they are no score.
+
+| kind         | what happened                                                              |
+|--------------|----------------------------------------------------------------------------|
+| `error`      | the evaluator, or the program in it, raised                                |
+| `not_a_dict` | the evaluator returned neither a dict nor an EvaluationResult              |
+| `not_finite` | a metric is NaN or infinite                                                |
+| `bad_result` | the result cannot be parsed                                                |
+| `timeout`    | a stage took longer than `timeout_s`                                       |
+| `cpu`        | more CPU time than `cpu_s`                                                 |
+| `memory`     | more memory than `memory_bytes`                                            |
+| `processes`  | more processes than `max_processes`                                        |
+| `output`     | more output than `output_bytes`, or a result of more than `result_bytes`   |
+| `killed`     | a signal ended it                                                          |
+| `crash`      | it ended without a result: `os._exit`, an abort of the interpreter         |
+"""
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
+
+from rookery.sandbox.config import EvaluatorConfig
+
+__all__ = [
+    "Artifact",
+    "Failure",
+    "FailureKind",
+    "Metric",
+    "Outcome",
+    "Report",
+    "decode_outcome",
+    "encode_outcome",
+    "make_outcome",
+]
+
+FailureKind = Literal[
+    "error",
+    "not_a_dict",
+    "not_finite",
+    "bad_result",
+    "timeout",
+    "cpu",
+    "memory",
+    "processes",
+    "output",
+    "killed",
+    "crash",
+]
+Metric = bool | int | float | str
+Artifact = str | bytes
+_Value = TypeVar("_Value", bound=Metric)
+_STAGES = ("stage1", "stage2", "stage3")
+_FROM_INSIDE: dict[object, FailureKind] = {
+    "error": "error",
+    "memory": "memory",
+    "not_a_dict": "not_a_dict",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an evaluation has no result. `type` and `traceback` are those of the exception."""
+
+    kind: FailureKind
+    reason: str
+    type: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one evaluation gave. `failure` is None if and only if the metrics may be used."""
+
+    metrics: Mapping[str, Metric]
+    artifacts: Mapping[str, Artifact]
+    seconds: float
+    output_tail: str
+    """The last of what was printed, standard output and standard error together."""
+    failure: Failure | None = None
+    stage: str = ""
+    """The last stage that began: `stage1` to `stage3`, `cascade_setup` or `evaluation`."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What the lines of a result say so far."""
+
+    stage: str = ""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    failure: Failure | None = None
+    is_done: bool = False
+
+
+class _BadLineError(Exception):
+    """A line of a result is not what the code inside writes."""
+
+
+def make_outcome(
+    result: bytes,
+    *,
+    stopped: Failure | None,
+    evaluator: EvaluatorConfig,
+    seconds: float,
+    output_tail: str,
+) -> Outcome:
+    """The outcome of a result and of why the candidate was stopped or died, if it was."""
+    report = _read(result)
+    failure = stopped or report.failure
+    if failure is None and not report.is_done:
+        failure = Failure(kind="crash", reason="The program ended without a result.")
+    if failure is None:
+        failure = _find_not_finite(report.metrics)
+    metrics, artifacts = dict(report.metrics), dict(report.artifacts)
+    if failure is not None and failure.kind == "not_finite":
+        metrics = {name: v for name, v in metrics.items() if not _is_not_finite(v)}
+    elif failure is not None:
+        flags, notes = _failure_tables(report.stage, failure, evaluator)
+        metrics, artifacts = metrics | flags, artifacts | notes
+    return Outcome(
+        metrics=metrics,
+        artifacts=artifacts,
+        seconds=seconds,
+        output_tail=output_tail,
+        failure=failure,
+        stage=report.stage,
+    )
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """JSON, for a queue or another machine."""
+    document = asdict(outcome) | {
+        "artifacts": {
+            name: {"text": value}
+            if isinstance(value, str)
+            else {"base64": base64.b64encode(value).decode()}
+            for name, value in outcome.artifacts.items()
+        }
+    }
+    return json.dumps(document).encode()
+
+
+def decode_outcome(data: bytes) -> Outcome:
+    """What `encode_outcome` wrote."""
+    document = json.loads(data)
+    failure = document.pop("failure")
+    artifacts = {name: _decode(value) for name, value in document.pop("artifacts").items()}
+    return Outcome(**document, artifacts=artifacts, failure=Failure(**failure) if failure else None)
+
+
+def _read(result: bytes) -> Report:
+    """Follow the lines up to the first that ends the result; what follows is not read."""
+    report = Report()
+    try:
+        for line in result.splitlines():
+            _follow(report, json.loads(line))
+            if report.is_done or report.failure is not None:
+                break
+    except (ValueError, RecursionError, _BadLineError) as error:
+        reason = f"The result cannot be read: {' '.join(str(error).split())[:200]}"
+        report.failure = Failure(kind="bad_result", reason=reason)
+    return report
+
+
+def _follow(report: Report, line: Any) -> None:
+    match line:
+        case {"begin": ("stage1" | "stage2" | "stage3" | "cascade_setup" | "evaluation") as stage}:
+            report.stage = stage
+        case {"stage": str(), "metrics": dict() as metrics, "artifacts": dict() as artifacts}:
+            if not all(isinstance(value, Metric) for value in metrics.values()):
+                raise _BadLineError("a metric is neither a number nor text")
+            report.metrics = {_clean(name): _clean(value) for name, value in metrics.items()}
+            report.artifacts = {_clean(name): _decode(value) for name, value in artifacts.items()}
+        case {"done": True} if report.stage:
+            report.is_done = True
+        case {"failed": str() as kind, "message": str() as message} if kind in _FROM_INSIDE:
+            report.failure = Failure(
+                kind=_FROM_INSIDE[kind],
+                reason=_clean(message),
+                type=_clean(str(line.get("type", ""))),
+                traceback=_clean(str(line.get("traceback", ""))),
+            )
+        case _:
+            raise _BadLineError("an unknown line")
+
+
+def _clean(value: _Value) -> _Value:
+    """Text that can be written as UTF-8: JSON lets half of a surrogate pair through."""
+    if isinstance(value, str):
+        return type(value)(value.encode(errors="replace").decode())
+    return value
+
+
+def _decode(value: Any) -> Artifact:
+    match value:
+        case {"text": str() as text}:
+            return _clean(text)
+        case {"base64": str() as text}:
+            try:
+                return base64.b64decode(text, validate=True)
+            except binascii.Error as error:
+                raise _BadLineError(str(error)) from error
+    raise _BadLineError("an artifact is neither text nor bytes")
+
+
+def _is_not_finite(value: Metric) -> bool:
+    if isinstance(value, str):
+        return False
+    try:
+        return not math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return True
+
+
+def _find_not_finite(metrics: Mapping[str, Metric]) -> Failure | None:
+    names = sorted(name for name, value in metrics.items() if _is_not_finite(value))
+    if not names:
+        return None
+    return Failure(kind="not_finite", reason=f"Not a finite number: {', '.join(names)[:500]}.")
+
+
+def _failure_tables(
+    stage: str, failure: Failure, evaluator: EvaluatorConfig
+) -> tuple[dict[str, Metric], dict[str, Artifact]]:
+    """The metrics and artifacts that OpenEvolve 0.4 gives a failure, but for its time stamp:
+    artifacts enter prompts, which must not depend on the clock."""
+    stage = stage or ("cascade_setup" if evaluator.cascade else "evaluation")
+    is_timeout = failure.kind == "timeout"
+    if stage in _STAGES[1:]:
+        flags: dict[str, Metric] = {f"{stage}_passed": 0.0}
+        notes: dict[str, Artifact] = {"failure_stage": stage}
+        if is_timeout:
+            return flags | {"timeout": True}, notes | {f"{stage}_timeout": "True"}
+        return flags, notes | {
+            f"{stage}_stderr": failure.reason,
+            f"{stage}_traceback": failure.traceback,
+        }
+    if stage == "evaluation":
+        if is_timeout:
+            return {"error": 0.0, "timeout": True}, {
+                "timeout": "True",
+                "timeout_duration": str(evaluator.timeout_s),
+                "failure_stage": "evaluation",
+                "error_type": "timeout",
+            }
+        return {"error": 0.0}, {
+            "stderr": failure.reason,
+            "traceback": failure.traceback,
+            "failure_stage": "evaluation",
+            "attempt": "1",
+        }
+    if stage == "stage1" and is_timeout:
+        return (
+            {"stage1_passed": 0.0, "error": 0.0, "timeout": True},
+            {"failure_stage": "stage1", "timeout": "True"},
+        )
+    return {"stage1_passed": 0.0, "error": 0.0}, {
+        "stderr": failure.reason,
+        "traceback": failure.traceback,
+        "failure_stage": stage,
+        "error_type": failure.type or failure.kind,
+        "error_message": failure.reason,
+        "cascade_config": str(evaluator.cascade),
+        "cascade_thresholds": str(list(evaluator.thresholds)),
+        "timeout_config": str(evaluator.timeout_s),
+        "evaluation_file": evaluator.file.name,
+    }

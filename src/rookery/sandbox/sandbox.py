@@ -1,0 +1,95 @@
+"""A sandbox for one evaluator: runs candidates one at a time and returns what each gave.
+
+    config = SandboxConfig(memory_bytes=2**30)
+    async with Sandbox(config, EvaluatorConfig(file=Path("evaluator.py"))) as sandbox:
+        outcome = await sandbox.evaluate("def solve(): return 42")
+
+The evaluator is imported once, inside the jail; each candidate is a fork. A failed candidate is an
+Outcome with a failure; SandboxError says that the sandbox or the evaluator itself is not usable.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import PurePosixPath
+from typing import Self
+
+from rookery.errors import SandboxError
+from rookery.sandbox.backends import BACKENDS
+from rookery.sandbox.box import Box, open_box
+from rookery.sandbox.config import BackendName, EvaluatorConfig, SandboxConfig
+from rookery.sandbox.outcome import Outcome
+from rookery.sandbox.server import ForkServer, Program
+
+__all__ = ["Sandbox"]
+
+
+class Sandbox:
+    """Cancelling `evaluate` kills the candidate; closing kills everything.
+
+    The backend must be named: `choose_backend` finds one that works.
+    """
+
+    def __init__(self, config: SandboxConfig, evaluator: EvaluatorConfig) -> None:
+        if config.backend is None:
+            raise SandboxError("No backend is named: open_sandbox chooses one.")
+        self.backend: BackendName = config.backend
+        self._config = config
+        self._evaluator = evaluator
+        self._stack = AsyncExitStack()
+        self._server: ForkServer | None = None
+        self._box: Box | None = None
+        # Callers of `evaluate` wait here; whoever holds it has limits on all its waits.
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        manager = open_box(self._evaluator.file)
+        self._box = await asyncio.to_thread(manager.__enter__)
+        self._stack.push_async_callback(asyncio.to_thread, manager.__exit__, None, None, None)
+        self._stack.push_async_callback(self._close_server)
+        try:
+            await self._running_server(self._box)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._box = None
+        await self._stack.aclose()
+
+    async def evaluate(self, program: Program) -> Outcome:
+        """Run the evaluator on a program: one file's text, or a folder's by relative path."""
+        _check(program)
+        async with self._turn:
+            if self._box is None:
+                raise SandboxError("The sandbox is closed.")
+            server = await self._running_server(self._box)
+            is_clean = False
+            try:
+                outcome = await server.evaluate(program, self._config, self._evaluator)
+                is_clean = server.is_alive and server.is_isolated
+            finally:
+                if not is_clean:
+                    await self._close_server()
+            return outcome
+
+    async def _running_server(self, box: Box) -> ForkServer:
+        if self._server is None:
+            jail = BACKENDS[self.backend](self._config, box)
+            self._server = await ForkServer.start(jail, self._config, box.log)
+        return self._server
+
+    async def _close_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+
+
+def _check(program: Program) -> None:
+    for name in program if isinstance(program, Mapping) else ():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise SandboxError(
+                f"A program's file is named {name!r}: write a path inside its folder."
+            )

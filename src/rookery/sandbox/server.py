@@ -1,0 +1,337 @@
+"""The fork server from outside: starts its jail, hands it one candidate at a time, watches it.
+
+    program ──> control socket ──> server in the jail ──> candidate ──> result, output (pipes)
+
+| waits for                  | at most                    | then                                  |
+|----------------------------|----------------------------|---------------------------------------|
+| the server to be ready     | `startup_s`                | SandboxError                          |
+| a stage of the evaluation  | `timeout_s`                | the candidate is killed: `timeout`    |
+| a killed candidate to end  | `_GRACE_S`                 | the jail is killed, the next starts   |
+| the jail to end            | `_GRACE_S`                 | it is killed                          |
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from rookery.errors import SandboxError
+from rookery.sandbox.backends import Jail
+from rookery.sandbox.cgroup import Cgroup, make_cgroup
+from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
+from rookery.sandbox.outcome import Failure, FailureKind, Outcome, make_outcome
+from rookery.sandbox.pipes import PipeReader
+from rookery.sandbox.process_tree import Usage, descendants, measure, measure_pss
+
+__all__ = ["ForkServer", "Program"]
+
+Program = str | Mapping[str, str]
+"""The text of a file, or the texts of a folder by relative path."""
+_GRACE_S = 10.0
+"""How long the kernel may take to end processes on a machine that is busy."""
+_WATCH_S = 0.1
+"""Between two looks at memory and processes. A process takes some 200 MB in this time."""
+_POLL_S = 0.01
+_TAIL_BYTES = 8192
+_MAX_STAGES = 3
+_MAX_BEGIN_BYTES = 64
+_ENTER = 'for f in $0; do echo $$ > "$f/cgroup.procs" || exit 126; done; exec "$@"'
+"""A shell that moves itself into control groups and becomes the command."""
+
+
+class ForkServer:
+    """One jail with a server in it. `is_isolated`: a candidate leaves nothing for the next one."""
+
+    def __init__(
+        self, process: Process, control: socket.socket, cgroup: Cgroup | None, log: Path
+    ) -> None:
+        self._process = process
+        self._control = control
+        self._cgroup = cgroup
+        self._log = log
+        self._idle = Usage()
+        self.is_isolated = False
+
+    @classmethod
+    async def start(cls, jail: Jail, config: SandboxConfig, log: Path) -> "ForkServer":
+        """Start the jail and wait until the evaluator is imported in it."""
+        cgroup = await asyncio.to_thread(make_cgroup)
+        command = list(jail.command)
+        if cgroup is not None:
+            command = ["/bin/sh", "-c", _ENTER, " ".join(map(str, cgroup.folders)), *command]
+        control, theirs = socket.socketpair()
+        control.setblocking(False)
+        try:
+            with theirs, log.open("ab") as errors:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=theirs.fileno(),
+                    stdout=errors,
+                    stderr=errors,
+                    env=jail.environment,
+                    cwd="/",
+                    start_new_session=True,
+                )
+        except BaseException as error:
+            control.close()
+            if cgroup is not None:
+                cgroup.remove()
+            if isinstance(error, OSError):
+                reason = f"{command[0]} cannot be started: {error.strerror}."
+                raise SandboxError(reason) from error
+            raise
+        server = cls(process, control, cgroup, log)
+        try:
+            await server._get_ready(config)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _get_ready(self, config: SandboxConfig) -> None:
+        try:
+            async with asyncio.timeout(config.startup_s):
+                answer = await self._answer()
+        except TimeoutError:
+            raise SandboxError(
+                f"The evaluator was not imported within `startup_s` ({config.startup_s:g} s)."
+            ) from None
+        if answer is None:
+            raise SandboxError(f"The sandbox did not start: {self._log_tail() or 'no message'}")
+        if "unusable" in answer:
+            raise SandboxError(f"The evaluator cannot be used: {answer['unusable']}")
+        self.is_isolated = bool(answer["is_isolated"])
+        self._idle = await asyncio.to_thread(measure, self._process.pid)
+        if self._cgroup is not None:
+            # The monitor and the first process of the candidate's namespace are ours.
+            await asyncio.to_thread(
+                self._cgroup.limit,
+                memory_bytes=config.memory_bytes + config.scratch_bytes,
+                max_processes=config.max_processes + 2,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None and self._control.fileno() >= 0
+
+    async def evaluate(
+        self, program: Program, config: SandboxConfig, evaluator: EvaluatorConfig
+    ) -> Outcome:
+        """Run one candidate. Cancelling it leaves a server to be closed."""
+        started = time.monotonic()
+        with ExitStack() as stack:
+            run = _Run(self._stop, config, evaluator)
+            run.oom_kills = self._num_oom_kills()
+            stack.callback(run.disarm)
+            result, output = stack.enter_context(run.result), stack.enter_context(run.output)
+            run.arm()
+            await self._send(program, evaluator, (result.writer, output.writer))
+            result.close_writer()
+            output.close_writer()
+            answer = await self._watched(run, config)
+            run.disarm()
+            num_kills = self._num_oom_kills()
+            if answer is None or answer["is_stopped"] != (run.stopped is not None):
+                # It died, or the order to stop came late and would be read as a request.
+                await self.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S):
+                    await result.ended.wait()
+                    await output.ended.wait()
+            seconds = time.monotonic() - started
+            tail = output.kept.decode(errors="replace")
+            data = bytes(result.kept)
+        stopped = run.stopped or _read_end(answer)
+        if num_kills > run.oom_kills:
+            stopped = _out_of_memory(config)
+        return await asyncio.to_thread(
+            make_outcome,
+            data,
+            stopped=stopped,
+            evaluator=evaluator,
+            seconds=seconds,
+            output_tail=tail,
+        )
+
+    async def _watched(self, run: "_Run", config: SandboxConfig) -> dict[str, object] | None:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch(run, config))
+            answer = await self._answer()
+            watch.cancel()
+        return answer
+
+    async def _watch(self, run: "_Run", config: SandboxConfig) -> None:
+        while run.stopped is None:
+            await asyncio.sleep(_WATCH_S)
+            failure = await asyncio.to_thread(self._find_excess, config, run.oom_kills)
+            if failure is not None:
+                run.stop(failure)
+
+    def _find_excess(self, config: SandboxConfig, oom_kills: int) -> Failure | None:
+        if self._num_oom_kills() > oom_kills:
+            return _out_of_memory(config)
+        usage = measure(self._process.pid)
+        threads = usage.num_threads - self._idle.num_threads - 2
+        if threads > config.max_processes:
+            return _over("processes", f"More than {config.max_processes} processes and threads.")
+        if config.cpu_s is not None and usage.cpu_s - self._idle.cpu_s > config.cpu_s:
+            return _over("cpu", f"More than {config.cpu_s:g} s of CPU time.")
+        most = config.memory_bytes + self._idle.rss_bytes
+        if usage.rss_bytes > most and measure_pss(self._process.pid) > most:
+            return _out_of_memory(config)
+        return None
+
+    def _num_oom_kills(self) -> int:
+        return self._cgroup.num_oom_kills() if self._cgroup is not None else 0
+
+    def _stop(self) -> asyncio.TimerHandle:
+        """Ask the server to end the candidate; end the jail if it does not."""
+        with suppress(OSError):
+            self._control.send(b"K")
+        return asyncio.get_running_loop().call_later(_GRACE_S, self._kill)
+
+    async def _send(
+        self, program: Program, evaluator: EvaluatorConfig, descriptors: tuple[int, int]
+    ) -> None:
+        body = {
+            "program": program if isinstance(program, str) else dict(program),
+            "suffix": evaluator.suffix,
+            "cascade": evaluator.cascade,
+            "thresholds": list(evaluator.thresholds),
+        }
+        data = await asyncio.to_thread(lambda: json.dumps(body).encode())
+        with suppress(OSError):  # the server is gone: no answer will come
+            socket.send_fds(self._control, [len(data).to_bytes(8, "big")], descriptors)
+            await asyncio.get_running_loop().sock_sendall(self._control, data)
+
+    async def _answer(self) -> dict[str, object] | None:
+        """The next line from the server; None when it has gone."""
+        line = b""
+        while not line.endswith(b"\n"):
+            try:
+                data = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
+            except OSError:
+                return None
+            if not data:
+                return None
+            line += data
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+    def _log_tail(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return " / ".join(lines[-3:])[-500:]
+
+    def _kill(self) -> None:
+        """Kill the jail with all in it. The first process of a namespace takes the others along."""
+        if self._process.returncode is None:
+            for pid in descendants(self._process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End the jail and all in it. Idempotent."""
+        self._control.close()
+        pids = await asyncio.to_thread(descendants, self._process.pid)
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        except asyncio.CancelledError:
+            self._kill()
+            raise
+        await asyncio.to_thread(_wait_until_empty, pids, self._cgroup)
+
+
+class _Run:
+    """One evaluation: its pipes, its clock, and the first reason for which it was stopped."""
+
+    def __init__(
+        self,
+        end: Callable[[], asyncio.TimerHandle],
+        config: SandboxConfig,
+        evaluator: EvaluatorConfig,
+    ) -> None:
+        self.stopped: Failure | None = None
+        self.oom_kills = 0
+        self._end = end
+        self._timeout_s = evaluator.timeout_s
+        self._num_stages = 0
+        self._timers: list[asyncio.TimerHandle] = []
+        too_long = f"A result of more than {config.result_bytes} bytes."
+        too_much = f"More than {config.output_bytes} bytes of output."
+        self.result = PipeReader(
+            max_bytes=config.result_bytes,
+            on_excess=lambda: self.stop(_over("output", too_long)),
+            on_line=self._follow,
+        )
+        self.output = PipeReader(
+            max_bytes=config.output_bytes,
+            on_excess=lambda: self.stop(_over("output", too_much)),
+            keep_bytes=_TAIL_BYTES,
+        )
+
+    def arm(self) -> None:
+        """Start the clock of a stage."""
+        self.disarm()
+        failure = _over("timeout", f"Not done within {self._timeout_s:g} s.")
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(self._timeout_s, self.stop, failure))
+
+    def stop(self, failure: Failure) -> None:
+        """The first reason counts."""
+        if self.stopped is None:
+            self.disarm()
+            self.stopped = failure
+            self._timers.append(self._end())
+
+    def disarm(self) -> None:
+        while self._timers:
+            self._timers.pop().cancel()
+
+    def _follow(self, line: bytes) -> None:
+        """A stage that begins has its own time. A forged line gains no more than three stages."""
+        is_begin = len(line) < _MAX_BEGIN_BYTES and line.startswith(b'{"begin"')
+        if is_begin and self._num_stages < _MAX_STAGES and self.stopped is None:
+            self._num_stages += 1
+            self.arm()
+
+
+def _over(kind: FailureKind, reason: str) -> Failure:
+    return Failure(kind=kind, reason=reason)
+
+
+def _wait_until_empty(pids: Sequence[int], cgroup: Cgroup | None) -> None:
+    """The jail's own program ends a moment before the last process in the jail."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        are_gone = not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        if are_gone and (cgroup is None or cgroup.remove()):
+            return
+        time.sleep(_POLL_S)
+
+
+def _out_of_memory(config: SandboxConfig) -> Failure:
+    return _over("memory", f"More than {config.memory_bytes} bytes of memory.")
+
+
+def _read_end(answer: dict[str, object] | None) -> Failure | None:
+    """How the candidate ended, if not by itself."""
+    if answer is None:
+        return _over("killed", "The sandbox died during the evaluation.")
+    match answer.get("ended"):
+        case None:
+            return _over("killed", "It was killed together with its sandbox's processes.")
+        case int() as code if code == -signal.SIGXCPU:
+            return _over("cpu", "The limit on CPU time ended it.")
+        case int() as code if code < 0:
+            return _over("killed", f"The signal {signal.Signals(-code).name} ended it.")
+    return None

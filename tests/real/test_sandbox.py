@@ -1,0 +1,633 @@
+"""Hostile programs on every backend that works here; without one they skip, under CI they fail."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import SandboxError
+from rookery.sandbox import (
+    BackendName,
+    EvaluatorConfig,
+    Outcome,
+    Probe,
+    Sandbox,
+    SandboxConfig,
+    probe_backend,
+)
+from rookery.sandbox.backends import BACKENDS, Jail
+from rookery.sandbox.process_tree import descendants
+
+EVALUATOR = """
+import runpy
+from openevolve.evaluation_result import EvaluationResult
+
+def evaluate(path):
+    found = runpy.run_path(path)
+    return EvaluationResult(metrics=found["metrics"], artifacts=found.get("artifacts", {}))
+"""
+SMALL = SandboxConfig(memory_bytes=2**28, max_processes=20, scratch_bytes=2**24, output_bytes=2**20)
+
+
+@cache
+def tried(backend: BackendName) -> Probe:
+    return asyncio.run(probe_backend(backend))
+
+
+@pytest.fixture(params=["bubblewrap", "sandlock"])
+def config(request: pytest.FixtureRequest) -> SandboxConfig:
+    probe = tried(request.param)
+    if not probe.works:
+        reason = f"{request.param}: {probe.reason}"
+        assert "CI" not in os.environ, reason
+        pytest.skip(reason)
+    return SMALL.model_copy(update={"backend": request.param})
+
+
+async def until(condition: Callable[[], bool], *, limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.02)
+
+
+def write_evaluator(folder: Path, text: str = EVALUATOR, **settings: object) -> EvaluatorConfig:
+    (folder / "evaluator").mkdir(exist_ok=True)
+    file = folder / "evaluator" / "evaluator.py"
+    file.write_text(text)
+    return EvaluatorConfig(file=file, **({"timeout_s": 20.0} | settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def sandbox(config: SandboxConfig, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    async with Sandbox(config, write_evaluator(tmp_path)) as opened:
+        yield opened
+
+
+def program(text: str) -> str:
+    return textwrap.dedent(text)
+
+
+async def healthy(sandbox: Sandbox) -> None:
+    """The sandbox still works, and the last candidate has left nothing in it."""
+    outcome = await sandbox.evaluate(
+        program("""
+        import os
+        metrics = {"files": len(os.listdir(os.environ["TMPDIR"])), "pid": os.getpid()}
+        """)
+    )
+    assert outcome.failure is None, outcome
+    assert outcome.metrics["files"] == 1, "its own program only"
+
+
+def kind_of(outcome: Outcome) -> str:
+    return outcome.failure.kind if outcome.failure else "none"
+
+
+async def test_a_good_program_is_measured(sandbox: Sandbox) -> None:
+    outcome = await sandbox.evaluate(
+        'print("noise"); metrics = {"combined_score": 0.5}; artifacts = {"a": "x", "b": b"\\xff"}'
+    )
+    assert outcome.failure is None and outcome.metrics == {"combined_score": 0.5}
+    assert outcome.artifacts == {"a": "x", "b": b"\xff"}
+    assert outcome.output_tail == "noise\n" and outcome.stage == "cascade_setup"
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("import os; os._exit(0)", {"crash"}),
+        ("import os; os._exit(139)", {"crash"}),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", {"killed"}),
+        ("import ctypes; ctypes.string_at(0)", {"killed"}),
+        ("raise SystemExit(0)", {"error"}),
+        ("1 / 0", {"error"}),
+        ("x = bytearray(10 * 2**30)", {"memory"}),
+        ("x = [bytearray(2**20) for _ in range(10_000)]", {"memory"}),
+        ("print('x' * 2**30)", {"output", "memory"}),
+        ("while True: print('x' * 1000)", {"output"}),
+        ("metrics = {'combined_score': float('nan')}", {"not_finite"}),
+        ("metrics = {'combined_score': float('-inf'), 'other': 1.0}", {"not_finite"}),
+        ("metrics = [1.0]", {"not_a_dict"}),
+        ("metrics = {'s': 1.0}; artifacts = {'a': 'x' * 2**25}", {"output"}),
+        ("metrics = {'s': 10**400}", {"not_finite"}),
+        ("metrics = {'s': 'x' * 2**25}", {"output"}),
+    ],
+)
+async def test_what_goes_wrong_has_a_kind(sandbox: Sandbox, text: str, kinds: set[str]) -> None:
+    outcome = await sandbox.evaluate(text)
+    assert kind_of(outcome) in kinds, outcome
+    assert outcome.failure is not None and outcome.failure.reason
+    assert "combined_score" not in outcome.metrics
+    await healthy(sandbox)
+
+
+async def test_an_endless_loop_ends_in_time(config: SandboxConfig, tmp_path: Path) -> None:
+    evaluator = write_evaluator(tmp_path, timeout_s=1.0)
+    async with Sandbox(config, evaluator) as sandbox:
+        start = time.monotonic()
+        outcome = await sandbox.evaluate("while True: pass")
+        assert kind_of(outcome) == "timeout" and time.monotonic() - start < 8
+        await healthy(sandbox)
+
+
+async def test_cpu_time_of_all_processes_counts(config: SandboxConfig, tmp_path: Path) -> None:
+    limited = config.model_copy(update={"cpu_s": 1.0})
+    async with Sandbox(limited, write_evaluator(tmp_path)) as sandbox:
+        outcome = await sandbox.evaluate("import os\nos.fork()\nwhile True: pass")
+        assert kind_of(outcome) == "cpu", outcome
+        await healthy(sandbox)
+
+
+async def test_memory_of_all_processes_counts(sandbox: Sandbox) -> None:
+    """Each of the processes stays below the limit; together they are far above it."""
+    outcome = await sandbox.evaluate(
+        program("""
+        import os, time
+        for _ in range(6):
+            if os.fork() == 0:
+                block = bytearray(os.urandom(1) * 100_000_000)
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
+        """)
+    )
+    assert kind_of(outcome) == "memory", outcome
+    await healthy(sandbox)
+
+
+async def test_a_fork_bomb_is_stopped(config: SandboxConfig, tmp_path: Path) -> None:
+    """The kernel stops it at the limit; then it loops until its time is over."""
+    async with Sandbox(config, write_evaluator(tmp_path, timeout_s=3.0)) as sandbox:
+        outcome = await sandbox.evaluate(
+            program("""
+            import os
+            while True:
+                try:
+                    os.fork()
+                except OSError:
+                    pass
+            """)
+        )
+        assert kind_of(outcome) in {"processes", "timeout"}, outcome
+        await healthy(sandbox)
+
+
+async def test_processes_are_limited_together(sandbox: Sandbox) -> None:
+    outcome = await sandbox.evaluate(
+        program("""
+        import os, time
+        num = 0
+        try:
+            for _ in range(100):
+                if os.fork() == 0:
+                    time.sleep(30)
+                num += 1
+        except OSError:
+            pass
+        metrics = {"num": num}
+        """)
+    )
+    assert kind_of(outcome) == "processes" or 10 < int(outcome.metrics["num"]) <= 25, outcome
+    await healthy(sandbox)
+
+
+async def test_the_scratch_folder_has_a_size(sandbox: Sandbox) -> None:
+    outcome = await sandbox.evaluate(
+        program("""
+        import tempfile
+        with tempfile.NamedTemporaryFile() as file:
+            for _ in range(64):
+                file.write(bytes(2**20))
+        """)
+    )
+    assert kind_of(outcome) == "error"
+    await healthy(sandbox)
+
+
+async def test_nothing_outside_is_seen_or_written(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    places = [secret, Path.home() / ".ssh", Path("/etc/shadow"), Path.home() / ".bashrc"]
+    folders = [tmp_path, Path.home(), Path("/var/tmp"), Path("/etc"), Path("/usr"), Path("/")]
+    folders += [Path(sys.prefix), Path(sys.base_prefix), Path("/dev"), Path("/dev/shm/..")]
+    text = program(f"""
+    import os
+    seen, written = [], []
+    for place in {[str(place) for place in places]!r}:
+        try:
+            os.listdir(place) if os.path.isdir(place) else open(place).read()
+            seen.append(place)
+        except OSError:
+            pass
+    for folder in {[str(folder) for folder in folders]!r}:
+        try:
+            open(folder + "/rookery-was-here", "w").close()
+            written.append(folder)
+        except OSError:
+            pass
+    metrics = {{"seen": str(seen), "written": str(written)}}
+    """)
+    outcome = await sandbox.evaluate(text)
+    assert outcome.metrics == {"seen": "[]", "written": "[]"}, outcome
+    assert not any((folder / "rookery-was-here").exists() for folder in folders)
+
+
+async def test_the_home_shows_nothing_but_python(sandbox: Sandbox) -> None:
+    home = Path.home()
+    outcome = await sandbox.evaluate(
+        program(f"""
+        import os
+        try:
+            metrics = {{"home": str(sorted(os.listdir({str(home)!r})))}}
+        except OSError:
+            metrics = {{"home": "[]"}}
+        """)
+    )
+    folders = {Path(sys.prefix), Path(sys.base_prefix)}
+    tops = {f.relative_to(home).parts[0] for f in folders if f.is_relative_to(home)}
+    assert outcome.metrics["home"] in ("[]", str(sorted(tops)))
+
+
+async def test_variables_are_hidden_unless_named(
+    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("PROBLEM_SIZE", "7")
+    named = config.model_copy(update={"variables": ("PROBLEM_SIZE",)})
+    text = program("""
+    import os
+    metrics = {"size": os.environ["PROBLEM_SIZE"], "leaks": "sk-secret" in str(os.environ)}
+    """)
+    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
+        outcome = await sandbox.evaluate(text)
+    assert outcome.metrics == {"size": "7", "leaks": False}
+
+
+async def test_environments_of_other_processes_are_hidden(sandbox: Sandbox) -> None:
+    """Through /proc: of this process, which holds the secret, and of all that are visible."""
+    sleeper = start(["sleep", "60"], env={"SECRET": "sk-in-a-process"})
+    try:
+        outcome = await sandbox.evaluate(
+            program("""
+            import os
+            text = b""
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    text += open(f"/proc/{pid}/environ", "rb").read()
+                except OSError:
+                    pass
+            metrics = {"leaks": b"sk-in-a-process" in text}
+            """)
+        )
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert outcome.metrics == {"leaks": False}
+
+
+async def test_the_network_is_closed_unless_opened(config: SandboxConfig, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        text = program(f"""
+        import socket
+        try:
+            socket.create_connection(("127.0.0.1", {listener.getsockname()[1]}), 3).close()
+            metrics = {{"connected": True}}
+        except OSError:
+            metrics = {{"connected": False}}
+        """)
+        for is_open in (False, True):
+            named = config.model_copy(update={"network": is_open})
+            async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
+                outcome = await sandbox.evaluate(text)
+            assert outcome.metrics == {"connected": is_open}
+
+
+async def test_named_folders_are_readable_only(config: SandboxConfig, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "numbers").write_text("42")
+    named = config.model_copy(update={"readable": (data,)})
+    text = program(f"""
+    import os
+    metrics = {{"number": int(open({str(data / "numbers")!r}).read())}}
+    try:
+        open({str(data / "numbers")!r}, "w")
+        metrics["written"] = True
+    except OSError:
+        pass
+    """)
+    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
+        outcome = await sandbox.evaluate(text)
+    assert outcome.metrics == {"number": 42}, outcome
+
+
+async def test_no_signal_reaches_the_parents(sandbox: Sandbox) -> None:
+    outcome = await sandbox.evaluate(
+        program("""
+        import os, signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        reached = 0
+        own = {os.getpid()}
+        for pid in {os.getppid(), *range(1, 65536)} - own:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                reached += pid not in (0, 1)
+            except OSError:
+                pass
+        os.setpgid(0, 0) if os.getsid(0) != os.getpid() else None
+        metrics = {"reached": reached}
+        """)
+    )
+    assert outcome.metrics == {"reached": 0}, outcome
+    await healthy(sandbox)
+
+
+async def test_a_signal_to_everybody_ends_the_candidate_alone(sandbox: Sandbox) -> None:
+    for call in ("os.kill(-1, signal.SIGKILL)", "os.killpg(0, signal.SIGKILL)"):
+        outcome = await sandbox.evaluate(f"import os, signal\n{call}\nmetrics = {{'s': 1.0}}")
+        assert kind_of(outcome) in {"killed", "none", "error"}, outcome
+        await healthy(sandbox)
+
+
+async def test_a_daemon_does_not_survive(sandbox: Sandbox, tmp_path: Path) -> None:
+    before = set(descendants(os.getpid()))
+    outcome = await sandbox.evaluate(
+        program("""
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                for descriptor in range(256):
+                    try:
+                        os.close(descriptor)
+                    except OSError:
+                        pass
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        metrics = {"s": 1.0}
+        """)
+    )
+    assert outcome.metrics == {"s": 1.0}
+    assert set(descendants(os.getpid())) <= before
+    await healthy(sandbox)
+
+
+async def test_deleting_everything_harms_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    outcome = await sandbox.evaluate(
+        program(f"""
+        import os, shutil
+        for place in ("/tmp", os.environ["TMPDIR"], {str(Path.home())!r}, {str(tmp_path)!r}, "/"):
+            shutil.rmtree(place, ignore_errors=True)
+        metrics = {{"s": 1.0}}
+        """)
+    )
+    assert kind_of(outcome) in {"none", "error"}
+    assert precious.exists() and os.access(sys.executable, os.X_OK)
+    await healthy(sandbox)
+
+
+async def test_locked_and_odd_files_are_removed(sandbox: Sandbox) -> None:
+    outcome = await sandbox.evaluate(
+        program("""
+        import os
+        scratch = os.environ["TMPDIR"]
+        os.makedirs(scratch + "/locked/inner")
+        open(scratch + "/locked/file", "w").close()
+        os.symlink("/usr", scratch + "/link")
+        os.mkfifo(scratch + "/fifo")
+        os.chmod(scratch + "/locked", 0)
+        metrics = {"s": 1.0}
+        """)
+    )
+    assert outcome.metrics == {"s": 1.0}, outcome
+    await healthy(sandbox)
+
+
+async def test_a_forged_result_is_taken_if_well_formed(sandbox: Sandbox) -> None:
+    """What docs/sandbox.md admits: candidate and evaluator share a process."""
+    text = """
+    import json, os
+    lines = [{{"begin": "evaluation"}}, {record}, {{"done": True}}]
+    data = "".join(json.dumps(line) + "\\n" for line in lines).encode()
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, data)
+        except OSError:
+            pass
+    os._exit(0)
+    """
+    good = '{"stage": "evaluation", "metrics": {"combined_score": 1e9}, "artifacts": {}}'
+    outcome = await sandbox.evaluate(program(text.format(record=good)))
+    assert outcome.metrics == {"combined_score": 1e9}
+    bad = '{"stage": "evaluation", "metrics": {"combined_score": [1]}, "artifacts": {}}'
+    outcome = await sandbox.evaluate(program(text.format(record=bad)))
+    assert kind_of(outcome) == "bad_result"
+    await healthy(sandbox)
+
+
+async def test_a_candidate_holds_no_descriptor_but_its_own(sandbox: Sandbox) -> None:
+    """Standard ones, its result, and the listing itself: no way to the server or to the log."""
+    outcome = await sandbox.evaluate("import os; metrics = {'n': len(os.listdir('/proc/self/fd'))}")
+    assert outcome.metrics == {"n": 5}
+
+
+async def test_a_folder_of_files_is_a_program(config: SandboxConfig, tmp_path: Path) -> None:
+    evaluator = write_evaluator(
+        tmp_path,
+        """
+import sys
+from helper import scale
+
+def evaluate(path):
+    sys.path.insert(0, path)
+    from package.main import answer
+    return {"combined_score": scale(answer())}
+""",
+    )
+    (evaluator.file.parent / "helper.py").write_text("def scale(x): return x / 100")
+    files = {
+        "package/main.py": "from .part import x\ndef answer(): return x",
+        "package/part.py": "x = 42",
+    }
+    async with Sandbox(config, evaluator) as sandbox:
+        assert (await sandbox.evaluate(files)).metrics == {"combined_score": 0.42}
+        with pytest.raises(SandboxError, match="inside its folder"):
+            await sandbox.evaluate({"../outside.py": ""})
+
+
+async def test_stages_and_a_timeout_in_the_second(config: SandboxConfig, tmp_path: Path) -> None:
+    evaluator = write_evaluator(
+        tmp_path,
+        """
+import time
+
+async def evaluate_stage1(path):
+    return {"combined_score": float(open(path).read()), "note": "text"}
+
+def evaluate_stage2(path):
+    time.sleep(30)
+
+def evaluate(path):
+    raise RuntimeError("not called")
+""",
+        timeout_s=1.0,
+    )
+    async with Sandbox(config, evaluator) as sandbox:
+        low = await sandbox.evaluate("0.2")
+        assert low.failure is None and low.metrics == {"combined_score": 0.2, "note": "text"}
+        high = await sandbox.evaluate("0.8")
+    assert kind_of(high) == "timeout" and high.stage == "stage2"
+    assert high.metrics == {
+        "combined_score": 0.8,
+        "note": "text",
+        "stage2_passed": 0.0,
+        "timeout": True,
+    }
+    assert high.artifacts == {"failure_stage": "stage2", "stage2_timeout": "True"}
+
+
+async def test_tools_of_evaluators_work_inside(config: SandboxConfig, tmp_path: Path) -> None:
+    evaluator = write_evaluator(
+        tmp_path,
+        """
+import pickle, subprocess, sys, tempfile
+import numpy as np
+
+def evaluate(path):
+    with tempfile.NamedTemporaryFile(suffix=".pkl") as file:
+        code = f"import pickle; pickle.dump({{'x': 21}}, open({file.name!r}, 'wb'))"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+        value = pickle.load(file)["x"]
+    return {"combined_score": np.float32(value) * 2, "matrix": float(np.eye(3).sum())}
+""",
+    )
+    async with Sandbox(config, evaluator) as sandbox:
+        outcome = await sandbox.evaluate("x")
+    assert outcome.metrics == {"combined_score": 42.0, "matrix": 3.0}, outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import not_a_module", "No module named 'not_a_module'"),
+        ("x = 1", "has no function `evaluate"),
+        ("import sys; sys.exit(3)", "importing evaluator.py failed"),
+        ("import os; os._exit(3)", "did not start"),
+    ],
+)
+async def test_an_unusable_evaluator_is_refused(
+    config: SandboxConfig, tmp_path: Path, text: str, sentence: str
+) -> None:
+    with pytest.raises(SandboxError, match=sentence):
+        async with Sandbox(config, write_evaluator(tmp_path, text)):
+            pass
+
+
+async def test_cancel_kills_the_candidate(sandbox: Sandbox) -> None:
+    before = set(descendants(os.getpid()))
+    task = asyncio.ensure_future(sandbox.evaluate("import time; time.sleep(600)"))
+    await until(lambda: not set(descendants(os.getpid())) <= before)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(descendants(os.getpid())) <= before
+    await healthy(sandbox)
+
+
+async def test_close_leaves_nothing(
+    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(descendants(os.getpid()))
+    evaluator = write_evaluator(tmp_path)
+    sandbox = Sandbox(config, evaluator)
+    async with sandbox:
+        assert (await sandbox.evaluate("metrics = {'s': 1.0}")).failure is None
+    assert set(descendants(os.getpid())) <= before
+    assert not leftovers()
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.evaluate("metrics = {}")
+
+
+async def test_the_death_of_the_parent_ends_everything(
+    config: SandboxConfig, tmp_path: Path
+) -> None:
+    evaluator = write_evaluator(tmp_path)
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    sleep = ["-c", "import time; time.sleep(600)", mark]
+    text = f"import subprocess, sys\nsubprocess.run([sys.executable, *{sleep!r}])"
+    code = f"""
+import asyncio
+from pathlib import Path
+from rookery.sandbox import *
+async def main():
+    config = SandboxConfig.model_validate_json({config.model_dump_json()!r})
+    async with Sandbox(config, EvaluatorConfig(file=Path({str(evaluator.file)!r}))) as sandbox:
+        await sandbox.evaluate({text!r})
+asyncio.run(main())
+"""
+    parent = start([sys.executable, "-c", code])
+    try:
+        await until(lambda: _running(mark))
+        jail = set(descendants(parent.pid)) - {parent.pid}
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    await until(lambda: not _running(mark))
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jail))
+
+
+def start(command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=env)
+
+
+def leftovers() -> list[Path]:
+    groups = Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*")
+    return [*Path(tempfile.gettempdir()).glob("rookery-sandbox-*"), *groups]
+
+
+def _running(mark: str) -> bool:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark.encode() in words:
+            return True
+    return False
+
+
+async def test_without_nested_namespaces_each_candidate_has_its_jail(
+    config: SandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some systems let bubblewrap make namespaces but not the programs in it."""
+    if config.backend != "bubblewrap":
+        pytest.skip("sandlock does not nest")
+    bubblewrap = BACKENDS["bubblewrap"]
+
+    def without_nesting(config: SandboxConfig, box: object) -> Jail:
+        jail = bubblewrap(config, box)  # type: ignore[arg-type]
+        words = [word.replace('"namespaces"', '"jail"') for word in jail.command]
+        return Jail(command=words, environment=jail.environment)
+
+    monkeypatch.setitem(BACKENDS, "bubblewrap", without_nesting)
+    async with Sandbox(config, write_evaluator(tmp_path)) as sandbox:
+        await healthy(sandbox)
+        killed = await sandbox.evaluate("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
+        assert kind_of(killed) == "killed"
+        await healthy(sandbox)

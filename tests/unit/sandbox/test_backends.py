@@ -1,0 +1,129 @@
+"""What each backend's command lets in, and the refusals before anything runs."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import SandboxError
+from rookery.sandbox import SandboxConfig, choose_backend
+from rookery.sandbox.backends import BACKENDS
+from rookery.sandbox.backends.jail import python_folders
+from rookery.sandbox.box import open_box
+
+
+@pytest.fixture
+def evaluator(tmp_path: Path) -> Path:
+    folder = tmp_path / "evaluator"
+    (folder / "data").mkdir(parents=True)
+    (folder / ".env").write_text("KEY=sk-secret")
+    (folder / "data" / "table.csv").write_text("1,2")
+    file = folder / "evaluator.py"
+    file.write_text("def evaluate(path): return {}")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def bwrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    program = tmp_path / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return str(program)
+
+
+def words_after(command: list[str], option: str) -> list[str]:
+    return [after for word, after in itertools.pairwise(command) if word == option]
+
+
+def test_the_box_holds_a_copy_without_secrets_and_goes(evaluator: Path) -> None:
+    with open_box(evaluator) as box:
+        inside = {str(p.relative_to(box.inside)) for p in box.inside.rglob("*") if p.is_file()}
+        assert {"evaluator/evaluator.py", "evaluator/data/table.csv"} <= inside
+        assert "rookery_inside/server.py" in inside
+        assert not any(".env" in name or "__pycache__" in name for name in inside)
+        assert (box.inside / box.evaluator).stat().st_mode & 0o777 == 0o644
+    assert not box.folder.exists()
+
+
+def test_a_box_left_by_a_dead_program_is_removed(
+    evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "rookery-sandbox-left"
+    (left / "scratch").mkdir(parents=True)
+    (left / "lock").touch()
+    with open_box(evaluator) as first, open_box(evaluator) as second:
+        assert not left.exists() and first.folder.exists() and second.folder.exists()
+
+
+def test_an_evaluator_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="no evaluator file"), open_box(tmp_path / "none.py"):
+        pass
+
+
+def test_bubblewrap_shows_python_and_nothing_of_the_home(bwrap: str, evaluator: Path) -> None:
+    with open_box(evaluator) as box:
+        command = list(BACKENDS["bubblewrap"](SandboxConfig(), box).command)
+    bound = {Path(path) for path in words_after(command, "--ro-bind")}
+    home = Path.home()
+    assert command[0] == bwrap and "--unshare-net" in command and "--die-with-parent" in command
+    assert set(python_folders()) <= bound
+    assert not any(home.is_relative_to(path) for path in bound)
+    assert {p for p in bound if p.is_relative_to(home)} <= set(python_folders())
+    assert command.index("--remount-ro") > max(
+        at for at, word in enumerate(command) if word == "--ro-bind"
+    )
+
+
+def test_what_the_config_names_is_let_in(
+    bwrap: str, evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAMED", "yes")
+    monkeypatch.setenv("OTHER", "no")
+    config = SandboxConfig(
+        network=True, readable=(tmp_path,), devices=(Path("/dev/null"),), variables=("NAMED",)
+    )
+    with open_box(evaluator) as box:
+        jail = BACKENDS["bubblewrap"](config, box)
+    command = list(jail.command)
+    assert "--unshare-net" not in command
+    assert str(tmp_path) in words_after(command, "--ro-bind")
+    assert words_after(command, "--dev-bind") == ["/dev/null"]
+    assert jail.environment["NAMED"] == "yes" and "OTHER" not in jail.environment
+    assert not any("yes" in word for word in command), "others can read command lines"
+
+
+def test_a_folder_that_is_not_there_is_refused(bwrap: str, evaluator: Path) -> None:
+    config = SandboxConfig(readable=(Path("/no/such/folder"),))
+    with open_box(evaluator) as box, pytest.raises(SandboxError, match="/no/such/folder"):
+        BACKENDS["bubblewrap"](config, box)
+
+
+def test_a_python_that_holds_the_home_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    with pytest.raises(SandboxError, match="holds your home"):
+        python_folders()
+
+
+async def test_no_backend_is_a_refusal_with_the_lines_that_mend_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sandlock", None)
+    with pytest.raises(SandboxError) as refused:
+        await choose_backend(SandboxConfig())
+    text = str(refused.value)
+    assert "apt-get install bubblewrap" in text and "pip install sandlock" in text
+
+
+async def test_a_backend_that_is_there_but_fails_is_told_by_its_own_words(bwrap: str) -> None:
+    with pytest.raises(SandboxError, match="No permissions to create new namespace"):
+        await choose_backend(SandboxConfig(backend="bubblewrap"))

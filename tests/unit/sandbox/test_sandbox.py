@@ -1,0 +1,90 @@
+"""The whole path with the backend `unsafe`, which runs everywhere."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rookery.errors import SandboxError
+from rookery.sandbox import EvaluatorConfig, Sandbox, SandboxConfig, choose_backend
+
+CONFIG = SandboxConfig(backend="unsafe", output_bytes=2**20, memory_bytes=2**28)
+
+
+@pytest.fixture
+async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
+    file = tmp_path / "evaluator.py"
+    file.write_text("import runpy\ndef evaluate(path): return runpy.run_path(path)['metrics']")
+    async with Sandbox(CONFIG, EvaluatorConfig(file=file, timeout_s=10.0)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("import os; os._exit(0)", "crash"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed"),
+        ("x = bytearray(10 * 2**30)", "memory"),
+        ("while True: print('x' * 1000)", "output"),
+        ("metrics = {'s': float('nan')}", "not_finite"),
+        ("metrics = 3", "not_a_dict"),
+        ("\ud800", "error"),
+    ],
+)
+async def test_failures_and_then_a_good_one(sandbox: Sandbox, text: str, kind: str) -> None:
+    outcome = await sandbox.evaluate(text)
+    assert outcome.failure is not None and outcome.failure.kind == kind, outcome
+    assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
+
+
+async def test_candidates_do_not_share_state(sandbox: Sandbox) -> None:
+    text = "import builtins\nmetrics = {'seen': hasattr(builtins, 'x')}\nbuiltins.x = 1"
+    for _ in range(2):
+        assert (await sandbox.evaluate(text)).metrics == {"seen": False}
+
+
+async def test_many_callers_take_turns(sandbox: Sandbox) -> None:
+    texts = [f"metrics = {{'s': {number}}}" for number in range(8)]
+    outcomes = await asyncio.gather(*map(sandbox.evaluate, texts))
+    assert [outcome.metrics["s"] for outcome in outcomes] == list(range(8))
+
+
+async def test_descriptors_do_not_leak(sandbox: Sandbox) -> None:
+    await sandbox.evaluate("metrics = {'s': 1.0}")
+    before = set(os.listdir("/proc/self/fd"))
+    for text in ("metrics = {'s': 1.0}", "import os; os._exit(1)"):
+        await sandbox.evaluate(text)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_timeout_ends_the_candidate_only(tmp_path: Path) -> None:
+    file = tmp_path / "evaluator.py"
+    file.write_text(
+        "import os, time\ndef evaluate(path):\n while 'x' in open(path).read(): pass\n"
+        " return {'parent': os.getppid() > 0}"
+    )
+    async with Sandbox(CONFIG, EvaluatorConfig(file=file, timeout_s=0.5)) as sandbox:
+        late = await sandbox.evaluate("x")
+        assert late.failure is not None and late.failure.kind == "timeout"
+        assert (await sandbox.evaluate("y")).metrics == {"parent": True}
+
+
+async def test_a_dead_server_is_started_again(sandbox: Sandbox) -> None:
+    """In `unsafe` a candidate can kill the server: its own evaluation fails, the next does not."""
+    text = """
+import os, signal
+for pid in (os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().split()[3])):
+    os.kill(pid, signal.SIGSTOP)
+os.kill(pid, signal.SIGKILL)
+"""
+    outcome = await sandbox.evaluate(text)
+    assert outcome.failure is not None and outcome.failure.kind == "killed"
+    assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
+
+
+async def test_unsafe_is_taken_when_named_only() -> None:
+    assert (await choose_backend(CONFIG)).backend == "unsafe"
+    with pytest.raises(SandboxError, match="choose"):
+        Sandbox(SandboxConfig(), EvaluatorConfig(file=Path("evaluator.py")))
