@@ -40,6 +40,7 @@ EXTRAS = {
     "gguf": "hf",
     "jsonschema": "tasks",
     "math_verify": "tasks",
+    "modal": "modal",
     "peft": "hf",
     "ray": "ray",
     "torch": "hf",

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from rookery.cli.outcome import fail_if_tasks_failed, print_outcome
-from rookery.cli.terminal import console, log_warnings
+from rookery.cli.outcome import print_outcome
+from rookery.cli.terminal import log_warnings
 from rookery.config import load_config
 from rookery.errors import ConfigError
 
@@ -32,9 +32,10 @@ def evaluate(
 ) -> int:
     """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
 
+    All of them are answered in one batch. The run can be interrupted and resumed.
+
         rookery eval smollm2 tasks.jsonl
         rookery eval smollm2 generated:arithmetic --adapter out/poet --adapter out/judge
-        rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet configs/fleet/8b.yaml
         rookery eval Qwen/Qwen3-8B tasks.jsonl --fleet http://gpu1:8000
 
     Parameters
@@ -71,10 +72,7 @@ def evaluate(
         model, taskset, adapters=adapter, fleet=_read_fleet(fleet), name=name, runs_dir=runs_dir,
         progress=not json_out, **values,
     )  # fmt: skip
-    if json_out:
-        console.print_json(outcome.report.model_dump_json(exclude_none=True))
-        return fail_if_tasks_failed(outcome.report)
-    return print_outcome(outcome)
+    return print_outcome(outcome, as_json=json_out)
 
 
 def _read_fleet(given: tuple[str, ...]) -> "FleetConfig | None":

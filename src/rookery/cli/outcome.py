@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 __all__ = ["print_outcome"]
 
 
-def print_outcome(outcome: "Outcome[Any]") -> int:
+def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
     """Print what a run found; the exit code is 2 when something of it failed."""
-    return _PRINTERS[outcome.report.kind](outcome.report, outcome.path)
+    report = outcome.report
+    if as_json:
+        console.print_json(report.model_dump_json(exclude_none=True))
+    else:
+        _PRINTERS[report.kind](report, outcome.path)
+    return _fail_if_tasks_failed(report) if report.kind == "eval" else 0
 
 
-def _print_genome(report: "GenomeReport", path: Path) -> int:
+def _print_genome(report: "GenomeReport", path: Path) -> None:
     from rookery.ui.headline import make_headline
     from rookery.ui.table import COLUMNS, genome_rows
 
@@ -35,10 +40,9 @@ def _print_genome(report: "GenomeReport", path: Path) -> int:
         highlight=False,
     )
     _print_places({"winner": path / "winner", "report": path / "report.html"})
-    return 0
 
 
-def _print_icm(report: "IcmReport", path: Path) -> int:
+def _print_icm(report: "IcmReport", path: Path) -> None:
     from rookery.ui.icm import COLUMNS, icm_rows
 
     title = f"{report.num_labelled} of {report.num_items} items labelled"
@@ -58,10 +62,9 @@ def _print_icm(report: "IcmReport", path: Path) -> int:
             "report": path / "report.html",
         }
     )
-    return 0
 
 
-def _print_evaluation(report: "EvaluationReport", path: Path) -> int:
+def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
     from rich.table import Table
 
     from rookery.ui import wording
@@ -82,10 +85,9 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> int:
     )
     line = f"{report.seconds or 0:.1f} s; {counts}. Run: {path}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return fail_if_tasks_failed(report)
 
 
-def fail_if_tasks_failed(report: "EvaluationReport") -> int:
+def _fail_if_tasks_failed(report: "EvaluationReport") -> int:
     """A line for each model with tasks that failed, and the exit code."""
     failures = [row for row in report.models if row.num_failed]
     for row in failures:
@@ -117,7 +119,7 @@ def _print_places(places: Mapping[str, str | Path]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-_PRINTERS: Mapping[str, Callable[[Any, Path], int]] = {
+_PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "eval": _print_evaluation,
     "genome": _print_genome,
     "icm": _print_icm,
