@@ -23,17 +23,23 @@ __all__ = [
     "LoraFactors",
     "Message",
     "ModelRef",
+    "ModelWeights",
+    "OptimStep",
     "Rollout",
     "SampleRequest",
     "SamplingParams",
     "Score",
     "ScoreRequest",
+    "StepOutput",
     "Task",
     "TextReply",
     "TextRequest",
     "TokenIds",
     "TokenUsage",
     "TopLogprobs",
+    "TrainOutput",
+    "TrainRequest",
+    "VersionSpan",
 ]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -129,6 +135,15 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens `start` to `stop - 1` of a completion were drawn under this version of its model."""
+
+    version: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Sampled tokens, with log-probabilities under the distribution they were drawn from.
 
@@ -142,6 +157,9 @@ class Completion:
     text: str
     finish_reason: FinishReason
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Which version drew which tokens, when weights changed on the way; `model` is the last of
+    them. Empty: `model.version` drew all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,17 +230,78 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training row: token i is predicted from the tokens before it, weighted by weights[i].
+    """One training row: `targets[j]` is predicted from the tokens up to `positions[j]`.
 
-    Prompt (5, 6), answer (7, 8): tokens (5, 6, 7, 8), weights (0, 0, 1, 1). `logprobs` and
-    `advantages`, when a loss needs them, are aligned with `tokens` in the same way.
+    Prompt (5, 6), drawn answer (7, 8), learned with advantage 2:
+
+        tokens    (5, 6, 7)      what the model reads
+        positions (1, 2)         after 5 6, and after 5 6 7
+        targets   (7, 8)         what it is to say there
+        weights   (1.0, 1.0)     sampled_logprobs (-0.3, -1.2)     advantages (2.0, 2.0)
+
+    All columns are as long as `targets`. Positions never fall; one that comes K times has K
+    targets, each with its own weight (soft targets), and one that does not come predicts nothing
+    and costs no head. A target of weight 0 changes no gradient and still gets its log-probability.
     """
 
     tokens: TokenIds
+    positions: tuple[int, ...]
+    targets: TokenIds
     weights: tuple[float, ...]
-    logprobs: tuple[float, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    """Of the targets when they were drawn, under `temperature` and over `kept`."""
+    reference_logprobs: tuple[float, ...] = ()
+    """Of the targets under the model that a KL term holds the trained one to."""
     advantages: tuple[float, ...] = ()
-    model: ModelRef | None = None
+    temperature: float = 1.0
+    """The one the targets were drawn with: logits are divided by it."""
+    kept: tuple[TokenIds, ...] = ()
+    """The tokens that top_p, top_k and min_p left to draw each target from: log-probabilities are
+    normalised over them. An empty entry, or none at all: the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """Ask a trainer for a loss of one trainee on its data."""
+
+    trainee: str
+    data: tuple[Datum, ...]
+    loss: str = "cross_entropy"
+    loss_options: Mapping[str, Json] = field(default_factory=dict)
+    """What the loss lets one choose, such as {"clip_low": 0.2}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOutput:
+    """What came of one TrainRequest. A failed one says why, has no results and added nothing."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logprobs: tuple[tuple[float, ...], ...] = ()
+    """Of every target of every datum, in their order, before the step."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStep:
+    """One AdamW step of one trainee."""
+
+    trainee: str
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """The weights shrink by learning_rate * this."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What came of one OptimStep. A failed one says why and changed no weight."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,3 +349,13 @@ class Adapter:
     def rank(self) -> int:
         """The largest rank of any layer."""
         return max((f.a.shape[0] for f in self.factors.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """All weights of one model, by their names in its folder."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    version: str
+    """Content hash or step: other weights, another version."""

@@ -43,7 +43,15 @@ from rookery.fleet.staging import Staging, open_staging
 from rookery.fleet.turns import Turns
 from rookery.fleet.urls import check_urls
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
-from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
+from rookery.types import (
+    Adapter,
+    Completion,
+    ModelRef,
+    ModelWeights,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+)
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
@@ -217,10 +225,14 @@ class Fleet:
         self._require(ref)
         await self._served.unload(ref)
 
-    async def publish(self, adapter: Adapter) -> ModelRef:
+    async def publish(self, weights: Adapter | ModelWeights) -> ModelRef:
         """Load new weights. What was published under the same name before is retired after its
         last request in flight; requests for it from then on are refused."""
-        ref = await self.load(adapter)
+        if not isinstance(weights, Adapter):
+            raise FleetError(
+                f"{weights.name} is a whole model; a fleet publishes adapters. Train an adapter."
+            )
+        ref = await self.load(weights)
         await self._served.publish(ref)
         return ref
 

@@ -203,9 +203,7 @@ class _Stack:
     columns: slice
 
 
-def _stack_slots(
-    members: Sequence[SlotFactors | None], columns: Sequence[slice]
-) -> _Stack | None:
+def _stack_slots(members: Sequence[SlotFactors | None], columns: Sequence[slice]) -> _Stack | None:
     adapted = [
         (*factors, place)
         for factors, place in zip(members, columns, strict=True)
