@@ -64,7 +64,10 @@ class CausalAttend:
         parts = [
             self._run(*run, q_part, kv_part, heads)
             for run, q_part, kv_part in zip(
-                self._runs, q.split(self._rows), kv.split(self._rows), strict=True
+                self._runs,
+                torch.split(q, self._rows),
+                torch.split(kv, self._rows),
+                strict=True,
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -104,7 +107,7 @@ class CausalAttend:
         k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
         longest = max(length for length, _ in self._runs)
         left = -1 if heads.window is None or heads.window >= longest else heads.window - 1
-        mixed: torch.Tensor = varlen_attn(
+        mixed = varlen_attn(
             q.contiguous(),
             k.contiguous(),
             v.contiguous(),
@@ -115,6 +118,7 @@ class CausalAttend:
             scale=heads.scale,
             window_size=(left, 0),
         )
+        assert isinstance(mixed, torch.Tensor), "no second result was asked for"
         return mixed
 
 
