@@ -12,7 +12,6 @@ from rookery.types import (
     Adapter,
     Completion,
     ModelRef,
-    ModelWeights,
     OptimStep,
     SampleRequest,
     Score,
@@ -23,6 +22,7 @@ from rookery.types import (
     TextRequest,
     TrainOutput,
     TrainRequest,
+    Weights,
 )
 
 __all__ = [
@@ -151,7 +151,7 @@ class Trainer(Protocol):
 class Publisher(Protocol):
     """Hands a trainee's new weights, an adapter or all of them, to the samplers."""
 
-    async def publish(self, weights: Adapter | ModelWeights) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         """The version that names them; the one published under the same name before is retired
         after its last request in flight. Weights of a kind it cannot serve are an error."""
         ...

@@ -20,7 +20,6 @@ from rookery.types import (
     Adapter,
     Completion,
     ModelRef,
-    ModelWeights,
     OptimStep,
     SampleRequest,
     Score,
@@ -34,6 +33,7 @@ from rookery.types import (
     TopLogprobs,
     TrainOutput,
     TrainRequest,
+    Weights,
 )
 
 __all__ = [
@@ -204,9 +204,9 @@ class FakePublisher:
 
     def __init__(self, name: str = "policy") -> None:
         self._name = name
-        self.published: list[Adapter | ModelWeights] = []
+        self.published: list[Weights] = []
 
-    async def publish(self, weights: Adapter | ModelWeights) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         self.published.append(weights)
         return ModelRef(name=self._name, version=str(len(self.published)))
 

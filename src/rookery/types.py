@@ -40,6 +40,7 @@ __all__ = [
     "TrainOutput",
     "TrainRequest",
     "VersionSpan",
+    "Weights",
 ]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -359,3 +360,7 @@ class ModelWeights:
     tensors: Mapping[str, torch.Tensor]
     version: str
     """Content hash or step: other weights, another version."""
+
+
+Weights = Adapter | ModelWeights
+"""What a trainer makes and a publisher hands on."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rookery.errors import AdapterError
 from rookery.model_names import is_named, model_names
-from rookery.types import Adapter, LoraFactors
+from rookery.types import Adapter, LoraFactors, Weights
 
-__all__ = ["Fit", "base_names", "check_fit", "read_head", "read_shapes"]
+__all__ = ["Fit", "base_names", "check_fit", "read_head", "read_shapes", "require_adapter"]
 
 _HEADER_LIMIT = 100 * 2**20
 """The safetensors format allows no longer header."""
@@ -140,6 +140,15 @@ def read_head(folder: Path) -> dict[str, tuple[int, int]]:
         return {}
     sizes = [size for name, size in found.items() if name.endswith("embed_tokens")]
     return {_HEAD: sizes[0]} if len(sizes) == 1 else {}
+
+
+def require_adapter(weights: Weights) -> Adapter:
+    """Servers are given adapters, one beside the other; a whole model is not one."""
+    if isinstance(weights, Adapter):
+        return weights
+    raise AdapterError(
+        f"{weights.name} is a whole model; a fleet publishes adapters: train an adapter."
+    )
 
 
 def _read_matrices(folder: Path) -> dict[str, tuple[int, int]]:

@@ -30,7 +30,7 @@ from rookery.fleet.batches import Entry, make_batches
 from rookery.fleet.capabilities import Capabilities
 from rookery.fleet.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.cluster import place_on_ray
-from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes
+from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes, require_adapter
 from rookery.fleet.garbage import collected_rarely
 from rookery.fleet.launch import LocalServer, Progress, open_servers
 from rookery.fleet.pool import Pool
@@ -43,15 +43,7 @@ from rookery.fleet.staging import Staging, open_staging
 from rookery.fleet.turns import Turns
 from rookery.fleet.urls import check_urls
 from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
-from rookery.types import (
-    Adapter,
-    Completion,
-    ModelRef,
-    ModelWeights,
-    SampleRequest,
-    Score,
-    ScoreRequest,
-)
+from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Weights
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
@@ -225,14 +217,10 @@ class Fleet:
         self._require(ref)
         await self._served.unload(ref)
 
-    async def publish(self, weights: Adapter | ModelWeights) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         """Load new weights. What was published under the same name before is retired after its
         last request in flight; requests for it from then on are refused."""
-        if not isinstance(weights, Adapter):
-            raise FleetError(
-                f"{weights.name} is a whole model; a fleet publishes adapters. Train an adapter."
-            )
-        ref = await self.load(weights)
+        ref = await self.load(require_adapter(weights))
         await self._served.publish(ref)
         return ref
 

@@ -2,7 +2,7 @@
 
 from rookery.errors import TrainError
 from rookery.ports import Adapters
-from rookery.types import Adapter, ModelRef, ModelWeights
+from rookery.types import Adapter, ModelRef, Weights
 
 __all__ = ["AdapterPublisher"]
 
@@ -17,7 +17,7 @@ class AdapterPublisher:
         self._adapters = adapters
         self._published: dict[str, ModelRef] = {}
 
-    async def publish(self, weights: Adapter | ModelWeights) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         if not isinstance(weights, Adapter):
             raise TrainError(
                 f"{weights.name} is a whole model; only adapters can be loaded here. Train an "
