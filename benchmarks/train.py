@@ -95,8 +95,8 @@ def gradient_gap(model: Any, trainer: LoraTrainer) -> float:
     named = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     theirs = [named[name] for name in sorted(named)]
     mine = trainer.trainee("start").gradients or []
-    largest = max(gradient.abs().max().item() for gradient in theirs)
-    gaps = [(a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True)]
+    largest = max(float(gradient.abs().max()) for gradient in theirs)
+    gaps = [float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True)]
     return max(gaps) / largest
 
 
@@ -104,6 +104,31 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def compare(
+    model: SlottedModel, peft: Any, start: Adapter, data: list[Datum], *, rounds: int
+) -> tuple[list[float], float]:
+    """Tokens per second of both, and the gap of their gradients."""
+    trainer = LoraTrainer(model, config=TrainerConfig())
+    trainer.add("start", start)
+    request = TrainRequest(trainee="start", data=tuple(data))
+
+    def mine() -> None:
+        asyncio.run(trainer.forward_backward([request]))
+
+    def theirs() -> None:
+        peft_pass(peft, data)
+
+    mine()
+    theirs()
+    gap = gradient_gap(peft, trainer)
+    times: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for kept, work in zip(times, (mine, theirs), strict=True):
+            kept.append(seconds(work))
+    num_tokens = sum(len(datum.tokens) for datum in data)
+    return [num_tokens / min(kept) for kept in times], gap
 
 
 def main() -> None:
@@ -118,21 +143,7 @@ def main() -> None:
     print(f"{'sequences':<10} {'rookery':>12} {'padded peft':>12} {'ratio':>6} {'gap':>9}")
     for name, lengths in SHAPES.items():
         data = make_data(lengths, model.shape.vocab_size)
-        trainer = LoraTrainer(model, config=TrainerConfig())
-        trainer.add("start", start)
-        request = TrainRequest(trainee="start", data=tuple(data))
-
-        def rookery_pass(trainer: LoraTrainer = trainer, request: TrainRequest = request) -> None:
-            asyncio.run(trainer.forward_backward([request]))
-
-        rookery_pass()
-        peft_pass(peft, data)
-        gap = gradient_gap(peft, trainer)
-        mine, theirs = [], []
-        for _ in range(options.rounds):
-            mine.append(seconds(rookery_pass))
-            theirs.append(seconds(lambda data=data: peft_pass(peft, data)))
-        rates = [sum(lengths) / min(times) for times in (mine, theirs)]
+        rates, gap = compare(model, peft, start, data, rounds=options.rounds)
         print(
             f"{name:<10} {rates[0]:>8.0f} t/s {rates[1]:>8.0f} t/s {rates[0] / rates[1]:>6.2f} "
             f"{gap:>9.1e}",
