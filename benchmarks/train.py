@@ -88,7 +88,7 @@ def peft_pass(model: Any, data: Sequence[Datum]) -> None:
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
     )
-    loss.backward()
+    torch.autograd.backward(loss)
 
 
 def gradient_gap(model: Any, trainer: LoraTrainer) -> float:
