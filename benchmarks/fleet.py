@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from rookery.fleet import Client, Fleet, FleetConfig, open_fleet, open_session
 from rookery.fleet.garbage import OBJECTS
-from rookery.fleet.wire import Fields, encode_body
+from rookery.fleet.http.wire import Fields, encode_body
 from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
 
 HERE = Path(__file__).parent

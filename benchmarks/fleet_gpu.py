@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from rookery.fleet import Client, Fleet, FleetConfig, LaunchConfig, LaunchProgress, open_fleet
-from rookery.fleet.replica import Replica
-from rookery.fleet.wire import Fields, encode_body
+from rookery.fleet.http.wire import Fields, encode_body
+from rookery.fleet.routing.replica import Replica
 from rookery.types import Adapter, LoraFactors, ModelRef, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 
@@ -168,7 +168,7 @@ async def load_alone(replica: Replica, adapter: Adapter) -> tuple[float, float]:
     began = time.perf_counter()
     if replica.route == "extension":
         dtype = replica.capabilities.lora_dtype or "bfloat16"
-        folder = staging.arena_folder(ref, adapter, dtype=dtype)
+        folder = staging.buffer_folder(ref, adapter, dtype=dtype)
     else:
         folder = staging.peft_folder(ref, adapter, base=replica.capabilities.root)
     write = time.perf_counter() - began

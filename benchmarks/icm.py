@@ -39,8 +39,8 @@ from statistics import median
 
 from rookery.embedded import EngineConfig, open_engine, resolve_model
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.probe import read_metrics
-from rookery.fleet.settings import visible_gpus
+from rookery.fleet.http.probe import read_metrics
+from rookery.fleet.servers.settings import visible_gpus
 from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.prompts import Prompts, load_encoder
 from rookery.ports import Sampler

@@ -31,12 +31,12 @@ from pydantic import Field
 from rookery.config import Config, parse_config
 from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
-from rookery.fleet.client import ClientConfig
-from rookery.fleet.loop_thread import LoopThread
-from rookery.fleet.staging import as_safetensors
-from rookery.fleet.tokenize import tokenize
-from rookery.fleet.update import Model, require_torch, require_updates, update_weights
-from rookery.search.streams import stream_seed
+from rookery.fleet.adapters.staging import as_safetensors
+from rookery.fleet.bridges.reload import Model, require_torch, require_updates, update_weights
+from rookery.fleet.http.client import ClientConfig
+from rookery.fleet.http.tokenize import tokenize
+from rookery.loop_thread import LoopThread
+from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 
 __all__ = [
@@ -291,7 +291,7 @@ def get_client_info() -> dict[str, Any]:
     return {
         "initialized": True,
         "base_url": backend.config.url,
-        "is_up": any(replica.lane.is_open for replica in backend.fleet.pool.replicas),
+        "is_up": any(replica.load.is_open for replica in backend.fleet.pool.replicas),
         "model": found.model,
         "version": found.version,
         "max_model_len": found.max_model_len,
@@ -321,7 +321,7 @@ async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
         resolver=config.resolver,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
-        heal_s=config.timeout,
+        all_down_timeout_s=config.timeout,
     )
     async with open_fleet(settings) as fleet:
         yield fleet

@@ -17,8 +17,8 @@ import torch
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.checks import verify
-from rookery.fleet.fit import read_shapes
+from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.verify import verify
 from rookery.types import (
     Adapter,
     LoraFactors,
@@ -166,8 +166,8 @@ async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:
     together = await fleet.sample(wanted)
     counts = Counter(answer[0].tokens for answer in together)
     assert len(counts) > 32, "the adapters make a difference"
-    lane = fleet.pool.replicas[0].lane
-    assert set(refs) <= set(lane.resident)
+    load = fleet.pool.replicas[0].load
+    assert set(refs) <= set(load.resident)
     for request, answer in list(zip(wanted, together, strict=True))[::16]:
         [alone] = await fleet.sample([request])
         # bfloat16 sums depend on the company: the first token is compared, and closely.
@@ -190,7 +190,7 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(fleet: Fleet) -> N
     ]
 
     async def kill() -> None:
-        while replica.lane.num_sequences < 50:  # noqa: ASYNC110
+        while replica.load.num_sequences < 50:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         os.kill(replica.local.pid, signal.SIGKILL)
 

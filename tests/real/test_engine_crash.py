@@ -46,7 +46,7 @@ async def test_requests_of_one_server_outlive_its_engine() -> None:
         enforce_eager=True,
         env={"HF_HUB_OFFLINE": "1"},
     )
-    async with open_fleet(FleetConfig(launch=launch, heal_s=600)) as fleet:
+    async with open_fleet(FleetConfig(launch=launch, all_down_timeout_s=600)) as fleet:
         [replica] = fleet.pool.replicas
         assert replica.local is not None
         wanted = [
@@ -59,7 +59,7 @@ async def test_requests_of_one_server_outlive_its_engine() -> None:
         ]
         caller = asyncio.create_task(fleet.sample(wanted))
         async with asyncio.timeout(60):
-            while replica.lane.num_sequences < NUM:  # noqa: ASYNC110
+            while replica.load.num_sequences < NUM:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         os.kill(_engine_of(replica.local.pid), signal.SIGKILL)
         answers = await caller

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
-from rookery.fleet.checks import verify
-from rookery.fleet.client import ServerRefusal
-from rookery.fleet.fit import read_shapes
-from rookery.fleet.inside.arena import MANIFEST
-from rookery.fleet.operations import status
-from rookery.fleet.probe import read_metrics
-from rookery.fleet.update import update_weights
-from rookery.fleet.wire import Fields, encode_tokens
+from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.admin import status
+from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.http.client import ServerRefusal
+from rookery.fleet.http.probe import read_metrics
+from rookery.fleet.http.wire import Fields, encode_tokens
+from rookery.fleet.verify import verify
+from rookery.fleet.vllm_plugin.buffer import MANIFEST
 from rookery.types import (
     Adapter,
     LoraFactors,
@@ -245,7 +245,7 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
     head = LoraFactors(a=torch.zeros(2, 576), b=torch.zeros(49152, 2), scale=1.0)
     with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
         await fleet.load(make_adapter("head", base="smollm2", factors={"lm_head": head}))
-    await _refuse_a_broken_arena(fleet, prompts[0])
+    await _refuse_a_broken_buffer(fleet, prompts[0])
     ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))
     await fleet.sample([SampleRequest(model=ref, prompt=prompts[0], params=GREEDY)])
     await fleet.unload(ref)
@@ -254,20 +254,20 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
         assert fleet.wire_name(ref) not in [model["id"] for model in models["data"]]
 
 
-async def _refuse_a_broken_arena(fleet: Fleet, prompt: tuple[int, ...]) -> None:
+async def _refuse_a_broken_buffer(fleet: Fleet, prompt: tuple[int, ...]) -> None:
     """Written for another version of the workers: its request is refused, the server lives on."""
     replica = fleet.pool.replicas[0]
     adapter = _adapter("odd", seed=8, rank=2, targets=("v_proj",))
     ref = ModelRef(name=adapter.name, version=adapter.version)
-    folder = replica._staging.arena_folder(ref, adapter, dtype="float32")
+    folder = replica._staging.buffer_folder(ref, adapter, dtype="float32")
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 0}))
     body = encode_tokens(fleet.wire_name(ref), Fields(), [prompt], path=str(folder))
     for _ in range(2):
-        with pytest.raises(ServerRefusal, match="arena format 0"):
+        with pytest.raises(ServerRefusal, match="buffer format 0"):
             await replica.client.generate(body)
     await fleet.sample([SampleRequest(model=fleet.base, prompt=prompt, params=GREEDY)] * 2)
-    assert replica.lane.is_open
+    assert replica.load.is_open
 
 
 async def test_verifying_a_real_server(fleet: Fleet) -> None:
@@ -295,7 +295,7 @@ async def test_a_killed_server_loses_no_request_and_comes_back(
     assert victim.local is not None
 
     async def kill() -> None:
-        while victim.lane.num_sequences < 8:  # noqa: ASYNC110
+        while victim.load.num_sequences < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         os.kill(victim.local.pid, signal.SIGKILL)
 
@@ -308,12 +308,12 @@ async def test_a_killed_server_loses_no_request_and_comes_back(
                for r, [c] in zip(wanted, answers, strict=True))  # fmt: skip
     assert fleet.pool.num_resent > 0
     async with asyncio.timeout(600):
-        while not victim.lane.is_open:  # noqa: ASYNC110
+        while not victim.load.is_open:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
     assert victim.local.num_restarts == 1
     again = await fleet.sample(wanted[:40])
     assert [c.tokens for [c] in again] == [c.tokens for [c] in answers[:40]]
-    assert victim.lane.has_measured
+    assert victim.load.has_measured
 
 
 async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ async def test_new_base_weights_arrive_or_are_reported_not_to(
         model.model.embed_tokens.weight.mul_(1.05)
     with pytest.raises(FleetError, match=r"no server takes requests.*computes with others"):
         await update_weights(fleet, model)
-    assert not any(replica.lane.is_open for replica in fleet.pool.replicas)
+    assert not any(replica.load.is_open for replica in fleet.pool.replicas)
     with torch.no_grad():
         model.model.embed_tokens.weight.div_(1.05)
     assert await update_weights(fleet, model) < CLOSE
@@ -369,5 +369,5 @@ async def test_new_base_weights_arrive_or_are_reported_not_to(
     async with asyncio.timeout(600):
         while not victim.excluded:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
-    assert not victim.lane.is_open
+    assert not victim.load.is_open
     assert (await fleet.sample([request] * 4))[3][0].tokens == before.tokens

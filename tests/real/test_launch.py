@@ -17,9 +17,9 @@ import torch
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, LaunchConfig, open_fleet, open_servers
-from rookery.fleet.fit import read_shapes
-from rookery.fleet.inside.guard import group_members
-from rookery.fleet.ledger import find_ledgers, process_start
+from rookery.fleet.adapters.fit import read_shapes
+from rookery.fleet.servers.registry import find_registries, process_start
+from rookery.fleet.vllm_plugin.guard import group_members
 from rookery.types import Adapter, LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter
 
@@ -98,7 +98,7 @@ async def test_a_killed_server_comes_back_and_leaves_nothing(
         await replica.local.wait_ended()
         replica.attention.set()
         await _until(lambda: replica.local is not None and replica.local.num_restarts == 1, 60)
-        await _until(lambda: replica.lane.is_open, 300)
+        await _until(lambda: replica.load.is_open, 300)
         assert await fleet.sample(wanted) == first
         assert not any(process_start(pid) for pid in engine)
         assert not any(memory.exists() for memory in shared)
@@ -115,8 +115,8 @@ async def test_nothing_is_left_of_a_start_whose_owner_is_killed(
         sys.executable, "-c", OWNER, _launch().model_dump_json()
     )
     try:
-        await _until(lambda: any(led.records for led in find_ledgers(tmp_path / "fleet")), 60)
-        [ledger] = find_ledgers(tmp_path / "fleet")
+        await _until(lambda: any(led.records for led in find_registries(tmp_path / "fleet")), 60)
+        [ledger] = find_registries(tmp_path / "fleet")
         server = ledger.records[0].pid
         # The API process, Python's resource tracker, the engine.
         await _until(lambda: len(group_members(server)) >= 3, 300)

@@ -18,7 +18,7 @@ import torch
 from rookery.embedded import resolve_model
 from rookery.errors import FleetError
 from rookery.fleet import Client, FleetConfig, LaunchConfig, open_fleet, open_session
-from rookery.fleet.launch import LocalServer, open_servers
+from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.types import LoraFactors, SampleRequest, SamplingParams
 from rookery.weights import make_adapter, read_adapter, write_adapter
 
@@ -122,14 +122,14 @@ async def test_four_clients_in_turn_leave_a_server_of_two_slots_as_it_was(
 async def test_after_its_engine_was_killed_clients_are_told_and_leave_nothing(
     server: LocalServer, folders: dict[str, Path]
 ) -> None:
-    config = FleetConfig(name="smollm2", urls=(server.url,), max_loras=2, heal_s=3)
+    config = FleetConfig(name="smollm2", urls=(server.url,), max_loras=2, all_down_timeout_s=3)
     params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     async with asyncio.timeout(120):
         async with open_fleet(config) as fleet:
             ref = await fleet.load(read_adapter(folders["a"]))
             request = SampleRequest(model=ref, prompt=(1, 2, 3), params=params)
             call = asyncio.create_task(fleet.sample([request] * 4))
-            while not fleet.pool.replicas[0].lane.resident:  # noqa: ASYNC110
+            while not fleet.pool.replicas[0].load.resident:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             os.kill(_engine(server.pid), signal.SIGKILL)
             with pytest.raises(FleetError):

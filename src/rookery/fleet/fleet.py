@@ -26,23 +26,23 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
-from rookery.fleet.batches import Entry, make_batches
-from rookery.fleet.capabilities import Capabilities
-from rookery.fleet.client import Client, ClientConfig, max_calls, open_session
-from rookery.fleet.cluster import place_on_ray
-from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes, require_adapter
+from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
+from rookery.fleet.adapters.residency import clear_left
+from rookery.fleet.adapters.served import ServedAdapters, require_adapter
+from rookery.fleet.adapters.staging import Staging, open_staging
 from rookery.fleet.garbage import collected_rarely
-from rookery.fleet.launch import LocalServer, Progress, open_servers
-from rookery.fleet.pool import Pool
-from rookery.fleet.replica import Replica, ReplicaSettings
-from rookery.fleet.residency import clear_left
-from rookery.fleet.scoring import assemble_score, plan_score
-from rookery.fleet.served import ServedAdapters
-from rookery.fleet.settings import LaunchConfig
-from rookery.fleet.staging import Staging, open_staging
-from rookery.fleet.turns import Turns
-from rookery.fleet.urls import check_urls
-from rookery.fleet.wire import Choice, read_completion, read_reading, sample_fields
+from rookery.fleet.http.capabilities import Capabilities
+from rookery.fleet.http.client import Client, ClientConfig, max_calls, open_session
+from rookery.fleet.http.scoring import assemble_score, plan_score
+from rookery.fleet.http.urls import check_urls
+from rookery.fleet.http.wire import Choice, read_completion, read_reading, sample_fields
+from rookery.fleet.routing.batches import Entry, make_batches
+from rookery.fleet.routing.exclusion import CallExclusion
+from rookery.fleet.routing.pool import Pool
+from rookery.fleet.routing.replica import Replica, ReplicaSettings
+from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
+from rookery.fleet.servers.ray_placement import place_on_ray
+from rookery.fleet.servers.settings import LaunchConfig
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Weights
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
@@ -78,7 +78,7 @@ class FleetConfig(Config):
     """Sequences in flight per server; by default as many as it computes together."""
     batch: int = Field(default=32, ge=1)
     """Sequences per HTTP call at most."""
-    heal_s: float = Field(default=300.0, ge=0)
+    all_down_timeout_s: float = Field(default=300.0, ge=0)
     """How long requests wait when no server that takes them is up."""
     client: ClientConfig = ClientConfig()
 
@@ -114,12 +114,12 @@ class Fleet:
             replicas,
             find_adapter=lambda ref: self._served.find(ref),
             find_ref=self._find_ref,
-            heal_s=config.heal_s,
+            all_down_timeout_s=config.all_down_timeout_s,
             max_calls=max_calls,
         )
         self._staging = staging
         self._served = ServedAdapters(retire=self._retire)
-        self._turns = Turns()
+        self._exclusion = CallExclusion()
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)
         self._fit = Fit(
@@ -150,6 +150,10 @@ class Fleet:
     @property
     def is_remote(self) -> bool:
         return True
+
+    @property
+    def token_counts(self) -> dict[str, int]:
+        return {}
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -231,7 +235,7 @@ class Fleet:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """No request is in flight inside the block; those that come wait for its end."""
-        async with self._turns.take(f"update {uuid4()}"):
+        async with self._exclusion.take(f"update {uuid4()}"):
             yield
 
     def rename_base(self, digest: str) -> None:
@@ -257,7 +261,7 @@ class Fleet:
         """The choices of every entry, in order."""
         if not entries:
             return []
-        async with self._turns.take("requests"):
+        async with self._exclusion.take("requests"):
             uses = Counter(entry.ref for entry in entries if entry.ref != self.base)
             for ref in uses:
                 self._require(ref)

@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 
 from rookery.errors import AdapterError
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.draws import Key, normal, stream
+from rookery.weights.draws import normal
 from rookery.weights.version import make_adapter
 
-__all__ = ["accumulate", "perturb", "rounded", "unrounded"]
+__all__ = ["accumulate", "perturb", "rounded", "spread", "unrounded"]
 
 
 def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
@@ -63,7 +64,15 @@ def _moved(
     for seed, amount in zip(seeds, amounts, strict=True):
         if amount == 0:
             continue
-        rng = stream("perturb", layer, *seed)
+        rng = bulk_stream("perturb", layer, *seed)
         a.add_(normal(rng, a.shape).to(a.device), alpha=amount)
         b.add_(normal(rng, b.shape).to(b.device), alpha=amount)
     return LoraFactors(a=a, b=b, scale=lora.scale)
+
+
+def spread(adapter: Adapter) -> float:
+    """Root mean square of all numbers of an adapter; 1 / 100 when they are all zero."""
+    tensors = [t for f in adapter.factors.values() for t in (f.a, f.b)]
+    total = sum(float(t.double().square().sum()) for t in tensors)
+    size = sum(t.numel() for t in tensors)
+    return float(torch.tensor(total / size).sqrt()) or 0.01

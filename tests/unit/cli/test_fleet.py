@@ -15,8 +15,8 @@ from driving import Command
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve
 
-from rookery.cli.terminal import run_async
-from rookery.fleet.ledger import process_start
+from rookery.compose.running import run_async
+from rookery.fleet.servers.registry import process_start
 from rookery.weights import write_adapter
 
 FAKE = Path(__file__).parents[1] / "fleet" / "fake"

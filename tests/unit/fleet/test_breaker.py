@@ -1,6 +1,6 @@
 """The circuit breaker, on a clock of the test's own."""
 
-from rookery.fleet.breaker import LONGEST_PAUSE_S, Breaker
+from rookery.fleet.routing.breaker import LONGEST_PAUSE_S, Breaker
 
 
 def test_a_loss_opens_it_once_and_a_success_closes_it() -> None:

@@ -17,7 +17,7 @@ from fleet.stub import Stub, greedy, serve, until
 
 from rookery.errors import RookeryError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.client import ClientConfig
+from rookery.fleet.http.client import ClientConfig
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 NUM_FLEETS = 6
@@ -166,7 +166,7 @@ async def live(config: FleetConfig, stubs: list[Stub], random: Random) -> Counte
         _, pending = await asyncio.wait(waiting, timeout=5.0)
         assert not pending, "callers of a closed fleet wait"
     assert chaos.num_begun == chaos.outcomes.total() and not chaos.defects, chaos.defects
-    assert not any(r.lane.in_flight for r in fleet.pool.replicas) and not fleet.pool.router.waiting
+    assert not any(r.load.in_flight for r in fleet.pool.replicas) and not fleet.pool.router.waiting
     return chaos.outcomes
 
 
@@ -181,7 +181,7 @@ async def test_nothing_waits_and_nothing_is_left(seed: int) -> None:
     before = asyncio.all_tasks()
     async with asyncio.timeout(120), serve(*stubs):
         urls = tuple(stub.url for stub in stubs)
-        config = FleetConfig(urls=urls, heal_s=0.3, max_in_flight=16, client=LIMITS)
+        config = FleetConfig(urls=urls, all_down_timeout_s=0.3, max_in_flight=16, client=LIMITS)
         for _ in range(NUM_FLEETS):
             outcomes += await live(config, stubs, random)
             for stub in stubs:

@@ -12,11 +12,11 @@ import pytest
 from fleet.stub import VOCABULARY, Stub, greedy, logprobs_after, serve
 
 from rookery.errors import AdapterError, FleetError
-from rookery.fleet.capabilities import Capabilities
-from rookery.fleet.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
-from rookery.fleet.probe import probe
-from rookery.fleet.scoring import assemble_score, plan_score
-from rookery.fleet.wire import (
+from rookery.fleet.http.capabilities import Capabilities
+from rookery.fleet.http.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
+from rookery.fleet.http.probe import probe
+from rookery.fleet.http.scoring import assemble_score, plan_score
+from rookery.fleet.http.wire import (
     encode_body,
     read_choices,
     read_completion,
@@ -319,6 +319,9 @@ async def test_answers_that_are_not_whole_are_errors() -> None:
 
 def test_a_retry_prints_no_bare_word() -> None:
     """Programs that set up no logging see nothing of the library that counts the attempts."""
-    code = "import rookery.fleet.client, logging; logging.getLogger('stamina').warning('bare word')"
+    code = (
+        "import rookery.fleet.http.client, logging;"
+        "logging.getLogger('stamina').warning('bare word')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""

@@ -11,9 +11,9 @@ import pytest
 import torch
 from fleet.adapters import K, Q, make_small
 
-from rookery.fleet.inside.arena import ARENA, MANIFEST
-from rookery.fleet.inside.extension import WorkerExtension
-from rookery.fleet.staging import open_staging
+from rookery.fleet.adapters.staging import open_staging
+from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST
+from rookery.fleet.vllm_plugin.extension import WorkerExtension
 from rookery.types import Adapter, ModelRef
 
 NUM_SLOTS, RANK = 2, 4
@@ -204,7 +204,7 @@ def test_layers_keep_their_own_names_whatever_the_mapper_calls_it(
     manager = attached(Mapper(method))
     adapter = make_small("a", seed=3, rank=RANK)
     with open_staging(tmp_path) as staging:
-        folder = staging.arena_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
+        folder = staging.buffer_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
         manager.add_adapter(request(1, folder))
     packed = manager._adapter_manager.modules[manager._adapter_manager.packed]
     for i, name in enumerate((Q, K)):
@@ -224,7 +224,7 @@ def test_slots_hold_what_the_stock_way_writes_also_after_they_were_taken(
     ]
     with open_staging(tmp_path) as staging:
         folders = [
-            staging.arena_folder(ModelRef(name=a.name, version="1"), a, dtype="float32")
+            staging.buffer_folder(ModelRef(name=a.name, version="1"), a, dtype="float32")
             for a in adapters
         ]
         for number in (1, 2, 3, 1, 2, 3, 3):
@@ -236,11 +236,11 @@ def test_slots_hold_what_the_stock_way_writes_also_after_they_were_taken(
 
 
 @pytest.mark.usefixtures("vllm")
-def test_other_folders_are_loaded_the_stock_way_beside_arenas(tmp_path: Path) -> None:
+def test_other_folders_are_loaded_the_stock_way_beside_buffers(tmp_path: Path) -> None:
     manager = attached()
     adapter = make_small("a", rank=2)
     with open_staging(tmp_path) as staging:
-        folder = staging.arena_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
+        folder = staging.buffer_folder(ModelRef(name="a", version="1"), adapter, dtype="float32")
         manager.add_adapter(request(1, folder))
         manager.add_adapter(request(2, tmp_path / "peft", adapter))
     pairs = zip(manager.slot(1), manager.slot(2), strict=True)
@@ -248,24 +248,24 @@ def test_other_folders_are_loaded_the_stock_way_beside_arenas(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("vllm")
-def test_an_arena_outlives_its_folder_and_one_cut_short_leaves_no_slot(tmp_path: Path) -> None:
+def test_a_buffer_outlives_its_folder_and_one_cut_short_leaves_no_slot(tmp_path: Path) -> None:
     manager = attached()
     adapter = make_small("a", rank=2)
     with open_staging(tmp_path) as staging:
         ref = ModelRef(name="a", version="1")
-        folder = staging.arena_folder(ref, adapter, dtype="float32")
+        folder = staging.buffer_folder(ref, adapter, dtype="float32")
         manager.add_adapter(request(1, folder))
         before = [slot.clone() for slot in manager.slot(1)]
         inner = manager._adapter_manager
         inner.deactivate_adapter(1)
-        arena = folder / ARENA
-        held = arena.open("r+b")
+        buffer = folder / BUFFER
+        held = buffer.open("r+b")
         staging.remove(ref)
         manager.add_adapter(request(1, folder))
         assert all(torch.equal(a, b) for a, b in zip(before, manager.slot(1), strict=True))
         inner.deactivate_adapter(1)
         held.truncate(8)
-        with pytest.raises(ValueError, match="an arena ends after 8 bytes"):
+        with pytest.raises(ValueError, match="a buffer ends after 8 bytes"):
             manager.add_adapter(request(1, folder))
         assert inner.slots == [None] * NUM_SLOTS and not inner._registered_adapters
         held.close()
@@ -275,18 +275,18 @@ def test_an_arena_outlives_its_folder_and_one_cut_short_leaves_no_slot(tmp_path:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda m: m.update(format=1), "arena format 1, this worker reads 2"),
+        (lambda m: m.update(format=1), "buffer format 1, this worker reads 2"),
         (lambda m: with_first(m, 1, 8), "has rank 8, at most 4"),
         (lambda m: with_first(m, 0, "model.gate"), "adapts model.gate; known are"),
     ],
 )
-def test_arenas_that_do_not_fit_are_refused(
+def test_buffers_that_do_not_fit_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
     manager = attached()
     with open_staging(tmp_path) as staging:
         ref = ModelRef(name="a", version="1")
-        folder = staging.arena_folder(ref, make_small("a", rank=2), dtype="float32")
+        folder = staging.buffer_folder(ref, make_small("a", rank=2), dtype="float32")
         manifest = json.loads((folder / MANIFEST).read_text())
         change(manifest)
         (folder / MANIFEST).write_text(json.dumps(manifest))

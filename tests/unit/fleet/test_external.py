@@ -13,7 +13,7 @@ from aiohttp import web
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetDownError, FleetError
 from rookery.fleet import ServerLost, ServerRefusal
-from rookery.fleet.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
 from rookery.ports import Sampler
 from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
@@ -158,7 +158,7 @@ async def test_labels_are_scored_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.external.MINUTE_S", 0.4)
+    monkeypatch.setattr("rookery.fleet.http.external.MINUTE_S", 0.4)
     for limits, num in [({"requests_per_minute": 10}, 20), ({"tokens_per_minute": 70}, 20)]:
         api = Api()
         options = {"requests_per_minute": 1e6, "max_in_flight": 3} | limits
@@ -174,7 +174,7 @@ async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_request_limit_holds_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.external.MINUTE_S", 2.0)
+    monkeypatch.setattr("rookery.fleet.http.external.MINUTE_S", 2.0)
     api = Api()
     api.failures = [(429, {})] * 3
     async with connect(api, monkeypatch, requests_per_minute=2) as sampler:
@@ -251,7 +251,7 @@ async def test_an_internal_error_is_asked_again_once(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_busy_api_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.client._LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("rookery.fleet.http.client._LONGEST_WAIT_S", 0.05)
     api = Api()
     async with connect(api, monkeypatch, client={"busy_s": 5}) as sampler:
         api.failures = [(429, {"Retry-After": "0.4"}), (503, {"Retry-After": "0.3"})]

@@ -13,7 +13,7 @@ from fleet.stub import Stub, greedy, logprobs_after, serve, until
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.replica import is_local
+from rookery.fleet.routing.replica import is_local
 from rookery.ports import Adapters, Publisher, Sampler
 from rookery.types import (
     Adapter,
@@ -194,7 +194,7 @@ async def test_work_is_spread_by_speed() -> None:
             stub.latency_s = 0.2
         stubs[0].latency_s = 1.0
         await fleet.sample(requests(fleet.base, 128))
-    assert all(r.lane.num_sequences == 0 for r in fleet.pool.replicas)
+    assert all(r.load.num_sequences == 0 for r in fleet.pool.replicas)
     slow, *others = served_names(stubs, "tiny").values()
     assert slow <= min(others) / 2
 
@@ -213,12 +213,12 @@ async def test_a_killed_server_costs_its_calls_one_retry_and_none_is_answered_tw
         assert fleet.pool.num_resent > 0
         for request, [completion] in zip(wanted, answers, strict=True):
             assert completion.model == request.model
-        assert [r.lane.is_open for r in fleet.pool.replicas] == [False, True]
-        assert fleet.pool.replicas[0].lane.num_sequences == 0
+        assert [r.load.is_open for r in fleet.pool.replicas] == [False, True]
+        assert fleet.pool.replicas[0].load.num_sequences == 0
         # It comes back, knows no adapter, and takes work again.
         await stubs[0].start()
         stubs[0].bodies.clear()
-        await until(lambda: fleet.pool.replicas[0].lane.is_open)
+        await until(lambda: fleet.pool.replicas[0].load.is_open)
         assert await fleet.sample(wanted) == answers
         assert stubs[0].bodies
 
@@ -240,7 +240,7 @@ async def test_a_call_that_dies_twice_is_an_error_that_names_the_server() -> Non
 
 async def test_with_every_server_gone_requests_fail_in_time() -> None:
     stub = Stub()
-    async with pool(stub, heal_s=0.2) as fleet:
+    async with pool(stub, all_down_timeout_s=0.2) as fleet:
         await stub.stop()
         with pytest.raises(FleetError, match=r"No server has been up for 0.2 s.*can't be reached"):
             await fleet.sample(requests(fleet.base, 3))
@@ -255,7 +255,7 @@ async def test_a_slow_server_s_last_calls_are_taken_over_and_the_duplicate_dropp
         async with asyncio.timeout(10):
             answers = await fleet.sample(requests(fleet.base, 24))
         assert len(answers) == 24 and fleet.pool.num_stolen > 0
-        assert all(r.lane.num_sequences == 0 for r in fleet.pool.replicas)
+        assert all(r.load.num_sequences == 0 for r in fleet.pool.replicas)
         await until(lambda: not sum(stubs[0].in_flight.values()))
 
 
@@ -271,7 +271,7 @@ async def test_cancelling_a_caller_frees_the_servers() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: not sum(stub.in_flight.values()))
-            assert not fleet.pool.replicas[0].lane.in_flight
+            assert not fleet.pool.replicas[0].load.in_flight
             assert fleet.pool.router.num_waiting == 0
 
 
@@ -395,7 +395,7 @@ async def test_a_refused_request_is_an_error_and_the_server_stays() -> None:
         stub.failures = [400]
         with pytest.raises(FleetError, match=r"refused .400."):
             await fleet.sample(requests(fleet.base, 1))
-        assert fleet.pool.replicas[0].lane.is_open and fleet.pool.num_resent == 0
+        assert fleet.pool.replicas[0].load.is_open and fleet.pool.num_resent == 0
 
 
 async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
@@ -410,7 +410,7 @@ async def test_calls_on_a_server_out_of_reach_are_sent_elsewhere() -> None:
             ill = fleet.pool.replicas[0]
             fleet.pool.suspect(ill, "a connection broke")
         assert len(call.result()) == 12
-        assert not ill.lane.in_flight and not ill.lane.is_open
+        assert not ill.load.in_flight and not ill.load.is_open
 
 
 @pytest.mark.parametrize(

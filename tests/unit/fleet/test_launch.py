@@ -19,11 +19,17 @@ import pytest
 from rookery.config import parse_config
 from rookery.errors import ConfigError, FleetError
 from rookery.fleet import FleetConfig, open_fleet
-from rookery.fleet import launch as launching
-from rookery.fleet.launch import LaunchProgress, open_servers
-from rookery.fleet.ledger import Ledger, ServerRecord, find_ledgers, process_start, reap_orphans
-from rookery.fleet.ports import reserve_port
-from rookery.fleet.settings import LaunchConfig, command_line, environment
+from rookery.fleet.servers import launch as launching
+from rookery.fleet.servers.launch import LaunchProgress, open_servers
+from rookery.fleet.servers.registry import (
+    ServerRecord,
+    ServerRegistry,
+    find_registries,
+    process_start,
+    reap_orphans,
+)
+from rookery.fleet.servers.settings import LaunchConfig, command_line, environment
+from rookery.fleet.servers.tcp_port import reserve_port
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18500)
@@ -61,17 +67,17 @@ async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state:
         told = [await ask(server.url) for server in servers]
         assert len({server.url for server in servers}) == 2
         assert all(server.is_alive for server in servers)
-        [ledger] = find_ledgers(state)
-        assert ledger.has_owner and ledger.owner_pid == os.getpid()
-        assert [r.pid for r in ledger.records] == [t["pid"] for t in told]
+        [registry] = find_registries(state)
+        assert registry.has_owner and registry.owner_pid == os.getpid()
+        assert [r.pid for r in registry.records] == [t["pid"] for t in told]
     assert all(process_start(t["pid"]) == "" for t in told)
-    assert find_ledgers(state) == [] and os.listdir(state) == []
+    assert find_registries(state) == [] and os.listdir(state) == []
     argv = told[0]["argv"]
     for flag, value in [
         ("--model", "tiny"), ("--max-lora-rank", "32"), ("--seed", "3"),
         ("--logprobs-mode", "processed_logprobs"),
-        ("--worker-extension-cls", "rookery_inside.extension.WorkerExtension"),
-        ("--middleware", "rookery_inside.token_route.TokenRoute"),
+        ("--worker-extension-cls", "rookery_vllm_plugin.extension.WorkerExtension"),
+        ("--middleware", "rookery_vllm_plugin.token_route.TokenRoute"),
         ("--lora-target-modules", "q_proj"),
     ]:  # fmt: skip
         assert argv[argv.index(flag) + 1] == value
@@ -149,8 +155,8 @@ def test_servers_end_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import asyncio\n"
-        "from rookery.fleet.launch import open_servers\n"
-        "from rookery.fleet.settings import LaunchConfig\n"
+        "from rookery.fleet.servers.launch import open_servers\n"
+        "from rookery.fleet.servers.settings import LaunchConfig\n"
         "async def main():\n"
         "    config = LaunchConfig(model='tiny', device='cpu', port=18500)\n"
         "    async with open_servers(config) as [server]:\n"
@@ -178,15 +184,15 @@ def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
 
     orphan, stranger, owned = sleeper(), sleeper(), sleeper()
     try:
-        left = Ledger.create(state, purpose="run")
+        left = ServerRegistry.create(state, purpose="run")
         left.write([record(orphan), record(stranger, start="12345")])
         os.close(left._descriptor)
-        held = Ledger.create(state, purpose="run")
+        held = ServerRegistry.create(state, purpose="run")
         held.write([record(owned)])
         assert reap_orphans(state) == 1
         assert orphan.wait(5) == -signal.SIGTERM
         assert stranger.poll() is None and owned.poll() is None
-        assert [ledger.has_owner for ledger in find_ledgers(state)] == [True]
+        assert [registry.has_owner for registry in find_registries(state)] == [True]
         held.close(keep_logs=False)
     finally:
         for process in (orphan, stranger, owned):
@@ -194,11 +200,11 @@ def test_orphans_are_stopped_by_id_and_start_time_only(state: Path) -> None:
             process.wait()
 
 
-def test_a_ledger_that_is_looked_at_before_it_is_locked_stays(
+def test_a_registry_that_is_looked_at_before_it_is_locked_stays(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_made, is_looked_at, is_locked = threading.Event(), threading.Event(), threading.Event()
-    real, made = fcntl.flock, list[Ledger]()
+    real, made = fcntl.flock, list[ServerRegistry]()
 
     def flock(descriptor: int, kind: int) -> None:
         if threading.current_thread() is other:
@@ -211,15 +217,17 @@ def test_a_ledger_that_is_looked_at_before_it_is_locked_stays(
             is_looked_at.set()
             is_locked.wait(0.2)  # only if the lock of the one who looks does not hold it up
 
-    other = threading.Thread(target=lambda: made.append(Ledger.create(state, purpose="run")))
+    other = threading.Thread(
+        target=lambda: made.append(ServerRegistry.create(state, purpose="run"))
+    )
     monkeypatch.setattr("fcntl.flock", flock)
     other.start()
     is_made.wait(10)
     assert reap_orphans(state) == 0
     other.join()
-    [ledger] = made
-    assert [found.has_owner for found in find_ledgers(state)] == [True]
-    ledger.close(keep_logs=False)
+    [registry] = made
+    assert [found.has_owner for found in find_registries(state)] == [True]
+    registry.close(keep_logs=False)
 
 
 def test_ports_are_not_given_twice_nor_taken_from_others() -> None:
@@ -301,7 +309,7 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     assert "--compilation-config" not in command_line(config, port=1)
     full = command_line(LaunchConfig(model="m", cuda_graphs="full"), port=1)
     assert '{"cudagraph_mode": "FULL"}' in full
-    assert "rookery_inside.whole_graphs.WorkerExtension" in full
+    assert "rookery_vllm_plugin.whole_graphs.WorkerExtension" in full
     cpu = LaunchConfig(model="m", device="cpu", replicas=2, max_loras=0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     envs = [

@@ -10,7 +10,7 @@ from fleet.stub import Stub, serve, until
 
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
-from rookery.fleet.lane import Call
+from rookery.fleet.routing.load import Call
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 
 TOLD_S = 2.0
@@ -117,7 +117,7 @@ async def test_another_event_loop_gets_a_sentence() -> None:
 async def test_adapter_calls_do_not_wait_on_a_server_that_takes_none() -> None:
     able, base_only = Stub(), Stub(routes=("/v1/completions",))
     async with serve(able, base_only):
-        config = FleetConfig(urls=(able.url, base_only.url), heal_s=0.3)
+        config = FleetConfig(urls=(able.url, base_only.url), all_down_timeout_s=0.3)
         async with open_fleet(config) as fleet:
             ref = await fleet.load(make_small("a"))
             await able.stop()
@@ -139,7 +139,7 @@ async def test_adapter_calls_go_back_to_the_only_server_that_takes_them() -> Non
         caller = asyncio.create_task(fleet.sample(requests(ref, 3)))
         await able.wait_in_flight(3)
         await able.stop()
-        await until(lambda: not fleet.pool.replicas[0].lane.is_open)
+        await until(lambda: not fleet.pool.replicas[0].load.is_open)
         able.hang = False
         await able.start()
         async with asyncio.timeout(10):
@@ -167,7 +167,10 @@ async def test_one_server_whose_engine_dies_costs_a_wait() -> None:
 
 async def test_one_server_that_does_not_come_back_is_waited_for_in_vain() -> None:
     stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,), heal_s=0.5)) as fleet:
+    async with (
+        serve(stub),
+        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=0.5)) as fleet,
+    ):
         stub.crash()
         async with asyncio.timeout(5):
             with pytest.raises(FleetError, match=r"No server has been up for 0.5 s.*500"):
@@ -195,7 +198,7 @@ async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() ->
             for stub in stubs:
                 stub.hang = True
             caller = asyncio.create_task(fleet.sample(requests(fleet.base, 1)))
-            await until(lambda: any(len(c.lanes) > 1 for c in _in_flight(fleet)))
+            await until(lambda: any(len(c.replicas) > 1 for c in _in_flight(fleet)))
             for stub, replica in zip(stubs, fleet.pool.replicas, strict=True):
                 stub.healthy = False
                 fleet.pool.suspect(replica, "the test says so")
@@ -206,8 +209,8 @@ async def test_two_servers_that_die_together_tell_the_call_that_ran_on_both() ->
 
 
 def _in_flight(fleet: Fleet) -> list[Call]:
-    return [call for replica in fleet.pool.replicas for call in replica.lane.in_flight]
+    return [call for replica in fleet.pool.replicas for call in replica.load.in_flight]
 
 
 def _is_down(fleet: Fleet) -> bool:
-    return not any(r.lane.is_open or r.lane.in_flight for r in fleet.pool.replicas)
+    return not any(r.load.is_open or r.load.in_flight for r in fleet.pool.replicas)

@@ -7,8 +7,8 @@ import pytest
 from rookery.config import load_config, read_document
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
-from rookery.fleet.external import ExternalConfig
-from rookery.fleet.settings import command_line
+from rookery.fleet.http.external import ExternalConfig
+from rookery.fleet.servers.settings import command_line
 
 FOLDER = Path(__file__).parents[3] / "configs" / "fleet"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import FleetError
-from rookery.fleet import launch as launching
-from rookery.fleet.launch import LocalServer, open_servers
-from rookery.fleet.ledger import find_ledgers, process_start
-from rookery.fleet.operations import up
-from rookery.fleet.settings import LaunchConfig
+from rookery.fleet.admin import up
+from rookery.fleet.servers import launch as launching
+from rookery.fleet.servers.launch import LocalServer, open_servers
+from rookery.fleet.servers.registry import find_registries, process_start
+from rookery.fleet.servers.settings import LaunchConfig
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
@@ -78,7 +78,7 @@ async def test_a_server_is_given_up_when_its_restarts_are_used_up(
             await server.restart()
         assert "Tried to allocate 2.00 GiB" in str(failed.value)
         assert not server.is_alive
-    assert find_ledgers(state) == []
+    assert find_registries(state) == []
 
 
 async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, state: Path) -> None:
@@ -102,7 +102,7 @@ async def test_a_server_that_is_given_up_leaves_the_others_up(tmp_path: Path, st
     await kill(good)
     with pytest.raises(FleetError, match=r"(?s)No server is left\..*Given up.*Given up"):
         await serving
-    assert find_ledgers(state) == []
+    assert find_registries(state) == []
 
 
 async def test_being_told_to_terminate_ends_a_start(
@@ -114,11 +114,11 @@ async def test_being_told_to_terminate_ends_a_start(
         up(CONFIG, on_ready=lambda _: None, progress=lambda _: began.set())
     )
     await began.wait()
-    [ledger] = find_ledgers(state)
-    [record] = ledger.records
+    [registry] = find_registries(state)
+    [record] = registry.records
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
-    assert process_start(record.pid) == "" and find_ledgers(state) == []
+    assert process_start(record.pid) == "" and find_registries(state) == []
 
 
 async def test_what_a_dead_server_leaves_running_is_ended_without_its_owner(
@@ -155,7 +155,7 @@ async def test_nothing_is_left_of_a_start_that_cannot_begin(
     with pytest.raises(FleetError, match="No port is free"):
         async with open_servers(CONFIG):
             pass
-    assert find_ledgers(state) == []
+    assert find_registries(state) == []
 
 
 async def test_errors_of_requests_are_not_given_as_the_reason_of_a_death() -> None:

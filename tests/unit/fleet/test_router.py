@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.fleet.lane import PREFIX_TOKENS, Call, Lane, prefix_hashes
-from rookery.fleet.router import PATIENCE_S, SPILL_S, Router
-from rookery.fleet.wire import Fields
+from rookery.fleet.http.wire import Fields
+from rookery.fleet.routing.load import PREFIX_TOKENS, Call, ReplicaLoad, prefix_hashes
+from rookery.fleet.routing.router import PATIENCE_S, SPILL_S, Router
 from rookery.types import ModelRef, TokenIds
 
 BASE = ModelRef(name="base", version="m")
@@ -35,32 +35,32 @@ def make_call(
 class Simulation:
     """Servers that take `seconds` per call, as many at a time as they are given."""
 
-    def __init__(self, lanes: list[Lane], seconds: dict[str, float]) -> None:
-        self.router = Router(lanes)
+    def __init__(self, replicas: list[ReplicaLoad], seconds: dict[str, float]) -> None:
+        self.router = Router(replicas)
         self.now = 0.0
         self.done: list[Call] = []
         self._seconds = seconds
-        self._events: list[tuple[float, int, Call, Lane]] = []
+        self._events: list[tuple[float, int, Call, ReplicaLoad]] = []
         self._ids = itertools.count()
 
     def step(self) -> None:
-        for call, lane in (*self.router.dispatch(self.now), *self.router.steal(self.now)):
-            assert len(lane.active) <= lane.max_loras
-            assert lane.num_sequences <= lane.window or len(lane.in_flight) == 1
+        for call, replica in (*self.router.dispatch(self.now), *self.router.steal(self.now)):
+            assert len(replica.active) <= replica.max_loras
+            assert replica.num_sequences <= replica.window or len(replica.in_flight) == 1
             if not call.is_base:
-                lane.resident[call.ref] = None
-            due = self.now + self._seconds[lane.name]
-            heapq.heappush(self._events, (due, next(self._ids), call, lane))
+                replica.resident[call.ref] = None
+            due = self.now + self._seconds[replica.name]
+            heapq.heappush(self._events, (due, next(self._ids), call, replica))
 
     def run(self) -> None:
         self.step()
         while self._events:
-            self.now, _, call, lane = heapq.heappop(self._events)
-            if lane in call.lanes:
+            self.now, _, call, replica = heapq.heappop(self._events)
+            if replica in call.replicas:
                 if not call.is_over:
                     self.done.append(call)
-                self.router.end(call, lane, self.now, is_done=True)
-                for other in list(call.lanes):
+                self.router.end(call, replica, self.now, is_done=True)
+                for other in list(call.replicas):
                     self.router.end(call, other, self.now, is_done=False)
             self.step()
 
@@ -75,22 +75,22 @@ class Simulation:
 def test_every_call_is_done_once_within_the_limits(
     refs: list[int], windows: list[int], slots: int, slow: float
 ) -> None:
-    lanes = [Lane(name=f"s{i}", window=w, max_loras=slots) for i, w in enumerate(windows)]
-    simulation = Simulation(lanes, {lane.name: 1.0 for lane in lanes} | {"s0": slow})
+    replicas = [ReplicaLoad(name=f"s{i}", window=w, max_loras=slots) for i, w in enumerate(windows)]
+    simulation = Simulation(replicas, {replica.name: 1.0 for replica in replicas} | {"s0": slow})
     calls = [make_call(BASE if i < 0 else adapter(i)) for i in refs]
     for call in calls:
         simulation.router.add(call)
     simulation.run()
     assert len(simulation.done) == len(calls) and set(simulation.done) == set(calls)
-    for lane in lanes:
-        assert not lane.in_flight and not lane.active and lane.num_sequences == 0
-        assert lane.work == 0 and lane.promised < 1e-6
+    for replica in replicas:
+        assert not replica.in_flight and not replica.active and replica.num_sequences == 0
+        assert replica.work == 0 and replica.promised < 1e-6
     assert simulation.router.num_waiting == 0
 
 
 def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
-    lane = Lane(name="s", window=4, max_loras=1)
-    router = Router([lane])
+    replica = ReplicaLoad(name="s", window=4, max_loras=1)
+    router = Router([replica])
     starved = make_call(adapter(1), at=0.1)
     now, waiting, served_at = 0.0, True, None
     router.add(make_call(adapter(0), at=0.0))
@@ -101,22 +101,22 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
         for call, _ in router.dispatch(now):
             if call is starved:
                 served_at, waiting = now, False
-        for call in list(lane.in_flight):
-            if now - lane.in_flight[call][0] >= 0.3:
-                router.end(call, lane, now, is_done=True)
+        for call in list(replica.in_flight):
+            if now - replica.in_flight[call][0] >= 0.3:
+                router.end(call, replica, now, is_done=True)
         if not waiting:
             break
     assert served_at is not None and served_at <= 0.1 + PATIENCE_S + 1.0
 
 
 class Crowd:
-    """Clients that send a call of one sequence each, and the next when it is done: the lanes are
+    """Clients that send a call of one sequence each, and the next when it is done: the replicas are
     always full, and their calls never end at the same time."""
 
     def __init__(self, router: Router, refs: list[ModelRef]) -> None:
         self.router = router
         self.now, self.num_served = 0.0, 0
-        self._ends: list[tuple[float, int, Call, Lane]] = []
+        self._ends: list[tuple[float, int, Call, ReplicaLoad]] = []
         self._ids = itertools.count()
         for ref in refs:
             router.add(make_call(ref))
@@ -129,8 +129,8 @@ class Crowd:
         while self.now - began_s < limit_s:
             if self._dispatch(wanted):
                 return self.now - began_s
-            self.now, _, call, lane = heapq.heappop(self._ends)
-            self.router.end(call, lane, self.now, is_done=True)
+            self.now, _, call, replica = heapq.heappop(self._ends)
+            self.router.end(call, replica, self.now, is_done=True)
             self.num_served += 1
             if call.num_sequences == 1:
                 self.router.add(make_call(call.ref, at=self.now))
@@ -138,9 +138,9 @@ class Crowd:
 
     def _dispatch(self, wanted: Call) -> bool:
         placed = self.router.dispatch(self.now)
-        for call, lane in placed:
+        for call, replica in placed:
             due_s = self.now + 0.2 + 0.01 * (next(self._ids) % 20)
-            heapq.heappush(self._ends, (due_s, next(self._ids), call, lane))
+            heapq.heappush(self._ends, (due_s, next(self._ids), call, replica))
         return any(call is wanted for call, _ in placed)
 
 
@@ -154,8 +154,8 @@ class Crowd:
 def test_wide_calls_do_not_wait_for_younger_narrow_ones(
     n: int, windows: list[int], is_base: bool, crowd: list[ModelRef]
 ) -> None:
-    lanes = [Lane(name=f"s{i}", window=w, max_loras=4) for i, w in enumerate(windows)]
-    full = Crowd(Router(lanes), crowd)
+    replicas = [ReplicaLoad(name=f"s{i}", window=w, max_loras=4) for i, w in enumerate(windows)]
+    full = Crowd(Router(replicas), crowd)
     warm = make_call(BASE)
     full.serve_until(warm, 60.0)
     wide = make_call(BASE if is_base else adapter(9), n=n)
@@ -165,7 +165,10 @@ def test_wide_calls_do_not_wait_for_younger_narrow_ones(
 
 
 def test_a_wide_call_keeps_one_lane_and_the_others_go_on() -> None:
-    a, b = Lane(name="a", window=8, max_loras=1), Lane(name="b", window=8, max_loras=1)
+    a, b = (
+        ReplicaLoad(name="a", window=8, max_loras=1),
+        ReplicaLoad(name="b", window=8, max_loras=1),
+    )
     router = Router([a, b])
     for _ in range(12):
         router.add(make_call(BASE))
@@ -175,16 +178,16 @@ def test_a_wide_call_keeps_one_lane_and_the_others_go_on() -> None:
     for _ in range(8):
         router.add(make_call(adapter(0), at=2.0))
     placed = router.dispatch(2.0)
-    assert len(placed) == 2 and len({lane.name for _, lane in placed}) == 1
-    other = next(lane for lane in (a, b) if lane is not placed[0][1])
+    assert len(placed) == 2 and len({replica.name for _, replica in placed}) == 1
+    other = next(replica for replica in (a, b) if replica is not placed[0][1])
     for call in list(other.in_flight):
         router.end(call, other, 3.0, is_done=True)
     assert router.dispatch(3.0)[0] == (wide, other)
 
 
 def test_no_more_calls_are_in_flight_than_there_are_connections() -> None:
-    lanes = [Lane(name=f"s{i}", window=100, max_loras=1) for i in range(2)]
-    router = Router(lanes, max_calls=7)
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(2)]
+    router = Router(replicas, max_calls=7)
     for _ in range(20):
         router.add(make_call(BASE))
     first = router.dispatch(0.0)
@@ -194,8 +197,8 @@ def test_no_more_calls_are_in_flight_than_there_are_connections() -> None:
 
 
 def test_calls_wait_by_age_whatever_their_model() -> None:
-    lane = Lane(name="s", window=1, max_loras=4)
-    router = Router([lane])
+    replica = ReplicaLoad(name="s", window=1, max_loras=4)
+    router = Router([replica])
     refs = [adapter(0), BASE, adapter(1), adapter(0), BASE, adapter(2), adapter(1)]
     calls = [make_call(ref, at=0.1 * i) for i, ref in enumerate(refs)]
     for call in calls:
@@ -204,46 +207,49 @@ def test_calls_wait_by_age_whatever_their_model() -> None:
     for tick in range(len(calls)):
         [(call, _)] = router.dispatch(1.0 + tick)
         served.append(call)
-        router.end(call, lane, 1.5 + tick, is_done=True)
+        router.end(call, replica, 1.5 + tick, is_done=True)
     assert served == calls
 
 
 def test_an_adapter_is_spread_only_when_its_home_is_full_for_long() -> None:
-    a, b = Lane(name="a", window=2, max_loras=2), Lane(name="b", window=2, max_loras=2)
+    a, b = (
+        ReplicaLoad(name="a", window=2, max_loras=2),
+        ReplicaLoad(name="b", window=2, max_loras=2),
+    )
     router = Router([a, b])
     a.resident[adapter(0)] = None
     for _ in range(4):
         router.add(make_call(adapter(0)))
-    assert [lane.name for _, lane in router.dispatch(0.0)] == ["a", "a"]
+    assert [replica.name for _, replica in router.dispatch(0.0)] == ["a", "a"]
     assert router.dispatch(SPILL_S / 2) == []
-    assert [lane.name for _, lane in router.dispatch(SPILL_S * 1.1)] == ["b", "b"]
+    assert [replica.name for _, replica in router.dispatch(SPILL_S * 1.1)] == ["b", "b"]
 
 
 def test_new_adapters_are_dealt_to_the_least_loaded() -> None:
-    lanes = [Lane(name=f"s{i}", window=100, max_loras=8) for i in range(4)]
-    router = Router(lanes)
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=8) for i in range(4)]
+    router = Router(replicas)
     for i in range(8):
         for _ in range(5):
             router.add(make_call(adapter(i)))
     homes: dict[ModelRef, set[str]] = {}
-    for call, lane in router.dispatch(0.0):
-        homes.setdefault(call.ref, set()).add(lane.name)
+    for call, replica in router.dispatch(0.0):
+        homes.setdefault(call.ref, set()).add(replica.name)
     assert all(len(names) == 1 for names in homes.values())
     assert set(Counter(next(iter(n)) for n in homes.values()).values()) == {2}
 
 
 def test_a_long_shared_prefix_outweighs_a_little_load_but_not_much() -> None:
-    lanes = [Lane(name=f"s{i}", window=10_000, max_loras=1) for i in range(2)]
-    router = Router(lanes)
+    replicas = [ReplicaLoad(name=f"s{i}", window=10_000, max_loras=1) for i in range(2)]
+    router = Router(replicas)
     prefix = tuple(range(10 * PREFIX_TOKENS))
     router.add(make_call(BASE, prompt=(*prefix, 0), new=1))
     [(_, first)] = router.dispatch(0.0)
     placed = []
     for i in range(1000):
         router.add(make_call(BASE, prompt=(*prefix, i), new=1))
-        placed += [lane for _, lane in router.dispatch(0.0)]
-    assert all(lane is first for lane in placed[:5])
-    assert any(lane is not first for lane in placed), "a heap of work is shared all the same"
+        placed += [replica for _, replica in router.dispatch(0.0)]
+    assert all(replica is first for replica in placed[:5])
+    assert any(replica is not first for replica in placed), "a heap of work is shared all the same"
 
 
 def test_prefixes_are_known_per_model_and_by_whole_blocks() -> None:
@@ -255,7 +261,10 @@ def test_prefixes_are_known_per_model_and_by_whole_blocks() -> None:
 
 
 def test_lost_calls_go_elsewhere_while_there_is_an_elsewhere() -> None:
-    a, b = Lane(name="a", window=4, max_loras=1), Lane(name="b", window=4, max_loras=1)
+    a, b = (
+        ReplicaLoad(name="a", window=4, max_loras=1),
+        ReplicaLoad(name="b", window=4, max_loras=1),
+    )
     router = Router([a, b])
     call = make_call(BASE)
     call.tried.add("a")
@@ -269,14 +278,14 @@ def test_lost_calls_go_elsewhere_while_there_is_an_elsewhere() -> None:
 
 def test_a_call_is_stolen_at_most_once_and_only_for_a_gain() -> None:
     slow, quick = (
-        Lane(name="slow", window=4, max_loras=1),
-        Lane(name="quick", window=4, max_loras=1),
+        ReplicaLoad(name="slow", window=4, max_loras=1),
+        ReplicaLoad(name="quick", window=4, max_loras=1),
     )
     router = Router([slow, quick])
-    for lane, seconds in ((slow, 10.0), (quick, 1.0)):
+    for replica, seconds in ((slow, 10.0), (quick, 1.0)):
         done = make_call(BASE)
-        lane.begin(done, 0.0)
-        router.end(done, lane, seconds, is_done=True)
+        replica.begin(done, 0.0)
+        router.end(done, replica, seconds, is_done=True)
     call = make_call(BASE)
     slow.begin(call, 20.0)
     assert router.steal(20.0) == [(call, quick)]
@@ -285,4 +294,4 @@ def test_a_call_is_stolen_at_most_once_and_only_for_a_gain() -> None:
     router.end(call, slow, 21.0, is_done=False)
     fast = make_call(BASE)
     quick.begin(fast, 30.0)
-    assert router.steal(30.0) == [], "a slower lane gains nothing"
+    assert router.steal(30.0) == [], "a slower replica gains nothing"

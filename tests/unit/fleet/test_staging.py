@@ -1,4 +1,4 @@
-"""Adapters on their way to the servers: folders, arenas, names, and what fits."""
+"""Adapters on their way to the servers: folders, buffers, names, and what fits."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from fleet.adapters import K, Q, make_small, write_model
 from safetensors.numpy import save_file
 
 from rookery.errors import AdapterError
-from rookery.fleet.arenas import ArenaFile, Spares
-from rookery.fleet.fit import Fit, base_names, check_fit, read_head, read_shapes
-from rookery.fleet.inside.arena import MANIFEST, factor_view, open_arena
-from rookery.fleet.owner import claim_folder
-from rookery.fleet.staging import Staging, open_staging
+from rookery.fleet.adapters.buffers import BufferFile, Spares
+from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
+from rookery.fleet.adapters.owner import claim_folder
+from rookery.fleet.adapters.staging import Staging, open_staging
+from rookery.fleet.vllm_plugin.buffer import MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
 
@@ -38,7 +38,7 @@ def test_names_are_fit_for_paths_and_nobody_else_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
 def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch.dtype) -> None:
-    """What a server reads from the PEFT folder and casts is what it finds in the arena."""
+    """What a server reads from the PEFT folder and casts is what it finds in the buffer."""
     made = make_small("a", seed=3, rank=3, scale=1.7)
     factors = {
         n: LoraFactors(a=f.a.to(own), b=f.b.to(own), scale=f.scale) for n, f in made.factors.items()
@@ -46,13 +46,13 @@ def test_both_ways_carry_the_same_numbers(tmp_path: Path, dtype: str, own: torch
     adapter = make_adapter("a", base="x", factors=factors)
     with open_staging(tmp_path / "shared") as staging:
         folder = staging.peft_folder(REF, adapter, base="server/model")
-        arena = staging.arena_folder(REF, adapter, dtype=dtype)
+        buffer = staging.buffer_folder(REF, adapter, dtype=dtype)
         assert staging.peft_folder(REF, adapter, base="server/model") == folder
-        assert staging.arena_folder(REF, adapter, dtype=dtype) == arena
+        assert staging.buffer_folder(REF, adapter, dtype=dtype) == buffer
         read = read_adapter(folder)
         assert read.base == "server/model"
-        manifest = json.loads((arena / MANIFEST).read_text())
-        memory = open_arena(arena, manifest, ()).on(torch.device("cpu"))
+        manifest = json.loads((buffer / MANIFEST).read_text())
+        memory = open_buffer(buffer, manifest, ()).on(torch.device("cpu"))
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     for name, rank, size_in, size_out, at_a, at_b in json.loads(manifest["layers"]):
         lora = read.factors[name]
@@ -69,19 +69,19 @@ def test_servers_that_need_an_adapter_at_the_same_time_get_the_same_folder(
 ) -> None:
     adapter, together = make_small("a"), threading.Barrier(4)
     writes: list[Path] = []
-    write = Staging._write_arena
+    write = Staging._write_buffer
 
     def count(self: Staging, temporary: Path, *rest: Any) -> None:
         writes.append(temporary)
         write(self, temporary, *rest)
 
-    monkeypatch.setattr(Staging, "_write_arena", count)
+    monkeypatch.setattr(Staging, "_write_buffer", count)
 
     def ask(staging: Staging) -> tuple[Path, Path]:
         together.wait(30)
-        arena = staging.arena_folder(REF, adapter, dtype="float32")
+        buffer = staging.buffer_folder(REF, adapter, dtype="float32")
         together.wait(30)
-        return arena, staging.peft_folder(REF, adapter, base="x")
+        return buffer, staging.peft_folder(REF, adapter, base="x")
 
     with open_staging(tmp_path) as staging, ThreadPoolExecutor(4) as pool:
         for _ in range(20):
@@ -95,9 +95,9 @@ def test_many_adapters_of_a_size_are_each_written_whole(tmp_path: Path) -> None:
         for seed in range(5):
             ref = replace(REF, version=str(seed))
             adapter = make_small("a", seed=seed, rank=2 + seed // 3, scale=1.0)
-            folder = staging.arena_folder(ref, adapter, dtype="float32")
+            folder = staging.buffer_folder(ref, adapter, dtype="float32")
             manifest = json.loads((folder / MANIFEST).read_text())
-            memory = open_arena(folder, manifest, ()).on(torch.device("cpu"))
+            memory = open_buffer(folder, manifest, ()).on(torch.device("cpu"))
             name, rank, size_in, _, at_a, _ = json.loads(manifest["layers"])[0]
             assert torch.equal(factor_view(memory, at_a, (rank, size_in)), adapter.factors[name].a)
         names = {path.name for path in staging.root.iterdir() if not path.is_dir()}
@@ -113,11 +113,11 @@ def test_files_without_unnamed_ones_get_a_name_and_lose_it(
         return opened(path, flags, mode)
 
     opened = os.open
-    monkeypatch.setattr("rookery.fleet.arenas.os.open", refuse)
-    file = ArenaFile(tmp_path, 4096)
+    monkeypatch.setattr("rookery.fleet.adapters.buffers.os.open", refuse)
+    file = BufferFile(tmp_path, 4096)
     file.memory.fill_(7)
     file.name(tmp_path / "a.bin")
-    other = ArenaFile(tmp_path, 4096)
+    other = BufferFile(tmp_path, 4096)
     assert len(list(tmp_path.iterdir())) == 2
     del file, other
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"\7" * 4096]
@@ -159,11 +159,11 @@ def test_spares_made_together_are_all_taken_before_others_are_made() -> None:
 
 
 def test_removing_removes_one_adapter_alone(tmp_path: Path) -> None:
-    other = replace(REF, version="3fa9.float32.arenas")
+    other = replace(REF, version="3fa9.float32.buffers")
     with open_staging(tmp_path) as staging:
         for ref in (REF, other):
             staging.peft_folder(ref, make_small("a"), base="")
-            staging.arena_folder(ref, make_small("a"), dtype="float32")
+            staging.buffer_folder(ref, make_small("a"), dtype="float32")
         staging.remove(REF)
         left = [path.name for path in staging.root.iterdir() if path.is_dir()]
         assert len(left) == 2
@@ -204,10 +204,10 @@ def leave_behind(parent: Path, *, servers: tuple[str, ...]) -> Path:
 
 def test_unknown_dtypes_and_places_are_refused(tmp_path: Path) -> None:
     with open_staging(tmp_path) as staging, pytest.raises(AdapterError, match="float8"):
-        staging.arena_folder(REF, make_small("a"), dtype="float8")
+        staging.buffer_folder(REF, make_small("a"), dtype="float8")
     refused = pytest.raises(AdapterError, match=r"on cpu.*in_place: false")
     with open_staging(tmp_path, in_place=True) as staging, refused:
-        staging.arena_folder(REF, make_small("a"), dtype="float32")
+        staging.buffer_folder(REF, make_small("a"), dtype="float32")
 
 
 def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:

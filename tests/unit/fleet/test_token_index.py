@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rookery.fleet.inside.token_index import TokenIndex, install_token_index
+from rookery.fleet.vllm_plugin.token_index import TokenIndex, install_token_index
 
 SLOTS, TOKENS = 3, 8
 CPU = torch.device("cpu")

@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from rookery.fleet.inside.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
-from rookery.fleet.wire import Fields, encode_tokens, read_choices, read_completion, read_reading
+from rookery.fleet.http.wire import (
+    Fields,
+    encode_tokens,
+    read_choices,
+    read_completion,
+    read_reading,
+)
+from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
 from rookery.types import ModelRef
 
 BASE = ModelRef(name="base", version="tiny")
@@ -88,7 +94,7 @@ class Engine:
         self.called.append(method)
 
     async def add_lora(self, lora: Any) -> None:
-        assert self.called, "the workers must know arenas before they meet one"
+        assert self.called, "the workers must know buffers before they meet one"
         self.num_loads += 1
         if self.loading is not None:
             await self.loading.wait()
@@ -238,7 +244,7 @@ async def test_stop_strings_leave_the_text_to_vllm() -> None:
 async def test_an_adapter_is_loaded_with_its_first_request_and_once() -> None:
     server = Server()
     server.engine.loading = asyncio.Event()
-    body = encode_tokens("poet@1", Fields(), [(1,)], path="/arena")
+    body = encode_tokens("poet@1", Fields(), [(1,)], path="/buffer")
     asked = [asyncio.create_task(server.ask(body)) for _ in range(2)]
     await server.engine.is_asked.wait()  # before the adapter is there
     assert not server.models.lora_requests
@@ -246,7 +252,7 @@ async def test_an_adapter_is_loaded_with_its_first_request_and_once() -> None:
     assert [(await one)[0] for one in asked] == [200, 200]
     assert (await server.ask(body))[0] == 200
     assert server.engine.num_loads == 1 and server.engine.called == ["rookery_attach"]
-    assert {lora.lora_path for lora in server.engine.loras} == {"/arena"}
+    assert {lora.lora_path for lora in server.engine.loras} == {"/buffer"}
     assert len({lora.lora_int_id for lora in server.engine.loras}) == 1
 
 

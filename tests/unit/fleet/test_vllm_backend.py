@@ -297,7 +297,7 @@ def test_an_explicit_host_and_port_beat_the_environment(
 def test_adapters_reach_another_machine_by_a_folder_that_both_see(
     server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.fleet.replica.is_local", lambda url: False)
+    monkeypatch.setattr("rookery.fleet.routing.replica.is_local", lambda url: False)
     with pytest.raises(FleetError, match="set adapter_folder to a folder that both see"):
         backend.register_lora_adapter("poet", folder)
     monkeypatch.setenv("VLLM_ADAPTER_FOLDER", str(tmp_path / "shared"))

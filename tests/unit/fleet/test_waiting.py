@@ -35,7 +35,10 @@ async def test_it_waits_for_a_server_that_is_started_again(ask: Ask) -> None:
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 async def test_it_fails_when_no_server_comes_back(ask: Ask) -> None:
     stub = Stub()
-    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,), heal_s=0.3)) as fleet:
+    async with (
+        serve(stub),
+        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)) as fleet,
+    ):
         await stub.stop()
         with pytest.raises(FleetDownError, match=r"has been up for 0\.3 s.*can't be reached"):
             await asyncio.wait_for(ask(fleet), 10)

@@ -9,11 +9,11 @@ import pytest
 from fleet.stub import Stub, serve
 
 from rookery.errors import FleetError
-from rookery.fleet.client import Client, ClientConfig, open_session
-from rookery.fleet.inside.whole_graphs import agree_on_queries
-from rookery.fleet.replica import Replica, ReplicaSettings
-from rookery.fleet.settings import LaunchConfig
-from rookery.fleet.staging import open_staging
+from rookery.fleet.adapters.staging import open_staging
+from rookery.fleet.http.client import Client, ClientConfig, open_session
+from rookery.fleet.routing.replica import Replica, ReplicaSettings
+from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.vllm_plugin.whole_graphs import agree_on_queries
 
 SETTINGS = ReplicaSettings(
     max_in_flight=None,
@@ -103,8 +103,8 @@ async def test_a_server_with_whole_graphs_shows_that_it_computes_right(
             replica = Replica(client, settings=SETTINGS, staging=staging, local=local)
             if apart is None:
                 await replica.connect()
-                assert replica.lane.is_open
+                assert replica.load.is_open
                 return
             with pytest.raises(FleetError, match=rf"is {apart} nats from.*cuda_graphs: auto"):
                 await replica.connect()
-            assert not replica.lane.is_open
+            assert not replica.load.is_open

@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.loops.engines import EngineChoice
+from rookery.engines import EngineChoice
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
 from rookery.search.parents import may_be_negative
 from rookery.search.racing import RaceConfig
@@ -66,7 +67,7 @@ class GenomeConfig(Config):
     """Changes and additions to the crossovers by name."""
     mutations: dict[str, MutateConfig] = Field(default_factory=dict)
     """Changes and additions to the mutations by name."""
-    made_on: Literal["cpu", "cuda"] = "cpu"
+    merge_device: Literal["cpu", "cuda"] = "cpu"
     """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
     layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
     2 GB there beside them. The last bits of a child depend on it."""
@@ -75,6 +76,9 @@ class GenomeConfig(Config):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
+        taken = sorted(COMBINATIONS & set(self.merges))
+        if taken:
+            raise ValueError(f"merges has {taken[0]!r}, a name of the search's own: write another")
         for stage in self.stages:
             if isinstance(stage, GaStage):
                 _require(stage.merges, {*MERGES, *self.merges}, "crossover")

@@ -59,7 +59,7 @@ class MathScorer:
         self._config = config
         self._worker = _Worker()
         # One thread: it waits for the process, and the next check waits for it.
-        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-scorer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-scorer")
 
     def read(self, completion: Completion) -> str | None:
         """The last boxed formula, else the last number, as it is written: 1/2 and 0.5 are two."""
@@ -74,7 +74,7 @@ class MathScorer:
         request = {"references": reference_texts(task.reference), "answer": completion.text}
         loop = asyncio.get_running_loop()
         reply = await loop.run_in_executor(
-            self._lane, self._worker.ask, json.dumps(request), self._config.timeout_s
+            self._thread, self._worker.ask, json.dumps(request), self._config.timeout_s
         )
         if "error" in reply:
             raise TaskError(f"Task {task.id}: {reply['error']}")

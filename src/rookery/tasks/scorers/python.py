@@ -61,7 +61,7 @@ class PythonScorer:
         self._name = config.function
         self._function = _find_function(config.function)
         self._is_async = inspect.iscoroutinefunction(self._function)
-        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="python-scorer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="python-scorer")
 
     def read(self, completion: Completion) -> str | None:
         return completion.text.strip() or None
@@ -81,7 +81,7 @@ class PythonScorer:
                 verdict = self._function(task, completion)
             else:
                 loop = asyncio.get_running_loop()
-                verdict = await loop.run_in_executor(self._lane, self._call, task, completion)
+                verdict = await loop.run_in_executor(self._thread, self._call, task, completion)
             value = await verdict if inspect.isawaitable(verdict) else verdict
         if not isinstance(value, Real) or not math.isfinite(value):
             raise TaskError(

@@ -9,8 +9,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import rookery_inside.extension  # the launcher must have put both there
-import rookery_inside.token_route
+import rookery_vllm_plugin.extension  # the launcher must have put both there
+import rookery_vllm_plugin.token_route
 
 MODE = os.environ.get("FAKE_VLLM", "")
 KEY = os.environ.get("VLLM_API_KEY", "")
@@ -43,7 +43,7 @@ def use_up_failure() -> bool:
 
 
 child = 0
-assert rookery_inside.extension.WorkerExtension and rookery_inside.token_route.TokenRoute
+assert rookery_vllm_plugin.extension.WorkerExtension and rookery_vllm_plugin.token_route.TokenRoute
 sys.stdout.write("loading the model\n")
 sys.stdout.flush()
 if MODE == "memory" or use_up_failure():

@@ -1,0 +1,175 @@
+"""Our adapters on one server: registered there, unregistered again, whatever ends the fleet.
+
+    residency = Residency(client, owner=staging.owner, is_own=False)
+    await residency.load("poet@3fa9~7f3a", path=folder)
+    await residency.unload("poet@3fa9~7f3a")     # True: nothing there reads its folder any more
+    await residency.leave()                      # the server knows none of ours
+
+vLLM reads an adapter's folder again when a request names it after it was evicted, and its engine
+dies when the folder is gone. So a folder is removed only after its name is unregistered and no
+request that named it can be waiting there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence, Set
+from itertools import groupby
+from pathlib import Path
+
+from aiohttp import ClientConnectorError
+
+from rookery.errors import AdapterError, FleetError, boundary
+from rookery.fleet.adapters.owner import Owner, find_left
+from rookery.fleet.http.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
+from rookery.fleet.http.wire import Fields, encode_body
+
+__all__ = ["Residency", "clear_left", "list_names"]
+
+logger = logging.getLogger(__name__)
+LEAVE_S = 10.0
+"""How long a server may take to let go of adapters when a fleet closes, or after a request was cut
+off; the folders of one that takes longer are left for the next fleet to remove."""
+LEFT_S = 3.0
+"""How long the servers of dead owners may take together; they are all asked at once."""
+
+
+class Residency:
+    """The names that one server may know: from before a load is sent until an unload is confirmed.
+
+    A server of our own ends with the fleet, so nothing needs to be cleared there.
+    """
+
+    def __init__(self, client: Client, *, owner: Owner, is_own: bool) -> None:
+        self._client = client
+        self._owner = owner
+        self._is_own = is_own
+        self._names: set[str] = set()
+        self._cut: set[str] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._has_left = False
+
+    def expect(self, name: str) -> None:
+        """The server learns the name with a request that is about to be sent."""
+        if not self._is_own:
+            self._owner.note_server(self._client.url)
+        self._names.add(name)
+
+    def note_cut(self, name: str) -> None:
+        """A request that names it was not waited for: it may still be in the server's queue."""
+        self._cut.add(name)
+
+    async def load(self, name: str, *, path: Path) -> None:
+        """Register one. A load that was sent is never cut off with its caller: the server could do
+        it after it was told to forget the name."""
+        if self._has_left:
+            raise FleetError("The fleet was closed before this adapter was loaded.")
+        self.expect(name)
+        load = self._loads.get(name)
+        if load is None:
+            load = asyncio.create_task(self._client.load_adapter(name, path=str(path)))
+            self._loads[name] = load
+            load.add_done_callback(lambda _: self._loads.pop(name))
+        try:
+            await asyncio.shield(load)
+        except AdapterError:
+            self._names.discard(name)
+            raise
+
+    async def unload(self, name: str, *, model: str) -> bool:
+        """Unregister one; False when its folder must stay, as the server may read it yet.
+
+        `model` is the server's base model.
+        """
+        if name not in self._names:
+            return True
+        return await self._let_go([name], model=model)
+
+    async def leave(self, *, model: str) -> None:
+        """Unregister all of them, and load no more. Never raises: what is left is recorded."""
+        self._has_left = True
+        if self._is_own or await self._let_go(sorted(self._names), model=model):
+            self._owner.servers.discard(self._client.url)
+
+    async def _let_go(self, names: Sequence[str], *, model: str) -> bool:
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                for name in names:
+                    if name in self._loads:
+                        await asyncio.wait([self._loads[name]])
+                    await self._client.unload_adapter(name)
+                if not self._cut.isdisjoint(names):
+                    await self._wait_for_queue(model)
+        except (TimeoutError, ServerLost, ServerRefusal) as error:
+            if not _is_gone(error):
+                logger.warning("%s did not let go of %s: %s", self._client.url, names, error)
+                return False
+        # Only now: as long as a request may be waiting there, a later call must ask again.
+        self._names.difference_update(names)
+        self._cut.difference_update(names)
+        return True
+
+    async def _wait_for_queue(self, model: str) -> None:
+        """The server hears that requests were cut off before it takes this one."""
+        await self._client.complete(encode_body(model, Fields(max_tokens=1), [(1,)]))
+
+
+async def clear_left(parent: Path, clients: Sequence[Client]) -> None:
+    """Unregister what dead owners left on servers, and remove their folders.
+
+    Folders stay where a server cannot be asked. `clients` have the keys of the servers at hand.
+    """
+    by_url = {client.url: client for client in clients}
+    limits = ClientConfig(connect_s=LEFT_S, control_s=LEFT_S)
+    with find_left(parent) as dead:
+        urls = sorted({url for owner in dead for url in owner.servers})
+        async with open_session() as session:
+            asked = [by_url.get(url) or Client(url, session=session, config=limits) for url in urls]
+            tokens = frozenset(owner.token for owner in dead)
+            gone = await asyncio.gather(*(_clear(client, tokens) for client in asked))
+        cleared = dict(zip(urls, gone, strict=True))
+        for owner in dead:
+            if all(owner.token in cleared[url] for url in owner.servers):
+                await asyncio.to_thread(owner.remove)
+
+
+async def list_names(client: Client, *tokens: str) -> list[str]:
+    """The adapters that a server knows of these owners."""
+    models = await client.get("/v1/models")
+    with boundary(FleetError, f"{client.url}/v1/models answers no list of models"):
+        names = [str(model["id"]) for model in models["data"]]
+    return [name for name in names if _token(name) in tokens]
+
+
+async def _clear(client: Client, tokens: Set[str]) -> Set[str]:
+    """Those of the tokens that the server knows no name of any more; none when it cannot be asked,
+    whatever it is that answers there."""
+    known = set(tokens)
+    try:
+        with boundary(FleetError, f"{client.url} cannot be asked"):
+            async with asyncio.timeout(LEFT_S):
+                names = sorted(await list_names(client, *tokens), key=_token)
+                known = {_token(name) for name in names}
+                for token, own in groupby(names, key=_token):
+                    for name in own:
+                        await client.unload_adapter(name)
+                        logger.info("%s: unregistered %s: its process died", client.url, name)
+                    known.discard(token)
+    except FleetError as error:
+        is_other = isinstance(error, ServerRefusal) and error.status == 404
+        if is_other or _is_gone(error):  # another program has the port now, or nothing listens
+            return tokens
+        logger.info("folders of dead processes stay: %s", error)
+    return tokens - known
+
+
+def _token(name: str) -> str:
+    """Whose it is; empty for names that are not of this kind."""
+    return name.rpartition("~")[2] if "~" in name else ""
+
+
+def _is_gone(error: Exception) -> bool:
+    """Nothing listens there: what the server knew is gone with it."""
+    cause = error.__cause__
+    return isinstance(cause, ClientConnectorError) and isinstance(
+        cause.os_error, ConnectionRefusedError
+    )

@@ -1,0 +1,295 @@
+"""Where adapters wait for servers to read them: a folder in shared memory, or one given.
+
+    with open_staging(None) as staging:
+        staging.peft_folder(ref, adapter, base=root)     # for `load_lora_adapter` and the resolver
+        staging.buffer_folder(ref, adapter, dtype="bfloat16")     # for the worker extension
+
+A server gets B with its scale multiplied in, in the adapter's own dtype: the same numbers whichever
+way they come. Folders are named by content and by who made them (`owner.py`), and never change.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from rookery.errors import AdapterError, FleetError, boundary
+from rookery.fleet.adapters.buffers import BufferFile, CudaBuffer, Spares, cuda_buffers
+from rookery.fleet.adapters.owner import Owner, claim_folder, find_left
+from rookery.fleet.vllm_plugin.buffer import BUFFER, FORMAT, MANIFEST
+from rookery.types import Adapter, LoraFactors, ModelRef
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Staging", "as_safetensors", "memory_folder", "open_staging"]
+
+_MEMORY = Path("/dev/shm")
+_DTYPES = ("float32", "float16", "bfloat16")
+_ALIGNMENT = 256
+"""Offsets in a buffer: the strictest alignment of a CUDA copy."""
+
+
+class Staging:
+    """Folders of adapters of one owner.
+
+    `in_place` hands over adapters that are on a GPU by their address there, without a copy; every
+    server must run on that GPU. `is_searched`: servers search the owner's parent folder by name.
+    """
+
+    def __init__(self, owner: Owner, *, in_place: bool = False, is_searched: bool = False) -> None:
+        self.owner = owner
+        self.root = root = owner.folder
+        self.in_place = in_place
+        self._peft_root = owner.parent if is_searched else root
+        self._cuda_buffers: dict[Path, CudaBuffer] = {}
+        self._writing: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._is_closed = False
+        self._files: Spares[int, BufferFile] = Spares(lambda size: [BufferFile(root, size)])
+        self._gpu: Spares[tuple[torch.device, int], CudaBuffer] = Spares(lambda k: cuda_buffers(*k))
+
+    def wire_name(self, ref: ModelRef) -> str:
+        """The name a server knows an adapter by: fit for a path and a URL, and nobody else's."""
+        return f"{quote(ref.served_name, safe='@-_.')}~{self.owner.token}"
+
+    def peft_folder(self, ref: ModelRef, adapter: Adapter, *, base: str) -> Path:
+        """A PEFT folder, written once. `base` is what the resolver compares with the server's."""
+        folder = self._peft_root / self.wire_name(ref)
+        with self._writing[folder]:
+            if not folder.is_dir():
+                self._require_open()
+                # Needed only where adapters are served, which is where torch is.
+                from rookery.weights import write_adapter
+
+                write_adapter(replace(_folded(adapter), base=base), folder)
+        return folder
+
+    def buffer_path(self, ref: ModelRef, *, dtype: str) -> Path:
+        """Where `buffer_folder` puts an adapter."""
+        return self.root / f"{self.wire_name(ref)}.{dtype}.buffer"
+
+    def buffer_folder(self, ref: ModelRef, adapter: Adapter, *, dtype: str) -> Path:
+        """All factors in one piece, in the dtype of the servers' slots; written once."""
+        folder = self.buffer_path(ref, dtype=dtype)
+        # Several servers may need it at the same time, each in a thread.
+        with self._writing[folder], boundary(FleetError, f"Writing {folder}", foreign=(OSError,)):
+            if not folder.is_dir():
+                self._require_open()
+                temporary = Path(tempfile.mkdtemp(dir=self.root))
+                self._write_buffer(temporary, folder, adapter, dtype)
+                temporary.chmod(0o755)
+                temporary.rename(folder)
+        return folder
+
+    def remove(self, ref: ModelRef) -> None:
+        """Forget an adapter's folders; a server that still has them open keeps what it mapped."""
+        buffers = [self.buffer_path(ref, dtype=dtype) for dtype in _DTYPES]
+        for folder in (self._peft_root / self.wire_name(ref), *buffers):
+            shutil.rmtree(folder, ignore_errors=True)
+            self._cuda_buffers.pop(folder, None)
+            self._writing.pop(folder, None)
+
+    def close(self) -> None:
+        """Wait for what is being written, then write nothing any more; the folders stay.
+
+        A thread outlives the request that it wrote for, and would put folders back that are gone.
+        """
+        self._is_closed = True
+        for lock in list(self._writing.values()):
+            with lock:
+                pass
+        self._files.close()
+        self._gpu.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise FleetError("The fleet was closed before this adapter was written.")
+
+    def _write_buffer(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
+        import torch
+
+        layout = _layout(adapter, dtype, is_on_host=not self.in_place)
+        manifest: dict[str, Any] = {
+            "format": FORMAT, "dtype": dtype, "bytes": layout.num_bytes, "scale": layout.scale,
+            "scaled_from": layout.scaled_from, "layers": json.dumps(layout.layers),
+        }  # fmt: skip
+        if self.in_place:
+            key = _only_gpu(layout), layout.num_bytes
+            buffer = self._gpu.take(key)
+            layout.fill(buffer.memory)
+            if layout.scale != 1:
+                buffer.memory[layout.scaled_from :].view(layout.kind).mul_(layout.scale)
+            torch.cuda.synchronize(buffer.memory.device)
+            # The memory is the server's to read until the adapter is removed.
+            self._cuda_buffers[folder] = buffer
+            manifest |= {"cuda": buffer.handle, "scale": 1.0}
+            self._gpu.refill(key)
+        else:
+            file = self._files.take(layout.num_bytes)
+            layout.fill(file.memory)
+            file.name(temporary / BUFFER)
+            self._files.refill(layout.num_bytes, after=file)
+        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def memory_folder() -> Path:
+    """Shared memory, or the folder of temporary files where there is none."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def open_staging(
+    parent: Path | None, *, in_place: bool = False, is_searched: bool = False
+) -> Iterator[Staging]:
+    """A folder for adapters under `parent`, by default in shared memory; it goes with the block.
+
+    Folders that killed processes left there are removed, unless a server may know of them.
+    """
+    parent = parent or memory_folder()
+    with boundary(FleetError, f"Creating {parent}", foreign=(OSError,)):
+        parent.mkdir(parents=True, exist_ok=True)
+    with find_left(parent) as dead:
+        for owner in dead:
+            if not owner.servers:
+                owner.remove()
+    with (
+        claim_folder(parent) as owner,
+        contextlib.closing(Staging(owner, in_place=in_place, is_searched=is_searched)) as staging,
+    ):
+        yield staging
+
+
+@contextmanager
+def as_safetensors(path: Path) -> Iterator[Path]:
+    """The folder itself, or a copy of one that holds adapter_model.bin in the safe format."""
+    old = path / "adapter_model.bin"
+    if (path / "adapter_model.safetensors").exists() or not old.exists():
+        yield path
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = torch.load(old, map_location="cpu", weights_only=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shutil.copy(path / "adapter_config.json", folder)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "adapter_model.safetensors")
+        yield folder
+
+
+def _folded(adapter: Adapter) -> Adapter:
+    """The same adapter with scale 1: products in float32, then the dtype the factors had.
+
+    torch multiplies half precision by a number in float32 and rounds once. Factors of one kind are
+    multiplied together: a call for each costs more than the numbers.
+    """
+    import torch
+
+    kinds: dict[tuple[float, torch.dtype, torch.device], list[str]] = {}
+    for layer, lora in adapter.factors.items():
+        if lora.scale != 1:
+            kinds.setdefault((lora.scale, lora.b.dtype, lora.b.device), []).append(layer)
+    factors = dict(adapter.factors)
+    for (scale, _, _), layers in kinds.items():
+        own = [adapter.factors[layer] for layer in layers]
+        products = torch.cat([lora.b.detach().reshape(-1) for lora in own]).mul_(scale)
+        parts = torch.split(products, [lora.b.numel() for lora in own])
+        for layer, lora, part in zip(layers, own, parts, strict=True):
+            factors[layer] = LoraFactors(a=lora.a, b=part.view(lora.b.shape), scale=1.0)
+    return replace(adapter, factors=factors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where every factor goes in a buffer: the A factors, then the B factors."""
+
+    layers: list[list[Any]]
+    num_bytes: int
+    scaled_from: int
+    """Where B begins, in bytes."""
+    scale: float
+    """What B is still to be multiplied by."""
+    pieces: list[tuple[int, "torch.Tensor"]]
+    """(offset, factor) in order, contiguous and in the buffer's dtype."""
+    kind: "torch.dtype"
+
+    def fill(self, memory: "torch.Tensor") -> None:
+        """Copy every factor to its place."""
+        import torch
+
+        if memory.device.type == "cpu":
+            # torch would share each copy out among threads, and wait for all of them every time.
+            begin = memory.data_ptr()
+            for offset, tensor in self.pieces:
+                ctypes.memmove(begin + offset, tensor.data_ptr(), tensor.nbytes)
+            return
+        numbers = memory.view(self.kind)
+        with torch.no_grad():
+            if sum(factor.nbytes for _, factor in self.pieces) == self.num_bytes:
+                # A view of every factor takes five times as long as all copies.
+                factors = [factor for _, factor in self.pieces]
+                numbers.copy_(torch._utils._flatten_dense_tensors(factors))  # type: ignore[no-untyped-call]
+                return
+            for offset, factor in self.pieces:
+                first = offset // numbers.itemsize
+                numbers[first : first + factor.numel()].copy_(factor.view(-1))
+
+
+def _layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
+    """One scale for all is left to the reader: it multiplies on its device, rounding the same."""
+    import torch
+
+    if dtype not in _DTYPES:
+        raise AdapterError(
+            f"The servers keep adapters as {dtype}; Rookery sends {', '.join(_DTYPES)}. Start them "
+            "with launch.extension: false to load adapters the stock way."
+        )
+    kind: torch.dtype = getattr(torch, dtype)
+    scales = {lora.scale for lora in adapter.factors.values()}
+    has_one_scale = len(scales) == 1 and all(f.b.dtype == kind for f in adapter.factors.values())
+    factors = adapter.factors if has_one_scale else _folded(adapter).factors
+    pieces: list[tuple[int, torch.Tensor]] = []
+    ends = [0]
+
+    def place(factor: torch.Tensor) -> int:
+        if factor.dtype is not kind or not factor.is_contiguous():
+            factor = factor.detach().to(kind).contiguous()
+        if is_on_host:
+            factor = factor.cpu()
+        pieces.append((ends[-1], factor))
+        ends.append(ends[-1] + -(-factor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return ends[-2]
+
+    offsets_a = [place(lora.a) for lora in factors.values()]
+    scaled_from = ends[-1]
+    offsets_b = [place(lora.b) for lora in factors.values()]
+    layers = [
+        [name, *lora.a.shape, lora.b.shape[0], offset_a, offset_b]
+        for (name, lora), offset_a, offset_b in zip(
+            factors.items(), offsets_a, offsets_b, strict=True
+        )
+    ]
+    scale = scales.pop() if has_one_scale else 1.0
+    return _Layout(layers, ends[-1], scaled_from, scale, pieces, kind)
+
+
+def _only_gpu(layout: _Layout) -> "torch.device":
+    devices = {tensor.device for _, tensor in layout.pieces}
+    device = devices.pop()
+    if devices or device.type != "cuda":
+        raise AdapterError(
+            f"An adapter is on {', '.join(sorted(map(str, {device, *devices})))}; handing adapters "
+            "over in place needs all of it on the servers' GPU: write in_place: false."
+        )
+    return device

@@ -1,0 +1,3 @@
+"""New base weights for running servers."""
+
+__all__: list[str] = []

@@ -1,0 +1,398 @@
+"""The async client of one server: the only place of the fleet where requests, time limits and
+retries happen.
+
+    async with open_session() as session:
+        client = Client("http://127.0.0.1:8000", session=session)
+        answer = await client.complete(encode_body(model, fields, prompts))
+
+| what goes wrong                              | is raised         | and then                      |
+|----------------------------------------------|-------------------|-------------------------------|
+| 429, 503: the server did not take it         | ServerBusy        | retried here, for `busy_s`    |
+| no file descriptor is free in this process   | ServerBusy        | retried here, for `busy_s`    |
+| no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
+| 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
+| 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import stamina
+from pydantic import Field
+from yarl import URL
+
+from rookery.config import Config
+from rookery.errors import AdapterError, FleetError
+from rookery.fleet.http.descriptors import connection_limit
+from rookery.fleet.vllm_plugin.token_route import FORMAT as ROUTE_FORMAT
+from rookery.fleet.vllm_plugin.token_route import PATH as TOKEN_ROUTE
+
+__all__ = [
+    "Client",
+    "ClientConfig",
+    "ServerBusy",
+    "ServerLost",
+    "ServerRefusal",
+    "max_calls",
+    "open_session",
+]
+
+# Else a program without logging prints a bare word at every retry.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
+KEEPALIVE_S = 2.0
+"""vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
+_JSON = "application/json"
+_BUSY = frozenset({429, 503})
+_NO_CREDIT = b"insufficient_quota"
+"""OpenAI's word for an account without credit: also a 429, but waiting does not help."""
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_FOR_CALLS = 7 / 8
+"""Share of the connections for completions: health, adapters and metrics never wait behind them."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
+
+
+class ServerLost(FleetError):
+    """The server may be dead: what was sent may be sent again, to another one."""
+
+    def __init__(
+        self, message: str, *, is_broken: bool, was_sent: bool = True, status: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.is_broken = is_broken
+        """The connection failed; False: it stands, the answer is late or an internal error."""
+        self.was_sent = was_sent
+        """False: it certainly never reached the server."""
+        self.status = status
+        """Of the answer, when there was one."""
+
+
+class ServerBusy(ServerLost):
+    """The server took no request for as long as `busy_s` allows."""
+
+
+class ServerRefusal(FleetError):
+    """The server understood and said no; sending it again would be refused again."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Busy(Exception):
+    """Nothing was done, so the same server may be asked again."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class ClientConfig(Config):
+    """Time limits of requests to a server."""
+
+    connect_s: float = Field(default=5.0, gt=0)
+    """How long a connection may take to open."""
+    request_s: float = Field(default=900.0, gt=0)
+    """How long a batch of completions may take."""
+    control_s: float = Field(default=60.0, gt=0)
+    """How long anything else may take: health, adapters, metrics."""
+    busy_s: float = Field(default=20.0, ge=0)
+    """How long a server that answers 429 or 503 is asked again. It may say when (Retry-After); one
+    that wants more than this is given up at once."""
+
+
+@asynccontextmanager
+async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A connection pool for any number of clients, as large as the file descriptors allow."""
+    connector = aiohttp.TCPConnector(limit=connection_limit(), keepalive_timeout=KEEPALIVE_S)
+    jar = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
+        yield session
+
+
+def max_calls(session: aiohttp.ClientSession) -> int:
+    """Completions that may be in flight together over this session."""
+    limit = session.connector.limit if session.connector is not None else 0
+    return max(1, int(_FOR_CALLS * limit))
+
+
+class Client:
+    """One server by its URL (with or without a trailing /v1)."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        session: aiohttp.ClientSession,
+        config: ClientConfig | None = None,
+        api_key: str = "",
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.config = config or ClientConfig()
+        self._session = session
+        self._known_limits: dict[float, aiohttp.ClientTimeout] = {}
+        self._known_urls: dict[str, URL] = {}
+        self._headers = {"Content-Type": _JSON}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def complete(self, body: bytes) -> Any:
+        """One `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
+        return await self.post("/v1/completions", body, limit_s=self.config.request_s)
+
+    async def generate(self, body: bytes) -> Any:
+        """The same by Rookery's own route, on servers that have it."""
+        return await self.post(TOKEN_ROUTE, body, limit_s=self.config.request_s)
+
+    async def has_token_route(self) -> bool:
+        """Whether Rookery's own route is there and finds in vLLM what it needs."""
+        try:
+            answer = await self.get(TOKEN_ROUTE)
+        except (ServerLost, ServerRefusal):
+            return False
+        return isinstance(answer, dict) and answer.get("format") == ROUTE_FORMAT
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        limit_s: float | None = None,
+        admit: Callable[[], Awaitable[None]] | None = None,
+    ) -> Any:
+        """POST and decode. `admit` is awaited before every attempt."""
+
+        async def send() -> Any:
+            if admit is not None:
+                await admit()
+            return await self._request("POST", path, body, limit_s)
+
+        return await self._persist(send)
+
+    async def post_json(self, path: str, document: Mapping[str, Any]) -> Any:
+        return await self.post(path, json.dumps(document).encode())
+
+    async def get(self, path: str) -> Any:
+        """GET and decode: JSON where the server says so, else text."""
+        return await self._persist(lambda: self._request("GET", path, None, None))
+
+    async def is_healthy(self) -> bool:
+        """Whether `/health` answers 200 now; servers without that route count by `/v1/models`."""
+        try:
+            await self._request("GET", "/health", None, None)
+        except ServerRefusal as refusal:
+            return refusal.status == 404 and await self._lists_models()
+        except (ServerLost, _Busy):
+            return False
+        return True
+
+    async def load_adapter(self, name: str, *, path: str) -> None:
+        """Register an adapter. Names stand for contents, so one already there is a success.
+
+        AdapterError when the server cannot use it: vLLM answers 500 to an adapter that does not
+        fit, and stays well.
+        """
+        try:
+            await self.post_json("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except ServerRefusal as refusal:
+            if "already been loaded" not in str(refusal):
+                raise AdapterError(f"The adapter {name} cannot be loaded: {refusal}") from refusal
+        except ServerLost as loss:
+            if loss.status == 500 and await self.is_healthy():
+                raise AdapterError(f"The adapter {name} cannot be loaded: {loss}") from loss
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name; one that is not there is a success."""
+        try:
+            await self.post_json("/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerRefusal as refusal:
+            if refusal.status != 404:
+                raise
+
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker process; JSON in, JSON out."""
+        answer = await self.post_json(
+            "/collective_rpc",
+            {"method": method, "kwargs": arguments, "timeout": self.config.control_s},
+        )
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results:
+            raise FleetError(f"{self.url} answered nothing to the worker call {method}.")
+        return results
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; needed after the base weights change, not for new adapters."""
+        await self.post_json("/reset_prefix_cache", {})
+
+    async def _persist(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """A request; a busy server is asked again when it says, or later and later."""
+        try:
+            return await send()
+        except _Busy as busy:
+            first = busy
+        end_s = time.monotonic() + self.config.busy_s
+
+        def next_wait(error: Exception) -> bool | float:
+            """False gives up, True leaves the time to the back-off."""
+            if not isinstance(error, _Busy) or time.monotonic() + error.wait_s > end_s:
+                return False
+            return error.wait_s if error.wait_s > _FIRST_WAIT_S else True
+
+        try:
+            if next_wait(first) is False:
+                raise first
+            await asyncio.sleep(first.wait_s)
+            async for attempt in stamina.retry_context(
+                on=next_wait,
+                attempts=None,
+                timeout=None,
+                wait_initial=_FIRST_WAIT_S,
+                wait_max=_LONGEST_WAIT_S,
+            ):
+                with attempt:
+                    return await send()
+        except _Busy as last:
+            raise self._too_busy(last) from None
+        raise AssertionError("the retry loop ends by returning or raising")
+
+    def _too_busy(self, last: _Busy) -> ServerBusy:
+        limit_s = self.config.busy_s
+        is_told = last.wait_s > max(limit_s, _FIRST_WAIT_S)
+        what = "asks to wait for longer than" if is_told else "took no request for"
+        said = f"{self.url} {what} busy_s, {limit_s:g} s: {last}. Lower max_in_flight, add servers "
+        return ServerBusy(said + "or raise busy_s.", is_broken=False)
+
+    async def _lists_models(self) -> bool:
+        try:
+            await self._request("GET", "/v1/models", None, None)
+        except (ServerLost, ServerRefusal, _Busy):
+            return False
+        return True
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, limit_s: float | None
+    ) -> Any:
+        limits = self._limits(limit_s or self.config.control_s)
+        where = self._url(path)
+        if self._session.closed:
+            raise self._closed()
+        try:
+            async with self._session.request(
+                method, where, data=body, headers=self._headers, timeout=limits
+            ) as response:
+                content = await response.read()
+                if response.status < 400:
+                    # As vLLM writes it; parsing the header costs as much as a look at it saves.
+                    is_json = response.headers.get("Content-Type") == _JSON
+                    return _decode(content, _JSON if is_json else response.content_type, where)
+                raise self._error(response, content, where)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._session.closed and task is not None and not task.cancelling():
+                # aiohttp cancels who waits for a connection, not the task.
+                raise self._closed() from None
+            raise
+        except aiohttp.ClientConnectionError as error:
+            was_sent = not isinstance(error, aiohttp.ClientConnectorError)
+            if isinstance(error, aiohttp.ClientConnectorError) and error.errno in _NO_DESCRIPTOR:
+                said = "this process has no file descriptor left: raise `ulimit -n`"
+                raise _Busy(said, _FIRST_WAIT_S) from error
+            raise ServerLost(
+                _unreachable(self.url, error), is_broken=True, was_sent=was_sent
+            ) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise ServerLost(
+                f"{where} answered what is not HTTP: {error}", is_broken=True
+            ) from error
+        except TimeoutError:
+            raise ServerLost(
+                f"{where} did not answer within {limits.total:g} s; if that is too short for this "
+                "model, raise request_s (completions) or control_s (the rest).",
+                is_broken=False,
+            ) from None
+
+    def _closed(self) -> ServerLost:
+        return ServerLost(
+            f"The connection to {self.url} was closed here, by the end of its fleet or client.",
+            is_broken=True,
+            was_sent=False,
+        )
+
+    def _limits(self, total_s: float) -> aiohttp.ClientTimeout:
+        found = self._known_limits.get(total_s)
+        if found is None:
+            found = aiohttp.ClientTimeout(total=total_s, sock_connect=self.config.connect_s)
+            self._known_limits[total_s] = found
+        return found
+
+    def _url(self, path: str) -> URL:
+        """Parsed once: that costs as much as sending."""
+        found = self._known_urls.get(path)
+        if found is None:
+            found = self._known_urls[path] = URL(self.url + path)
+        return found
+
+    def _error(self, response: aiohttp.ClientResponse, content: bytes, where: URL) -> Exception:
+        said = _message(content)
+        if response.status in _BUSY and _NO_CREDIT not in content:
+            wait_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            told = f" (it asks to wait {wait_s:.0f} s)" if wait_s > _FIRST_WAIT_S else ""
+            return _Busy(said + told, wait_s)
+        if response.status >= 500:
+            return ServerLost(
+                f"{where} failed ({response.status}): {said}",
+                is_broken=False,
+                status=response.status,
+            )
+        hint = " Check the API key." if response.status in (401, 403) else ""
+        return ServerRefusal(
+            f"{where} refused ({response.status}): {said}{hint}", status=response.status
+        )
+
+
+def _unreachable(url: str, error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"The vLLM server can't be reached at {url}: {reason}. Is it running?"
+
+
+def _decode(content: bytes, content_type: str, where: URL) -> Any:
+    if content_type != _JSON:
+        return content.decode("utf-8", "replace")
+    try:
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ServerLost(f"{where} answered broken JSON: {error}", is_broken=False) from error
+
+
+def _message(content: bytes) -> str:
+    """The sentence in an error answer of vLLM, of FastAPI or of OpenAI, or its first words."""
+    text = content.decode("utf-8", "replace")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if isinstance(document, dict):
+        inner = document.get("error", document)
+        found = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
+        text = found if isinstance(found, str) else text
+    return " ".join(text.split())[:500]
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds of a Retry-After header, a number or a date; nonsense counts as the first wait."""
+    try:
+        is_number = header.strip().replace(".", "", 1).isdigit()
+        wait_s = (
+            float(header) if is_number else parsedate_to_datetime(header).timestamp() - time.time()
+        )
+    except (ValueError, OverflowError):
+        return _FIRST_WAIT_S
+    return max(wait_s, _FIRST_WAIT_S)

@@ -1,0 +1,212 @@
+"""Finds out what a server can do, by asking it.
+
+    capabilities = await probe(client)
+
+`/openapi.json` names its routes and fields, `/v1/models` its model, `/metrics` its cache,
+`/server_info` (servers in development mode) its sizes; two requests of one token show how it
+reports tokens and log-probabilities. A version string decides nothing.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import fmean
+from typing import Any
+
+from rookery.errors import FleetError, boundary
+from rookery.fleet.http.capabilities import Capabilities
+from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.http.metrics import ServerMetrics, parse_metrics
+from rookery.fleet.http.wire import (
+    Choice,
+    Fields,
+    encode_body,
+    read_choices,
+    read_completion,
+    read_reading,
+)
+from rookery.types import ModelRef, TokenIds
+
+__all__ = ["UNREADABLE", "is_far", "probe", "read_again", "read_metrics"]
+
+UNREADABLE = (AttributeError, TypeError, ValueError, LookupError)
+"""What reading an answer of another shape ends in."""
+DEFAULT_MAX_LOGPROBS = 20
+"""vLLM's default of --max-logprobs, for servers that do not tell theirs."""
+DEFAULT_BLOCK_TOKENS = 16
+"""vLLM's block size on GPUs, for servers that do not tell theirs."""
+_PROMPT = (1, 2, 3)
+_LABEL = 7
+"""Tokens that every vocabulary has."""
+_HOT = 2.0
+"""The highest temperature that vLLM takes."""
+_FLATTENED = 0.2
+"""Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
+more than this, half-precision rounding by less."""
+_INFO = "/server_info"
+_READ_PROMPTS = tuple(_PROMPT * times for times in range(1, 5))
+_NUM_READ = 32
+"""Tokens that are drawn one by one, of each of these together, and then read as prompts."""
+_FAR_NATS = 0.5
+"""Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
+are computed wrongly are off by more than one."""
+
+
+async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
+    """Ask everything once; FleetError when this is not a completions server.
+
+    `has_info` reads `/server_info`, which takes seconds; servers of our own tell its sizes sooner.
+    """
+    with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
+        return await _probe(client, has_info=has_info)
+
+
+async def _probe(client: Client, *, has_info: bool) -> Capabilities:
+    models, openapi, version, metrics = await asyncio.gather(
+        client.get("/v1/models"),
+        _get(client, "/openapi.json"),
+        _get(client, "/version"),
+        read_metrics(client),
+    )
+    base = _base_model(models, client.url)
+    routes = frozenset(_dig(openapi, "paths"))
+    fields = set(_dig(openapi, "components", "schemas", "CompletionRequest", "properties"))
+    has_labels = "logprob_token_ids" in fields
+    mild = await _one_token(client, base["id"], temperature=1.0, has_labels=has_labels)
+    hot = await _one_token(client, base["id"], temperature=_HOT, has_labels=has_labels)
+    has_info = has_info and _INFO in routes
+    info = await _get(client, f"{_INFO}?config_format=json") if has_info else None
+    config = _dig(info, "vllm_config")
+    lora, model = _dig(config, "lora_config"), _dig(config, "model_config")
+    is_on_cpu = _dig(config, "device_config").get("device") == "cpu"
+    return Capabilities(
+        model=base["id"],
+        root=str(base.get("root") or base["id"]),
+        version=str(_dig(version).get("version", "unknown")),
+        max_model_len=_whole(base.get("max_model_len")),
+        max_num_seqs=_whole(_dig(config, "scheduler_config").get("max_num_seqs")),
+        max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
+        has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
+        has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
+        has_prompt_logprobs="prompt_logprobs" in fields and not (lora and is_on_cpu),
+        has_processed_logprobs=_is_processed(mild, hot),
+        has_prefix_cache=bool(metrics and metrics.has_prefix_cache),
+        block_tokens=(metrics and metrics.block_tokens) or DEFAULT_BLOCK_TOKENS,
+        routes=routes,
+        max_loras=_whole(lora.get("max_loras")),
+        max_cpu_loras=_whole(lora.get("max_cpu_loras")),
+        max_lora_rank=_whole(lora.get("max_lora_rank")),
+        lora_dtype=_text(lora.get("lora_dtype")),
+        is_on_cpu=is_on_cpu,
+    )
+
+
+async def read_again(client: Client, found: Capabilities) -> float:
+    """How far the log-probabilities of tokens drawn one by one are from those of the same tokens in
+    prompts: the mean, in nats; of several sequences at a time."""
+    room = (found.max_model_len or inf) - len(_READ_PROMPTS[-1]) - 1
+    num_new = int(max(1, min(_NUM_READ, room)))
+    draw = Fields(max_tokens=num_new, temperature=1.0, seed=0, ignore_eos=True)
+    answers = await _ask(client, found, draw, _READ_PROMPTS)
+    base = ModelRef(name="base", version="")
+    try:
+        drawn = [read_completion(answer, model=base, num_top=0) for answer in answers]
+    except FleetError:  # a log-probability that is no number is as far as can be
+        return inf
+    texts = [(*prompt, *new.tokens) for prompt, new in zip(_READ_PROMPTS, drawn, strict=True)]
+    answers = await _ask(client, found, Fields(prompt_top=0), texts)
+    read = [
+        read_reading(answer).prompt[len(prompt) :]
+        for prompt, answer in zip(_READ_PROMPTS, answers, strict=True)
+    ]
+    if any(len(rows) != len(new.tokens) for rows, new in zip(read, drawn, strict=True)):
+        return inf
+    return fmean(
+        abs((row or {}).get(token, inf) - logprob)
+        for rows, new in zip(read, drawn, strict=True)
+        for row, token, logprob in zip(rows, new.tokens, new.logprobs, strict=True)
+    )
+
+
+def is_far(apart: float) -> bool:
+    """Whether that is more than rounding; what is no number is."""
+    return not apart <= _FAR_NATS
+
+
+async def _ask(
+    client: Client, found: Capabilities, fields: Fields, prompts: Sequence[TokenIds]
+) -> list[Choice]:
+    answer = await client.complete(encode_body(found.model, fields, prompts))
+    return [choice for [choice] in read_choices(answer, num_prompts=len(prompts), n=1)]
+
+
+async def read_metrics(client: Client) -> ServerMetrics | None:
+    """The server's metrics; None when it has no such page."""
+    page = await _get(client, "/metrics")
+    return parse_metrics(page) if isinstance(page, str) else None
+
+
+async def _get(client: Client, path: str) -> Any:
+    """What a route answers; None when the server does not have it."""
+    try:
+        return await client.get(path)
+    except ServerRefusal:
+        return None
+    except ServerLost as loss:
+        if loss.is_broken:
+            raise
+        return None
+
+
+async def _one_token(
+    client: Client, model: str, *, temperature: float, has_labels: bool
+) -> dict[str, float]:
+    """The log-probabilities reported at one new position, by token as the server names it."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [_PROMPT],
+        "max_tokens": 1,
+        "temperature": temperature,
+        "seed": 1,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+    }
+    if has_labels:
+        body["logprob_token_ids"] = [_LABEL]
+    answer = await client.complete(json.dumps(body).encode())
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not choices:
+        raise FleetError(f"{client.url} does not answer /v1/completions: is it a vLLM server?")
+    tops = (choices[0].get("logprobs") or {}).get("top_logprobs")
+    return dict(tops[0]) if tops and tops[0] else {}
+
+
+def _is_processed(mild: Mapping[str, float], hot: Mapping[str, float]) -> bool:
+    return any(abs(mild[token] - hot[token]) > _FLATTENED for token in mild.keys() & hot.keys())
+
+
+def _base_model(models: Any, url: str) -> dict[str, Any]:
+    """The first model that is not an adapter of another."""
+    found = models.get("data") if isinstance(models, dict) else None
+    for model in found or []:
+        if isinstance(model, dict) and model.get("id") and not model.get("parent"):
+            return model
+    raise FleetError(f"{url}/v1/models names no model: is it an OpenAI-compatible server?")
+
+
+def _dig(document: Any, *keys: str) -> dict[str, Any]:
+    """The object at a path of keys, empty where there is none."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    """A size; one that is none is not told."""
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_size else None
+
+
+def _text(value: Any) -> str | None:
+    return value.removeprefix("torch.") if isinstance(value, str) else None

@@ -1,0 +1,350 @@
+"""Rookery's requests as bodies of `/v1/completions` or of `token_route.py`, and the answers back:
+pure, no I/O.
+
+A body carries many prompts, but one set of parameters: equal `Fields` may share a call.
+
+    fields = sample_fields(request, capabilities=capabilities)
+    body = encode_body("poet@3fa9", fields, [request.prompt])
+    choices = read_choices(answer, num_prompts=1, n=fields.n)
+    completion = read_completion(choices[0][0], model=request.model, num_top=0)
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rookery.errors import FleetError
+from rookery.fleet.http.capabilities import Capabilities
+from rookery.seeding import stream_seed
+from rookery.types import (
+    Completion,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+)
+
+__all__ = [
+    "Choice",
+    "Fields",
+    "Reading",
+    "check_prompt",
+    "compact",
+    "encode_body",
+    "encode_tokens",
+    "likeliest",
+    "read_choices",
+    "read_completion",
+    "read_position",
+    "read_reading",
+    "sample_fields",
+]
+
+_TOKEN = "token_id:"
+_FLOOR = -9999.0
+"""What the server writes for minus infinity, which JSON has no number for."""
+_MAX_SEED = 2**63 - 1
+"""vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
+
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+Choice = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The parameters of a call, for all of its prompts. Equal fields may share a call."""
+
+    max_tokens: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_tokens: TokenIds = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    top: int = 0
+    """How many of the likeliest tokens to report at every new position."""
+    ids: TokenIds = ()
+    """Report exactly these tokens at every new position instead."""
+    prompt_top: int | None = None
+    """Report the prompt's own tokens too, with this many of the likeliest; None does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a one-token call said about one prompt."""
+
+    after: Mapping[int, float]
+    """Log-probabilities of tokens after the prompt."""
+    prompt: tuple[Mapping[int, float] | None, ...]
+    """Per prompt position, of its own token and the likeliest ones; the first has none."""
+
+
+def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fields:
+    """The fields of a sample request, checked; `max_tokens` is cut to what the context leaves."""
+    params = request.params
+    _check_params(params)
+    check_prompt(request.prompt, capabilities=capabilities)
+    _check_server(params, capabilities)
+    is_greedy = params.temperature == 0
+    room = math.inf if capabilities.max_model_len is None else capabilities.max_model_len
+    return Fields(
+        max_tokens=int(min(params.max_tokens, room - len(request.prompt))),
+        temperature=params.temperature,
+        top_p=1.0 if is_greedy else params.top_p,
+        top_k=0 if is_greedy else params.top_k,
+        min_p=0.0 if is_greedy else params.min_p,
+        stop=params.stop,
+        stop_tokens=params.stop_tokens,
+        ignore_eos=params.ignore_eos,
+        # Greedy draws have no randomness: without the seed more of them share a call.
+        seed=None if is_greedy else _seed(params),
+        # The server refuses n greedy draws, which are all the same: one is made and copied.
+        n=1 if is_greedy else params.n,
+        top=params.top_logprobs,
+    )
+
+
+def _seed(params: SamplingParams) -> int:
+    """The seed on the wire. vLLM draws sample i with seed + i: without the key, the second sample
+    of seed 0 would be the first of seed 1."""
+    return params.seed if params.n == 1 else stream_seed(params.seed, "samples")
+
+
+def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
+    """A prompt must leave room for one token: the server always makes one."""
+    if not prompt:
+        raise FleetError("A request has no prompt tokens; give at least one.")
+    limit = capabilities.max_model_len
+    if limit is not None and len(prompt) >= limit:
+        raise FleetError(
+            f"A prompt has {len(prompt)} tokens; {capabilities.model} reads at most {limit - 1} "
+            "and one new token: shorten it, or start the servers with a higher --max-model-len."
+        )
+
+
+def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> bytes:
+    """The JSON of one call of `/v1/completions`."""
+    body = {
+        "model": model,
+        "prompt": prompts,
+        # Ids come with the log-probabilities: `return_token_ids` would send the prompts back too.
+        "return_tokens_as_token_ids": True,
+        **_parameters(fields),
+    }
+    return _to_json(body).encode()
+
+
+def encode_tokens(
+    model: str, fields: Fields, prompts: Sequence[TokenIds], *, path: str | None
+) -> bytes:
+    """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
+    body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
+    return _to_json(body).encode()
+
+
+def _parameters(fields: Fields) -> dict[str, Any]:
+    """Every parameter is written out, so that no server default decides."""
+    found: dict[str, Any] = {
+        "max_tokens": fields.max_tokens,
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "min_p": fields.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": fields.n,
+        "logprobs": len(fields.ids) if fields.ids else fields.top,
+    }
+    optional = {
+        "stop": list(fields.stop),
+        "stop_token_ids": list(fields.stop_tokens),
+        "ignore_eos": fields.ignore_eos,
+        "logprob_token_ids": list(fields.ids),
+    }
+    found.update({key: value for key, value in optional.items() if value})
+    if fields.seed is not None:
+        found["seed"] = fields.seed
+    if fields.prompt_top is not None:
+        found["prompt_logprobs"] = fields.prompt_top
+    return found
+
+
+def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
+    """The choices per prompt, in order; FleetError when the answer is not complete."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != num_prompts * n:
+        given = len(choices) if isinstance(choices, list) else 0
+        raise FleetError(
+            f"A server answered {given} choices for {num_prompts} prompts times {n}: "
+            "is it an OpenAI-compatible completions server?"
+        )
+    ordered: list[Choice | None] = [None] * len(choices)
+    for choice in choices:
+        index = choice.get("index", -1)
+        if not 0 <= index < len(ordered) or ordered[index] is not None:
+            raise FleetError(f"A server answered the choice {index} twice or out of range.")
+        ordered[index] = choice
+    complete = [choice for choice in ordered if choice is not None]
+    return [complete[first : first + n] for first in range(0, len(complete), n)]
+
+
+def compact(choice: Choice) -> Choice:
+    """A choice of which only the drawn tokens were asked, in the form of our own route.
+
+    The dictionary per token that `/v1/completions` sends is dropped before thousands of them wait
+    for the last answer: Python's garbage collection would look through all, again and again.
+    """
+    if "token_logprobs" in choice:
+        return choice
+    tokens, logprobs = _drawn(choice)
+    return {
+        "finish_reason": choice.get("finish_reason"),
+        "text": choice.get("text"),
+        "token_ids": tuple(tokens),
+        "token_logprobs": tuple(logprobs),
+    }
+
+
+def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Completion:
+    """One choice as a Completion; every token must come with its id and log-probability."""
+    tokens, logprobs = _drawn(choice)
+    if not tokens or not logprobs or len(tokens) != len(logprobs):
+        raise FleetError(
+            f"A server answered a completion of {model.served_name} without log-probabilities; "
+            "Rookery does not invent them: use a vLLM server."
+        )
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise FleetError(f"A completion of {model.served_name} ended as {reason!r}, not whole.")
+    return Completion(
+        model=model,
+        tokens=tuple(tokens),
+        # A call per number is a tenth of what a completion costs: only odd ones are looked at.
+        logprobs=tuple([v if v is not None and v > _FLOOR else _logprob(v) for v in logprobs]),
+        text=choice.get("text") or "",
+        finish_reason=reason,
+        top_logprobs=tuple(likeliest(top, num_top) for top in _tops(choice)) if num_top else (),
+    )
+
+
+def read_position(choice: Choice) -> dict[int, float]:
+    """Log-probabilities of tokens at the first new position."""
+    tops = _tops(choice)
+    if not tops:
+        raise FleetError("A server answered a score without log-probabilities: use a vLLM server.")
+    return tops[0]
+
+
+def read_reading(choice: Choice) -> Reading:
+    """A one-token answer: after the prompt, and inside it where that was asked."""
+    if "prompt_top" in choice:
+        rows = [None if row is None else _paired(*row) for row in choice["prompt_top"]]
+    else:
+        rows = [
+            None
+            if row is None
+            else {int(token): _logprob(entry["logprob"]) for token, entry in row.items()}
+            for row in choice.get("prompt_logprobs") or []
+        ]
+    return Reading(after=read_position(choice), prompt=tuple(rows))
+
+
+def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
+    """The `num` likeliest of the tokens reported, best first, the lower id on a tie."""
+    if len(found) < num:
+        raise FleetError(
+            f"A server reported {len(found)} of the {num} likeliest tokens. vLLM's older model "
+            "runner does so when another client asks it for given tokens at the same time: let "
+            "one client use it, or ask for no top_logprobs."
+        )
+    return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
+
+
+def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:
+    """Tokens and their log-probabilities, of either route."""
+    if "token_logprobs" in choice:
+        return choice["token_ids"], choice["token_logprobs"]
+    found = choice.get("logprobs") or {}
+    start = len(_TOKEN)
+    tokens = found.get("tokens") or ()
+    ids = [int(t[start:]) if t[:start] == _TOKEN else _token_id(t) for t in tokens]
+    return ids, found.get("token_logprobs") or ()
+
+
+def _tops(choice: Choice) -> list[dict[int, float]]:
+    """What is reported at every new position; the drawn token where nothing else was asked for."""
+    if "top" in choice:
+        return [_paired(*top) for top in choice["top"]]
+    if "token_logprobs" in choice:
+        tokens, logprobs = _drawn(choice)
+        return [_paired([token], [value]) for token, value in zip(tokens, logprobs, strict=True)]
+    reported = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    return [
+        {_token_id(token): _logprob(value) for token, value in top.items()}
+        for top in reported
+        if top is not None
+    ]
+
+
+def _paired(tokens: Sequence[int], logprobs: Sequence[float | None]) -> dict[int, float]:
+    return {token: _logprob(value) for token, value in zip(tokens, logprobs, strict=True)}
+
+
+def _token_id(token: str) -> int:
+    if not token.startswith(_TOKEN):
+        raise FleetError(
+            f"A server named a token {token!r} where `{_TOKEN}17` was asked for: it does not know "
+            "return_tokens_as_token_ids. Use vLLM 0.26 or newer, or the external API config."
+        )
+    return int(token[len(_TOKEN) :])
+
+
+def _logprob(value: float | None) -> float:
+    if value is None or value != value:
+        raise FleetError(
+            f"A server answered {value} for a log-probability: its weights overflow, or it is not "
+            "vLLM. Check the adapter and the dtype."
+        )
+    return -math.inf if value <= _FLOOR else value
+
+
+def _check_server(params: SamplingParams, capabilities: Capabilities) -> None:
+    if params.top_logprobs > capabilities.max_logprobs:
+        raise FleetError(
+            f"top_logprobs is {params.top_logprobs}; {capabilities.model} reports at most "
+            f"{capabilities.max_logprobs}: start it with --max-logprobs {params.top_logprobs}."
+        )
+    is_plain = params.temperature in (0, 1) and (
+        params.temperature == 0 or (params.top_p == 1 and params.top_k == 0 and params.min_p == 0)
+    )
+    if not is_plain and not capabilities.has_processed_logprobs:
+        raise FleetError(
+            f"{capabilities.model} reports log-probabilities before temperature, top_p, top_k and "
+            "min_p, which are not those of the distribution drawn from. Start it with "
+            "--logprobs-mode processed_logprobs, or sample with temperature 1 or 0 and no cuts."
+        )
+
+
+def _check_params(params: SamplingParams) -> None:
+    rules = (
+        (params.max_tokens >= 1, "max_tokens", params.max_tokens, "1 or more"),
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "above 0, at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (params.n >= 1, "n", params.n, "1 or more"),
+        (params.top_logprobs >= 0, "top_logprobs", params.top_logprobs, "0 or more"),
+        (0 <= params.seed <= _MAX_SEED, "seed", params.seed, f"0 to {_MAX_SEED}"),
+        (all(params.stop), "stop", params.stop, "non-empty strings"),
+    )
+    for is_fine, name, given, allowed in rules:
+        if not is_fine:
+            raise FleetError(f"{name} is {given!r}; it must be {allowed}.")

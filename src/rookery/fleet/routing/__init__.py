@@ -1,0 +1,3 @@
+"""Which replica takes which call, and what happens when it is lost."""
+
+__all__: list[str] = []

@@ -1,0 +1,188 @@
+"""One server as the router sees it: what is in flight, which adapters and prefixes it holds.
+
+A replica only counts; `router.py` decides by it and `fleet.py` acts. Times are handed in.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rookery.fleet.http.wire import Fields
+from rookery.types import ModelRef, TokenIds
+
+__all__ = ["Call", "ReplicaLoad", "prefix_hashes"]
+
+PREFIX_TOKENS = 64
+"""Prompts are compared in blocks of this many tokens: four of vLLM's on a GPU."""
+PREFIX_BLOCKS = 64
+"""Blocks compared per prompt: the first 4,096 tokens decide."""
+REMEMBERED_BLOCKS = 8192
+"""Blocks remembered per replica, about half a million tokens of key-value cache."""
+MEMORY_S = 20.0
+"""Busy seconds after which older measurements count half: servers change under load."""
+SMOOTHING = 0.2
+"""Weight of the newest call in the average pace."""
+FADING = 0.02
+"""How much of the quickest pace is forgotten with every call."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One HTTP call: prompts of one model with the same fields."""
+
+    ref: ModelRef
+    is_base: bool
+    fields: Fields
+    prompts: tuple[TokenIds, ...]
+    arrival_s: float
+    prefix: tuple[int, ...]
+    replicas: list["ReplicaLoad"] = field(default_factory=list)
+    """Where it runs now: more than one when an idle replica took it over."""
+    tried: set[str] = field(default_factory=set)
+    """Replicas that lost it."""
+    num_losses: int = 0
+    is_over: bool = False
+    num_sequences: int = field(init=False)
+    work: float = field(init=False)
+    """Tokens to compute at most."""
+
+    def __post_init__(self) -> None:
+        self.num_sequences = len(self.prompts) * self.fields.n
+        given = sum(len(prompt) for prompt in self.prompts)
+        self.work = float(given + self.num_sequences * self.fields.max_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaLoad:
+    """Counts of one server. `window` bounds its sequences in flight, `max_loras` its adapters."""
+
+    name: str
+    window: int
+    max_loras: int
+    is_open: bool = True
+    in_flight: dict[Call, tuple[float, float]] = field(default_factory=dict)
+    """Calls, oldest first: when they were sent, and the work they are here."""
+    num_sequences: int = 0
+    work: float = 0.0
+    promised: float = 0.0
+    """Work of waiting calls whose adapter is at home here."""
+    foreign: int = 0
+    """Sequences of other clients on the same server, by its own metrics."""
+    active: Counter[ModelRef] = field(default_factory=Counter)
+    """Adapters with calls in flight, pinned while they have."""
+    resident: OrderedDict[ModelRef, None] = field(default_factory=OrderedDict)
+    """Adapters the server has loaded, least recently used first."""
+    _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _busy_s: float = 0.0
+    _busy_since_s: float = 0.0
+    _done_work: float = 0.0
+    _pace: float | None = None
+    _quickest: float = 0.0
+
+    def has_room(self, call: Call) -> bool:
+        return not self.in_flight or self.num_sequences + call.num_sequences <= self.window
+
+    def num_missing(self, call: Call) -> int:
+        """Sequences that must end before there is room for the call."""
+        return max(0, min(call.num_sequences, self.window) - (self.window - self.num_sequences))
+
+    def can_hold(self, ref: ModelRef) -> bool:
+        return len(self.active) < self.max_loras or ref in self.active
+
+    def holds(self, ref: ModelRef) -> bool:
+        return ref in self.active or ref in self.resident
+
+    def begin(self, call: Call, now_s: float) -> None:
+        if not self.in_flight:
+            self._busy_since_s = now_s
+        own = self.own_work(call)
+        self.in_flight[call] = (now_s, own)
+        self.num_sequences += call.num_sequences
+        self.work += own
+        call.replicas.append(self)
+        if not call.is_base:
+            self.active[call.ref] += 1
+        for block in call.prefix:
+            self._prefixes[block] = None
+            self._prefixes.move_to_end(block)
+        while len(self._prefixes) > REMEMBERED_BLOCKS:
+            self._prefixes.popitem(last=False)
+
+    def end(self, call: Call, now_s: float, *, is_done: bool) -> None:
+        began_s, own = self.in_flight.pop(call)
+        self.num_sequences -= call.num_sequences
+        self.work = max(0.0, self.work - own) if self.in_flight else 0.0
+        call.replicas.remove(self)
+        if not call.is_base:
+            self.active[call.ref] -= 1
+            if not self.active[call.ref]:
+                del self.active[call.ref]
+        self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s
+        if is_done:
+            self._measure(call, own, now_s - began_s)
+
+    def own_work(self, call: Call) -> float:
+        """The work of a call without the leading tokens that this replica has seen before."""
+        num = 0
+        for block in call.prefix:
+            if block not in self._prefixes:
+                break
+            num += PREFIX_TOKENS
+        return max(1.0, call.work - num * len(call.prompts))
+
+    def speed(self, now_s: float) -> float | None:
+        """Work per second while busy; before anything is done, the most it can be, if known."""
+        busy_s = self._busy_s + (now_s - self._busy_since_s if self.in_flight else 0.0)
+        if busy_s <= 0:
+            return None
+        if self._done_work:
+            return self._done_work / busy_s
+        return self.work / busy_s if self.work else None
+
+    def alone(self) -> float:
+        """Work in flight that no other replica does too."""
+        return sum(own for call, (_, own) in self.in_flight.items() if len(call.replicas) == 1)
+
+    @property
+    def has_measured(self) -> bool:
+        return self._done_work > 0
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds that a call takes per unit of work, waiting included; None before the first."""
+        return self._pace
+
+    def pace_now(self) -> float | None:
+        """The pace to expect of one more call: the quickest when idle, the average when full."""
+        if self._pace is None:
+            return None
+        load = min(1.0, self.num_sequences / self.window)
+        return self._quickest + (self._pace - self._quickest) * load
+
+    def forget(self) -> None:
+        """The server restarted: it holds nothing."""
+        self.resident.clear()
+        self._prefixes.clear()
+
+    def _measure(self, call: Call, own: float, seconds: float) -> None:
+        self._done_work += own
+        newest = seconds / max(call.work, 1.0)
+        old = self._pace
+        self._pace = newest if old is None else old + SMOOTHING * (newest - old)
+        self._quickest = newest if old is None else min(newest, (1 + FADING) * self._quickest)
+        if self._busy_s > MEMORY_S:
+            self._busy_s /= 2
+            self._done_work /= 2
+
+
+def prefix_hashes(ref: ModelRef, prompt: Sequence[int]) -> tuple[int, ...]:
+    """A hash per whole block of the prompt, each of all tokens up to its end, under one model."""
+    blocks = min(len(prompt) // PREFIX_TOKENS, PREFIX_BLOCKS)
+    return tuple(_chain(hash(ref), prompt, blocks))
+
+
+def _chain(seed: int, prompt: Sequence[int], num_blocks: int) -> Iterable[int]:
+    for block in range(num_blocks):
+        seed = hash((seed, tuple(prompt[block * PREFIX_TOKENS : (block + 1) * PREFIX_TOKENS])))
+        yield seed

@@ -1,0 +1,387 @@
+"""The pool at work: takes calls, sends them where the router says, survives the loss of servers.
+
+    callers --calls--> router --(call, load)--> a task per call --choices--> callers
+                         ^                          |
+                         '---- lost with a server --'     once, elsewhere
+
+| stage     | consumes           | produces             | waits for                              |
+|-----------|--------------------|----------------------|----------------------------------------|
+| `submit`  | calls              | choices per prompt   | its calls                              |
+| `drive`   | waiting calls      | a task per call      | a call, an end, or a tick              |
+| `_run`    | one call, one load | choices, or a loss   | the server, within request_s           |
+| `watch`   | one replica        | an open or shut load | a loss, or the next regular look       |
+
+A call that an idle replica took over runs twice: the first answer counts, the other is cancelled.
+A loss shuts the replica until its server shows that it is well; calls wait for that, up to
+`all_down_timeout_s`.
+When the pool ends, by `close` or by a defect of `drive` and `watch`, every caller is told at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from rookery.concurrency import together
+from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
+from rookery.fleet.http.client import ServerLost
+from rookery.fleet.http.wire import Choice
+from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.fleet.routing.replica import Replica
+from rookery.fleet.routing.router import Router
+from rookery.types import Adapter, ModelRef
+
+__all__ = ["Pool"]
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.05
+"""How often idle servers look for calls to take over."""
+COSTLY_S = 0.001
+"""Dispatches that take longer get half of the event loop's time at most."""
+WATCH_S = 2.0
+"""How often a healthy server's metrics are read."""
+MAX_SENDS = 2
+"""Retry once: a request that crashes a server must not reach the next."""
+CLOSED = "The fleet is closed: open it again with open_fleet."
+CLOSED_MEANWHILE = "The fleet was closed while this request was waiting for its answer."
+
+Choices = list[list[Choice]]
+Lookup = Callable[[ModelRef], Adapter | None]
+
+
+class Pool:
+    """Replicas under one router; `running` is the block in which it works."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        find_adapter: Lookup,
+        find_ref: Callable[[str], ModelRef | None],
+        all_down_timeout_s: float,
+        max_calls: int,
+    ) -> None:
+        self.replicas = list(replicas)
+        self.router = Router([replica.load for replica in replicas], max_calls=max_calls)
+        self.num_resent = 0
+        self.num_stolen = 0
+        self._by_name = {replica.load.name: replica for replica in replicas}
+        self._find_adapter = find_adapter
+        self._find_ref = find_ref
+        self._all_down_timeout_s = all_down_timeout_s
+        self._down_since_s: dict[bool, float] = {}
+        """Since when no server is up: for calls of the base model (True), of adapters (False)."""
+        self._answers: dict[Call, asyncio.Future[Choices]] = {}
+        self._tasks: dict[tuple[Call, str], asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set, and replaced, after every look at a server: who waits for one looks again."""
+        self._loop = asyncio.get_running_loop()
+        self._end_reason = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Work inside the block; a defect ends the block with an error, if nothing else did."""
+        work = asyncio.create_task(self._work(), name="rookery-fleet")
+        try:
+            yield
+        finally:
+            self.close(CLOSED)
+            work.cancel()
+            await asyncio.wait([work])
+        if self._end_reason != CLOSED:
+            raise FleetDownError(self._end_reason)
+
+    def close(self, reason: str) -> None:
+        """Tell all who wait, now or later; the first reason stays."""
+        if not self._end_reason:
+            self._end_reason = reason
+        for call in list(self._answers):
+            said = CLOSED_MEANWHILE if self._end_reason == CLOSED else self._end_reason
+            self.router.drop(call)
+            self._settle(call, FleetDownError(said))
+        self._tell_looked()
+
+    def require_open(self) -> None:
+        """FleetDownError unless calls can be served from here and now."""
+        if self._end_reason:
+            raise FleetDownError(self._end_reason)
+        if asyncio.get_running_loop() is not self._loop:
+            raise FleetError(
+                "This fleet was opened on another event loop and answers there only: open one "
+                "inside this asyncio.run, or hand the work to that loop."
+            )
+
+    async def submit(self, calls: Sequence[Call]) -> list[Choices]:
+        """The choices of every call, in order. One that fails fails all; so does a cancellation."""
+        self.require_open()
+        answers = [self._loop.create_future() for _ in calls]
+        for call, answer in zip(calls, answers, strict=True):
+            self._answers[call] = answer
+            self.router.add(call)
+        self._wake.set()
+        try:
+            return list(await asyncio.gather(*answers))
+        finally:
+            for call in calls:
+                self._abandon(call)
+
+    async def hold(self, ref: ModelRef, adapter: Adapter) -> None:
+        """Have a server that takes adapters load one; it waits for such a server as calls do."""
+        able = [replica for replica in self.replicas if replica.route != "none"]
+        await self._ask_one(able, lambda replica: replica.hold(ref, adapter))
+
+    async def reset_prefix_cache(self) -> None:
+        """On every server; one that is lost is waited for, one that is given up is left out."""
+        left = [replica for replica in self.replicas if not replica.is_given_up] or self.replicas
+        await together(
+            self._ask_one([one], lambda replica: replica.client.reset_prefix_cache())
+            for one in left
+        )
+
+    async def _ask_one(
+        self, able: Sequence[Replica], ask: Callable[[Replica], Awaitable[None]]
+    ) -> None:
+        """Ask the server that is up and holds the fewest adapters; after a loss the next, or the
+        same when it is back. FleetDownError when none is up within `all_down_timeout_s`."""
+        num_losses = 0
+        end_s = time.monotonic() + self._all_down_timeout_s
+        while True:
+            self.require_open()
+            # One that is excluded takes no requests, but can be asked.
+            up = [replica for replica in able if not replica.breaker.is_open]
+            if not up:
+                await self._wait_for_look(able, end_s)
+                continue
+            replica = min(up, key=lambda r: (not r.load.is_open, len(r.load.resident)))
+            try:
+                return await ask(replica)
+            except ServerLost as loss:
+                self.suspect(replica, str(loss))
+                num_losses += loss.was_sent
+                if num_losses >= MAX_SENDS:
+                    raise
+
+    async def _wait_for_look(self, able: Sequence[Replica], end_s: float) -> None:
+        """Until a server was looked at; FleetDownError at `end_s`, or when none can come back."""
+        is_over = all(replica.is_given_up for replica in able)
+        left_s = end_s - time.monotonic()
+        if is_over or left_s <= 0:
+            raise self._down("No server that can do this", able, is_over=is_over)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._looked.wait()
+        except TimeoutError:
+            pass
+
+    def _tell_looked(self) -> None:
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    def _down(self, kind: str, able: Sequence[Replica], *, is_over: bool) -> FleetDownError:
+        how = "is left" if is_over else f"has been up for {self._all_down_timeout_s:g} s"
+        states = "; ".join(replica.last_error or replica.url for replica in able)
+        return FleetDownError(f"{kind} {how}. {states}")
+
+    async def _work(self) -> None:
+        """Drive and watch until cancelled; whatever ends it, nobody is left waiting."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.drive(group), name="rookery-drive")
+                for replica in self.replicas:
+                    group.create_task(self.watch(replica), name=f"rookery-watch-{replica.url}")
+        except ExceptionGroup as failed:
+            defect = failed.exceptions[0]
+            logger.error("the fleet stopped by a defect", exc_info=defect)
+            self.close(
+                f"The fleet stopped by a defect of its own, {type(defect).__name__}: {defect}. The "
+                "log has the traceback; open the fleet again."
+            )
+        finally:
+            self.close(CLOSED)
+
+    async def drive(self, group: asyncio.TaskGroup) -> None:
+        """Send calls as they come and as replicas free up."""
+        stole_s = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S if self._answers else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            now_s = time.monotonic()
+            placed = self.router.dispatch(now_s)
+            if len(self.replicas) > 1 and now_s - stole_s >= TICK_S:
+                stolen = self.router.steal(now_s)
+                self.num_stolen += len(stolen)
+                placed += stolen
+                stole_s = now_s
+            for call, load in placed:
+                task = group.create_task(self._run(call, load))
+                self._tasks[call, load.name] = task
+                # One that is cancelled before it began never reaches its own end.
+                task.add_done_callback(partial(self._end, call, load))
+            self._fail_if_all_down(now_s)
+            took_s = time.monotonic() - now_s
+            if took_s > COSTLY_S:
+                # Thousands of adapters wait: several ends share the next dispatch.
+                await asyncio.sleep(took_s)
+
+    async def watch(self, replica: Replica) -> None:
+        """Keep one replica's state right: shut while it is dead, open again when it is back."""
+        while True:
+            try:
+                async with asyncio.timeout(self._pause_s(replica)):
+                    await replica.attention.wait()
+            except TimeoutError:
+                pass
+            replica.attention.clear()
+            try:
+                with boundary(FleetError, f"Looking after {replica.url}"):
+                    await self._look(replica)
+            except RookeryError as error:
+                replica.last_error = str(error)
+                replica.breaker.record_failed_probe(now_s=time.monotonic())
+                self._evacuate(replica)
+            self._wake.set()
+            self._tell_looked()
+            if replica.is_given_up:
+                logger.error("%s is given up: %s", replica.url, replica.last_error)
+                return
+
+    def suspect(self, replica: Replica, why: str) -> None:
+        """Send the server nothing until it was looked at, which happens now."""
+        replica.last_error = why
+        if replica.breaker.record_loss(now_s=time.monotonic()):
+            logger.warning("%s is lost: %s", replica.url, why)
+            replica.load.is_open = False
+            replica.attention.set()
+
+    async def _look(self, replica: Replica) -> None:
+        if replica.local is not None and not replica.local.is_alive:
+            replica.load.is_open = False
+            try:
+                await replica.local.restart()
+            except FleetError:
+                replica.is_given_up = True
+                raise
+            await replica.reconnect(self._find_ref)
+            logger.info("%s is back", replica.url)
+        elif replica.breaker.is_open:
+            if not replica.breaker.should_probe(now_s=time.monotonic()):
+                return
+            if not await replica.client.is_healthy():
+                raise ServerLost(replica.last_error, is_broken=True)
+            await replica.reconnect(self._find_ref)
+            logger.info("%s is back", replica.url)
+        else:
+            await replica.measure()
+
+    def _pause_s(self, replica: Replica) -> float:
+        if not replica.breaker.is_open:
+            return WATCH_S
+        return max(0.0, replica.breaker.probe_at_s - time.monotonic())
+
+    async def _run(self, call: Call, load: ReplicaLoad) -> None:
+        replica = self._by_name[load.name]
+        task = asyncio.current_task()
+        outcome: Choices | RookeryError | None = None
+        try:
+            outcome = await self._ask(call, replica)
+        finally:
+            is_current = self._end(call, load, task, is_done=isinstance(outcome, list))
+        if not is_current or outcome is None:
+            return
+        if isinstance(outcome, ServerLost):
+            self._lose(call, replica, outcome)
+        elif isinstance(outcome, list) or not call.replicas:
+            self._settle(call, outcome)
+
+    async def _ask(self, call: Call, replica: Replica) -> Choices | RookeryError:
+        adapter = None if call.is_base else self._find_adapter(call.ref)
+        if adapter is None and not call.is_base:
+            return FleetError(f"{call.ref.served_name} was unloaded before it was asked.")
+        try:
+            with boundary(FleetError, f"{replica.url} answered what cannot be read"):
+                return await replica.serve(call, adapter)
+        except RookeryError as error:
+            return error
+
+    def _end(
+        self,
+        call: Call,
+        load: ReplicaLoad,
+        task: asyncio.Task[None] | None,
+        *,
+        is_done: bool = False,
+    ) -> bool:
+        """Free the place of a call; False when the task was no longer the one for it."""
+        if self._tasks.get((call, load.name)) is not task:
+            return False
+        del self._tasks[call, load.name]
+        self.router.end(call, load, time.monotonic(), is_done=is_done)
+        self._wake.set()
+        return True
+
+    def _lose(self, call: Call, replica: Replica, loss: ServerLost) -> None:
+        """A call ended with a loss: send it again, unless it still runs elsewhere."""
+        self.suspect(replica, str(loss))
+        call.tried.add(replica.load.name)
+        call.num_losses += loss.was_sent
+        if call not in self._answers or call.replicas:
+            return
+        if call.num_losses >= MAX_SENDS:
+            self._settle(call, loss)
+            return
+        self.num_resent += 1
+        self.router.add(call, is_first=True)
+
+    def _evacuate(self, replica: Replica) -> None:
+        """The server is out of reach: what it was sent is sent elsewhere."""
+        replica.load.is_open = False
+        for call in list(replica.load.in_flight):
+            task = self._tasks[call, replica.load.name]
+            self._end(call, replica.load, task)
+            task.cancel()
+            self._lose(call, replica, ServerLost(replica.last_error, is_broken=True))
+
+    def _settle(self, call: Call, outcome: Choices | RookeryError) -> None:
+        """Answer the caller, once; what still runs for this call elsewhere is stopped."""
+        call.is_over = True
+        answer = self._answers.pop(call, None)
+        if answer is not None and not answer.done():
+            if isinstance(outcome, RookeryError):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+        self._stop_tasks(call)
+
+    def _abandon(self, call: Call) -> None:
+        """Its caller is gone: forget it, waiting or in flight."""
+        if self._answers.pop(call, None) is not None:
+            call.is_over = True
+            self.router.drop(call)
+            self._stop_tasks(call)
+
+    def _stop_tasks(self, call: Call) -> None:
+        for load in call.replicas:
+            task = self._tasks.get((call, load.name))
+            if task is not None:
+                task.cancel()
+
+    def _fail_if_all_down(self, now_s: float) -> None:
+        """Fail the calls that no server could take for `all_down_timeout_s`, or can take again."""
+        for is_base, kind in ((True, "No server"), (False, "No server that takes adapters")):
+            able = [r for r in self.replicas if is_base or r.load.max_loras > 0]
+            if any(replica.load.is_open for replica in able):
+                self._down_since_s.pop(is_base, None)
+                continue
+            down_s = now_s - self._down_since_s.setdefault(is_base, now_s)
+            is_over = all(replica.is_given_up for replica in able)
+            if is_over or down_s >= self._all_down_timeout_s:
+                for call in [c for c in self.router.waiting if c.is_base == is_base]:
+                    self.router.drop(call)
+                    self._settle(call, self._down(kind, able, is_over=is_over))

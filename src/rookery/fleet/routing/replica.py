@@ -1,0 +1,378 @@
+"""One server of the pool: its client, what it can do, and which adapters it holds.
+
+replica = Replica(client, settings=settings)
+await replica.connect()                     # probes, attaches the worker extension
+choices = await replica.serve(call, adapter)
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rookery.errors import AdapterError, FleetError
+from rookery.fleet.adapters.keyed_locks import KeyedLocks
+from rookery.fleet.adapters.residency import Residency, list_names
+from rookery.fleet.adapters.staging import Staging
+from rookery.fleet.http.capabilities import Capabilities, Route
+from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.http.probe import is_far, probe, read_again, read_metrics
+from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens, read_choices
+from rookery.fleet.routing.breaker import Breaker
+from rookery.fleet.routing.exclusion import CallExclusion
+from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.fleet.servers.launch import LocalServer
+from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
+from rookery.types import Adapter, ModelRef
+
+__all__ = ["Replica", "ReplicaSettings", "is_local"]
+
+logger = logging.getLogger(__name__)
+DEFAULT_WINDOW = 256
+"""Sequences in flight on a server that does not tell how many it computes together."""
+OVERLAP = 2.0
+"""Sequences in flight per one that the server computes: a call's last sequence holds its place
+while its others are done, and the server must have the next ones by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the pool's config says about every server; None leaves it to the server."""
+
+    max_in_flight: int | None
+    max_loras: int | None
+    max_lora_rank: int | None
+    is_folder_shared: bool
+    """Servers on other machines see the staging folder too."""
+    has_resolver: bool
+    """They search it for adapters by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    max_loras: int | None
+    max_cpu_loras: int | None
+    max_lora_rank: int | None
+
+
+class Replica:
+    """One server. Its load counts what is in flight; the pool decides what is sent."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        settings: ReplicaSettings,
+        staging: Staging,
+        local: LocalServer | None = None,
+    ) -> None:
+        self.client = client
+        self.local = local
+        self.load = ReplicaLoad(name=client.url, window=DEFAULT_WINDOW, max_loras=1, is_open=False)
+        self.breaker = Breaker()
+        self.attention = asyncio.Event()
+        """Set when the server needs a look before the next regular one."""
+        self.last_error = ""
+        self.is_given_up = False
+        """It cannot be started again: nobody looks after it any more."""
+        self.excluded = ""
+        """Why it takes no requests, however well it is; empty: it does."""
+        self.layers: dict[str, tuple[int, int]] = {}
+        self.capabilities: Capabilities
+        self.route: Route = "none"
+        self.has_token_route = False
+        """It answers `token_route.py`, which is quicker and takes an adapter along."""
+        self._settings = settings
+        self._staging = staging
+        self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
+        self._changing = KeyedLocks[ModelRef]()
+        self._exclusion = CallExclusion()
+        self._base_runs_apart = False
+        """The base model and adapters are not computed together there; see `exclusion.py`."""
+        self._updated_process: str | None = None
+        """Which process got the newest base weights; None: they are those it started with."""
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    async def connect(self) -> None:
+        """Find out what the server can do and open its load."""
+        found = await probe(self.client, has_info=self.local is None)
+        if not found.has_token_ids:
+            raise FleetError(
+                f"{self.url} does not report token ids and their log-probabilities: use vLLM 0.26 "
+                "or newer, or configure it as an external API."
+            )
+        report = await self._attach(found)
+        limits = self._limits()
+        is_on_cpu = found.is_on_cpu or (self.local is not None and self.local.config.is_on_cpu)
+        self.capabilities = replace(
+            found,
+            has_prompt_logprobs=found.has_prompt_logprobs
+            and not (is_on_cpu and (found.max_loras or limits.max_loras)),
+            max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
+            max_logprobs=report.get("max_logprobs", found.max_logprobs),
+            max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
+            max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
+            max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
+            lora_dtype=report.get("lora_dtype", found.lora_dtype),
+            is_on_cpu=is_on_cpu,
+        )
+        if self.local is not None and self.local.config.has_whole_graphs:
+            await self._check_steps()
+        self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
+        self.route = self._choose_route(bool(report))
+        # Those that show their sizes show their device; of others it is not known.
+        is_on_gpu = not is_on_cpu and (self.local is not None or found.max_num_seqs is not None)
+        self._base_runs_apart = self.route != "none" and not is_on_gpu
+        self.has_token_route = bool(report) and await self.client.has_token_route()
+        together = self.capabilities.max_num_seqs
+        own = int(OVERLAP * together) if together else DEFAULT_WINDOW
+        self.load.window = self._settings.max_in_flight or own
+        self.load.max_loras = 0 if self.route == "none" else self._max_loras()
+        self._open()
+
+    async def reconnect(self, known: Callable[[str], ModelRef | None]) -> None:
+        """After a loss: what the server still holds, then open it again.
+
+        `known` turns a name that the server lists into the adapter it stands for here.
+        """
+        if self.route == "extension":
+            await self.client.call_workers("rookery_attach")
+        self.load.forget()
+        for name in await list_names(self.client, self._staging.owner.token):
+            self._residency.expect(name)
+            ref = known(name)
+            if ref is not None:
+                self.load.resident[ref] = None
+            else:
+                # It was retired while the server could not be told.
+                await self._residency.unload(name, model=self.capabilities.model)
+        if self._updated_process is not None and not await self._is_updated():
+            self.exclude(
+                f"{self.url} was started again, or does not tell: it may have the weights it began "
+                "with. Call update_weights again."
+            )
+        self._open()
+
+    def exclude(self, reason: str) -> None:
+        """No requests from now on, until `include`."""
+        self.excluded = self.last_error = reason
+        self.load.is_open = False
+
+    async def include(self) -> None:
+        """It has the newest base weights: requests may come, as long as this process runs."""
+        self._updated_process = await self._process()
+        self.excluded = ""
+        self._open()
+
+    async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
+        """Send a call; its adapter goes along or is loaded first, where it is not there."""
+        kind = self._kind(call)
+        is_by_tokens = self.has_token_route and (adapter is None or self.route == "extension")
+        if adapter is not None:
+            await self.hold(call.ref, adapter, is_brought=is_by_tokens)
+        model = self.capabilities.model if adapter is None else self._staging.wire_name(call.ref)
+        is_answered = False
+        try:
+            async with self._exclusion.take(kind):
+                answer = await self._send(call, model, is_by_tokens=is_by_tokens)
+            is_answered = True
+        except ServerRefusal as refusal:
+            is_answered = True
+            if refusal.status == 404 and adapter is not None:
+                # The server restarted behind our back: what it held is gone.
+                self.load.resident.pop(call.ref, None)
+                raise ServerLost(str(refusal), is_broken=False) from refusal
+            raise
+        finally:
+            if adapter is not None and not is_answered:
+                self._residency.note_cut(model)
+        choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
+        if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
+            return choices
+        return [[compact(choice) for choice in own] for own in choices]
+
+    def _kind(self, call: Call) -> str:
+        """Calls of different kinds must not be in flight together; see `exclusion.py`."""
+        kind = "labels" if call.fields.ids else "likeliest" if call.fields.top else ""
+        if self._base_runs_apart:
+            kind += " of the base" if call.is_base else " of adapters"
+        return kind
+
+    async def _send(self, call: Call, model: str, *, is_by_tokens: bool) -> Any:
+        if not is_by_tokens:
+            return await self.client.complete(encode_body(model, call.fields, call.prompts))
+        path = None if call.is_base else str(self._buffer_path(call.ref))
+        body = encode_tokens(model, call.fields, call.prompts, path=path)
+        try:
+            return await self.client.generate(body)
+        except ServerRefusal as refusal:
+            if refusal.status != ADAPTER_REFUSED:
+                raise
+            self.load.resident.pop(call.ref, None)
+            raise AdapterError(str(refusal)) from refusal
+
+    async def hold(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool = False) -> None:
+        """Make sure that the server has the adapter, or can read it when a call brings it along;
+        at most one load of it at a time."""
+        resident = self.load.resident
+        if ref not in resident:
+            async with self._changing.hold(ref):
+                if ref not in resident:
+                    await self._make_space()
+                    await self._load(ref, adapter, is_brought=is_brought)
+                    resident[ref] = None
+        resident.move_to_end(ref)
+
+    async def drop(self, ref: ModelRef) -> bool:
+        """Let the server forget an adapter; True when nothing there reads its folder any more."""
+        async with self._changing.hold(ref):
+            self.load.resident.pop(ref, None)
+            name = self._staging.wire_name(ref)
+            return await self._residency.unload(name, model=self.capabilities.model)
+
+    async def leave(self) -> None:
+        """The fleet closes: the server forgets all adapters of it."""
+        await self._residency.leave(model=self.capabilities.model)
+
+    async def measure(self) -> None:
+        """See what other clients have running there."""
+        metrics = await read_metrics(self.client)
+        if metrics is not None:
+            busy = metrics.num_running + metrics.num_waiting
+            self.load.foreign = max(0, busy - self.load.num_sequences)
+
+    async def _attach(self, found: Capabilities) -> dict[str, Any]:
+        """The worker extension's report; empty where it is not, which only our own servers tell."""
+        if self.local is None or not self.local.config.has_extension or not found.has_worker_calls:
+            return {}
+        try:
+            reports = await self.client.call_workers("rookery_attach")
+        except (ServerLost, FleetError) as error:
+            logger.warning("%s: no worker extension, adapters go by HTTP: %s", self.url, error)
+            return {}
+        return reports[0] if isinstance(reports[0], dict) else {}
+
+    async def _check_steps(self) -> None:
+        """Graphs of whole steps go wrong in silence: the server shows that its do not."""
+        apart = await read_again(self.client, self.capabilities)
+        if is_far(apart):
+            raise FleetError(
+                f"{self.url} computes wrongly: a token read is {apart:.2f} nats from the same "
+                "token drawn. This vLLM's CUDA graphs cannot hold whole steps of this model: write "
+                "cuda_graphs: auto."
+            )
+
+    def _limits(self) -> "_Limits":
+        """What the config says of adapters, for servers that do not tell."""
+        if self.local is None:
+            return _Limits(self._settings.max_loras, None, self._settings.max_lora_rank)
+        config = self.local.config
+        return _Limits(config.max_loras, config.max_cpu_loras, config.lora_rank)
+
+    def _max_loras(self) -> int:
+        if self.capabilities.max_loras is None:
+            logger.warning(
+                "%s does not tell how many adapters it computes together: taking 1, vLLM's "
+                "default. Set max_loras to its --max-loras.",
+                self.url,
+            )
+        return self.capabilities.max_loras or 1
+
+    def _choose_route(self, has_extension: bool) -> Route:
+        can_see = self._settings.is_folder_shared or is_local(self.url)
+        if not can_see:
+            return "none"
+        if has_extension and self.capabilities.has_lora_loading:
+            return "extension"
+        if self.capabilities.has_lora_loading:
+            return "http"
+        return "resolver" if self._settings.has_resolver else "none"
+
+    def refuse_adapters(self) -> FleetError:
+        """Why this server takes none."""
+        return FleetError(_no_route(self.url, self.capabilities.has_lora_loading))
+
+    def _buffer_path(self, ref: ModelRef) -> Path:
+        return self._staging.buffer_path(ref, dtype=self.capabilities.lora_dtype or "float32")
+
+    async def _load(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool) -> None:
+        if self.route == "none":
+            raise self.refuse_adapters()
+        name = self._staging.wire_name(ref)
+        if self.route == "extension":
+            dtype = self.capabilities.lora_dtype or "float32"
+            if self._staging.in_place:
+                # A few kernels: sooner done than handed to a thread.
+                folder = self._staging.buffer_folder(ref, adapter, dtype=dtype)
+            else:
+                write = self._staging.buffer_folder
+                folder = await asyncio.to_thread(write, ref, adapter, dtype=dtype)
+            if is_brought:
+                self._residency.expect(name)
+                return
+            try:
+                await self._residency.load(name, path=folder)
+            except AdapterError:
+                # A server that restarted reads buffers only after it was told how.
+                await self.client.call_workers("rookery_attach")
+                await self._residency.load(name, path=folder)
+            return
+        folder = await asyncio.to_thread(
+            self._staging.peft_folder, ref, adapter, base=self.capabilities.root
+        )
+        if self.route == "http":
+            await self._residency.load(name, path=folder)
+        else:
+            self._residency.expect(name)
+
+    async def _make_space(self) -> None:
+        """Unload the least recently used adapters that nothing uses, down to what fits."""
+        fits = self.capabilities.max_cpu_loras or self.load.max_loras
+        idle = [ref for ref in self.load.resident if ref not in self.load.active]
+        for ref in idle[: max(0, len(self.load.resident) + 1 - fits)]:
+            if ref in self.load.resident and ref not in self.load.active:
+                await self.drop(ref)
+
+    async def _is_updated(self) -> bool:
+        process = await self._process()
+        return bool(process) and process == self._updated_process
+
+    async def _process(self) -> str:
+        """Tells one process of the server from the next; empty when it cannot be told."""
+        if self.local is not None:
+            return str(self.local.pid)
+        metrics = await read_metrics(self.client)
+        return str(metrics.started_s) if metrics and metrics.started_s else ""
+
+    def _open(self) -> None:
+        self.breaker.record_success()
+        self.load.is_open = not self.excluded
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine, so that the server sees our files."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _no_route(url: str, has_loading: bool) -> str:
+    if has_loading:
+        return (
+            f"{url} is on another machine and cannot read adapters from this one: set "
+            "adapter_folder to a folder that both see at the same path."
+        )
+    return (
+        f"{url} does not load adapters: start it with --enable-lora and "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with VLLM_PLUGINS=lora_filesystem_resolver and "
+        "VLLM_LORA_RESOLVER_CACHE_DIR at adapter_folder and resolver: true here."
+    )

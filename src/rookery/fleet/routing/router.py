@@ -1,0 +1,284 @@
+"""Decides which server takes which call. Pure: no I/O, no clock, no randomness.
+
+    router = Router([ReplicaLoad("a", window=64, max_loras=8), ...])
+    router.add(call)
+    for call, replica in router.dispatch(now_s): ...send it...
+    router.end(call, replica, now_s, is_done=True)
+    for call, replica in router.steal(now_s): ...send it there too, the first answer counts...
+
+Calls wait in groups by model; the oldest is next. A call goes to the open replica where it would be
+done first: work in flight over measured speed, less the prefix tokens the replica has cached, plus
+a load where the adapter is missing. An adapter stays on the replica that holds it (its home) unless
+that is full for long; a replica never has more than `max_loras` adapters in flight.
+
+Nobody starves. A call that finds no room, as one of eight sequences among many of one, has a
+replica kept free of younger calls until it fits. One that waits for an adapter slot holds back the
+adapter calls that came long after it.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.types import ModelRef
+
+__all__ = ["Router"]
+
+LOAD_S = 0.2
+"""What loading an adapter is taken to cost: measured 0.03 s (135M) to 0.14 s (7B) and some room."""
+SPILL_S = 0.5
+"""A call leaves its adapter's home after this long: twice a load, so that spilling pays."""
+PATIENCE_S = 2.0
+"""A later call may overtake one that waits for an adapter slot, if it came at most this much later:
+batches keep adapter by adapter, and nobody waits for ever."""
+STEAL_GAIN = 1.5
+"""An idle replica takes over a call when it would be this much sooner there."""
+STEAL_S = 0.05
+"""... and when there is at least this much to gain."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Waiting calls of one model, and the replica that is meant to take them."""
+
+    calls: OrderedDict[Call, None] = field(default_factory=OrderedDict)
+    home: ReplicaLoad | None = None
+
+    @property
+    def first(self) -> Call:
+        return next(iter(self.calls))
+
+
+@dataclass(slots=True)
+class _Dispatch:
+    """One dispatch: the open replicas, and what calls that cannot be placed ask of younger ones."""
+
+    now_s: float
+    replicas: list[ReplicaLoad]
+    kept: dict[ReplicaLoad, Call] = field(default_factory=dict)
+    """Replicas with some room, but not enough for this call."""
+    horizon_s: float = inf
+    """Adapter calls that came later wait: one needs a slot, and these must empty."""
+
+    def has_room(self) -> bool:
+        return any(x.num_sequences < x.window and x not in self.kept for x in self.replicas)
+
+
+class Router:
+    """The waiting calls and the replicas they may take; at most `max_calls` are in flight."""
+
+    def __init__(self, replicas: Sequence[ReplicaLoad], *, max_calls: float = inf) -> None:
+        self.replicas = list(replicas)
+        self._max_calls = max_calls
+        self._groups: dict[ModelRef, _Group] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(group.calls) for group in self._groups.values())
+
+    @property
+    def waiting(self) -> list[Call]:
+        return [call for group in self._groups.values() for call in group.calls]
+
+    def add(self, call: Call, *, is_first: bool = False) -> None:
+        """Queue a call: last of its model, or first when it comes back from a lost server."""
+        group = self._groups.setdefault(call.ref, _Group())
+        group.calls[call] = None
+        if is_first:
+            group.calls.move_to_end(call, last=False)
+        if group.home is not None:
+            group.home.promised += call.work
+
+    def drop(self, call: Call) -> None:
+        """Take a waiting call out; one that does not wait is left alone."""
+        group = self._groups.get(call.ref)
+        if group is not None and call in group.calls:
+            self._take(group, call)
+
+    def dispatch(self, now_s: float) -> list[tuple[Call, ReplicaLoad]]:
+        """Assign what can be assigned now; the replicas count it as in flight at once."""
+        self._leave_closed_homes()
+        step = _Dispatch(now_s, list(self._open()))
+        if not self._groups or not step.has_room():
+            return []
+        groups = self._eligible(step)
+        placed = self._pass(groups, step, may_spill=False)
+        return placed + self._pass(groups, step, may_spill=True)
+
+    def end(self, call: Call, replica: ReplicaLoad, now_s: float, *, is_done: bool) -> None:
+        replica.end(call, now_s, is_done=is_done)
+        call.is_over = call.is_over or is_done
+
+    def steal(self, now_s: float) -> list[tuple[Call, ReplicaLoad]]:
+        """Calls in flight that an idle replica would finish much sooner; they run on both then."""
+        taken: list[tuple[Call, ReplicaLoad]] = []
+        thieves = [] if self._groups else list(self._open())
+        while thieves and self._num_places() > 0:
+            # The least busy one takes one call, then they compare again.
+            thief = min(thieves, key=lambda replica: replica.num_sequences)
+            call = self._worth_stealing(thief, now_s)
+            if call is None:
+                thieves.remove(thief)
+                continue
+            thief.begin(call, now_s)
+            taken.append((call, thief))
+        return taken
+
+    def _pass(
+        self, groups: Sequence[_Group], step: _Dispatch, *, may_spill: bool
+    ) -> list[tuple[Call, ReplicaLoad]]:
+        """Place what fits, oldest first."""
+        placed: list[tuple[Call, ReplicaLoad]] = []
+        queue = [(g.first.arrival_s, i, g) for i, g in enumerate(groups) if g.calls]
+        heapq.heapify(queue)
+        while queue and self._num_places() > 0 and step.has_room():
+            _, i, group = heapq.heappop(queue)
+            call = group.first
+            if not call.is_base and call.arrival_s > step.horizon_s:
+                continue
+            replica = self._choose(call, step, may_spill=may_spill)
+            if replica is None:
+                continue
+            if group.home is None and not call.is_base:
+                group.home = replica
+                replica.promised += sum(other.work for other in group.calls)
+            self._take(group, call)
+            replica.begin(call, step.now_s)
+            placed.append((call, replica))
+            if group.calls:
+                heapq.heappush(queue, (group.first.arrival_s, i, group))
+        return placed
+
+    def _eligible(self, step: _Dispatch) -> list[_Group]:
+        """The groups that need no slot or may get one."""
+        if any(len(replica.active) < replica.max_loras for replica in step.replicas):
+            return list(self._groups.values())
+        active = {ref for replica in step.replicas for ref in replica.active}
+        groups = []
+        for ref, group in self._groups.items():
+            first = group.first
+            if first.is_base or ref in active:
+                groups.append(group)
+            else:
+                step.horizon_s = min(step.horizon_s, first.arrival_s + PATIENCE_S)
+        return groups
+
+    def _choose(self, call: Call, step: _Dispatch, *, may_spill: bool) -> ReplicaLoad | None:
+        """Where the call goes now; None: nowhere, and younger ones must leave it a way."""
+        replicas = self._usable(call, step.replicas)
+        able = (
+            replicas
+            if call.is_base
+            else [replica for replica in replicas if replica.can_hold(call.ref)]
+        )
+        kept = step.kept
+        some = [x for x in able if x.num_sequences < x.window and kept.get(x, call) is call]
+        if not able and not call.is_base:
+            step.horizon_s = min(step.horizon_s, call.arrival_s + PATIENCE_S)
+        if some and not call.is_base and any(replica.holds(call.ref) for replica in replicas):
+            home = [replica for replica in some if replica.holds(call.ref)]
+            may_leave = may_spill and step.now_s - call.arrival_s > SPILL_S
+            some = home if home or not may_leave else some
+        free = [replica for replica in some if replica.has_room(call)]
+        if free:
+            return self._soonest(free, call, step.now_s)
+        if some and call not in kept.values():
+            # The replica nearest to having room comes nearer with every end: it stays the nearest.
+            kept[min(some, key=lambda replica: replica.num_missing(call))] = call
+        return None
+
+    def _usable(self, call: Call, replicas: list[ReplicaLoad]) -> list[ReplicaLoad]:
+        """Those that serve such calls, and have not lost this one if there is any such."""
+        if not call.is_base:
+            replicas = [replica for replica in replicas if replica.max_loras]
+        if not call.tried:
+            return replicas
+        return [replica for replica in replicas if replica.name not in call.tried] or replicas
+
+    def _num_places(self) -> float:
+        """Calls that may be sent before some end."""
+        return self._max_calls - sum(len(replica.in_flight) for replica in self.replicas)
+
+    def _soonest(
+        self, replicas: Sequence[ReplicaLoad], call: Call, now_s: float
+    ) -> ReplicaLoad | None:
+        if len(replicas) < 2:
+            return replicas[0] if replicas else None
+        return min(replicas, key=lambda replica: self._cost(replica, call, now_s))
+
+    def _cost(self, replica: ReplicaLoad, call: Call, now_s: float) -> float:
+        """Seconds until the call would be done there, and the seconds of work it would add."""
+        own = replica.own_work(call)
+        others = replica.foreign * call.work / max(call.num_sequences, 1)
+        load_s = 0.0 if call.is_base or replica.holds(call.ref) else LOAD_S
+        speed = self._speed(replica, now_s)
+        return (replica.work + replica.promised + others + 2 * own) / speed + load_s
+
+    def _speed(self, replica: ReplicaLoad, now_s: float) -> float:
+        """The replica's own speed; before it has one, the average of the others if known."""
+        own = replica.speed(now_s)
+        if own is not None and replica.has_measured:
+            return own
+        known = [s for x in self.replicas if x.has_measured and (s := x.speed(now_s)) is not None]
+        average = sum(known) / len(known) if known else 1e6
+        return average if own is None else min(own, average)
+
+    def _worth_stealing(self, thief: ReplicaLoad, now_s: float) -> Call | None:
+        """The call with most to gain from running on `thief` too."""
+        paces = [replica.pace for replica in self.replicas if replica.pace is not None]
+        if not paces:
+            return None
+        average = sum(paces) / len(paces)
+        best: tuple[float, Call | None] = (STEAL_S, None)
+        for victim in self._open():
+            if victim is thief or not victim.in_flight:
+                continue
+            # The call sent last is served last.
+            call = next((c for c in reversed(victim.in_flight) if self._may_steal(c, thief)), None)
+            if call is None or not self._is_behind(victim, thief, call, now_s):
+                continue
+            load_s = 0.0 if call.is_base or thief.holds(call.ref) else LOAD_S
+            there_s = (thief.pace_now() or average) * call.work + load_s
+            elapsed_s = now_s - victim.in_flight[call][0]
+            due_s = (victim.pace or average) * call.work - elapsed_s
+            # Overdue: it may take as long again. And half of what is in flight is not done yet.
+            left_s = due_s if due_s > 0 else elapsed_s
+            left_s = max(left_s, 0.5 * victim.alone() / self._speed(victim, now_s))
+            gain_s = left_s - STEAL_GAIN * there_s
+            if gain_s > best[0]:
+                best = (gain_s, call)
+        return best[1]
+
+    def _is_behind(self, victim: ReplicaLoad, thief: ReplicaLoad, call: Call, now_s: float) -> bool:
+        """Whether the victim would still finish later than the thief if that took the call."""
+        theirs = (thief.work + call.work) / self._speed(thief, now_s)
+        return victim.alone() / self._speed(victim, now_s) > theirs
+
+    def _may_steal(self, call: Call, thief: ReplicaLoad) -> bool:
+        return (
+            len(call.replicas) == 1
+            and not call.is_over
+            and thief.name not in call.tried
+            and thief.has_room(call)
+            and (call.is_base or thief.can_hold(call.ref))
+        )
+
+    def _open(self) -> Iterable[ReplicaLoad]:
+        return (replica for replica in self.replicas if replica.is_open)
+
+    def _take(self, group: _Group, call: Call) -> None:
+        """Out of the waiting ones."""
+        del group.calls[call]
+        if group.home is not None:
+            group.home.promised = max(0.0, group.home.promised - call.work)
+        if not group.calls:
+            self._groups.pop(call.ref, None)
+
+    def _leave_closed_homes(self) -> None:
+        for group in self._groups.values():
+            if group.home is not None and not group.home.is_open:
+                group.home.promised = 0.0
+                group.home = None

@@ -1,0 +1,383 @@
+"""Starts servers as processes that this one owns, and stops them whatever happens.
+
+    async with open_servers(LaunchConfig(model="Qwen/Qwen2.5-0.5B"), progress=show) as servers:
+        servers[0].url                       # "http://127.0.0.1:18000", healthy
+        await servers[0].restart()           # after it died
+
+They are stopped when the block ends, by an error or by Ctrl-C, as process groups and by id. When
+this process is killed instead, the watcher beside each (`vllm_plugin/guard.py`) stops it; the
+registry finds what is left.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from rookery.errors import FleetError, boundary
+from rookery.fleet import vllm_plugin
+from rookery.fleet.http.client import Client, open_session
+from rookery.fleet.servers.log_hints import explain_failure, first_error, last_lines
+from rookery.fleet.servers.registry import (
+    ServerRecord,
+    ServerRegistry,
+    process_start,
+    reap_orphans,
+    state_folder,
+)
+from rookery.fleet.servers.settings import (
+    PLUGIN_MODULE,
+    LaunchConfig,
+    command_line,
+    environment,
+    exported_key,
+    num_replicas,
+)
+from rookery.fleet.servers.tcp_port import Reservation, is_free, reserve_port
+from rookery.fleet.vllm_plugin.guard import STOP_S, group_members, kill_group, signal_group
+
+__all__ = [
+    "LaunchProgress",
+    "LocalServer",
+    "Progress",
+    "keep_alive",
+    "open_servers",
+]
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.5
+RESTART_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before the second restart, then twice as long each time: what killed a server (memory that
+another program holds, a driver that recovers) takes seconds to minutes to pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchProgress:
+    """One server on its way up: `(index=0, seconds=12.5, line="Loading weights", ...)`."""
+
+    index: int
+    num_servers: int
+    url: str
+    seconds: float
+    line: str
+    """The last line of its log."""
+    is_ready: bool
+
+
+Progress = Callable[[LaunchProgress], None]
+
+
+class LocalServer:
+    """One server process: started, watched for health, stopped."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        config: LaunchConfig,
+        registry: ServerRegistry,
+        client: Client,
+        context: "LaunchContext",
+    ) -> None:
+        self.index = index
+        self.config = config
+        self.url = client.url
+        self.log = registry.folder / f"server-{index}.log"
+        self.num_restarts = 0
+        self._client = client
+        self._context = context
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_begin = 0
+        """Where in the log what happened since the last start, or since it was ready, begins."""
+        self._was_ready = False
+        """Since the last start."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def record(self) -> ServerRecord:
+        return ServerRecord(
+            pid=self.pid,
+            start=process_start(self.pid) if self.pid else "",
+            url=self.url,
+            model=self.config.model,
+            log=str(self.log),
+        )
+
+    async def start(self) -> None:
+        """Start the process; `wait_ready` waits for it to serve."""
+        port = self._context.ports[self.index].port
+        if not is_free(self.config.host, port):
+            raise FleetError(
+                f"Another program listens on port {port} of {self.config.host}: stop it, or set "
+                "launch.port to the start of a free range."
+            )
+        command = command_line(self.config, port=port)
+        guard = [str(self._context.modules / PLUGIN_MODULE / "guard.py"), str(os.getpid())]
+        env = environment(
+            self.config,
+            index=self.index,
+            num_servers=len(self._context.ports),
+            modules=self._context.modules,
+            adapters=self._context.adapters,
+        )
+        self._log_begin, self._was_ready = self._log_size(), False
+        remedy = "Set launch.python to the interpreter that has vLLM."
+        with (
+            boundary(
+                FleetError,
+                f"Starting {self.config.python}",
+                foreign=(OSError,),
+                remedy={OSError: remedy},
+            ),
+            self.log.open("ab") as log,
+        ):
+            self._process = await asyncio.create_subprocess_exec(
+                self.config.python, *(guard if sys.platform == "linux" else ()), *command,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env=env, start_new_session=True,
+            )  # fmt: skip
+        logger.info("server %d: process %d on %s", self.index, self.pid, self.url)
+
+    async def wait_ready(self, report: Callable[[float, str, bool], None]) -> None:
+        """Wait for health; FleetError with its first error when it dies or takes too long."""
+        began = time.monotonic()
+        while True:
+            seconds = time.monotonic() - began
+            if not self.is_alive:
+                raise self._failure(f"ended with status {self._status} after {seconds:.0f} s")
+            if await self._client.is_healthy():
+                self._log_begin, self._was_ready = self._log_size(), True
+                report(seconds, "ready", True)
+                return
+            if seconds > self.config.startup_s:
+                raise self._failure(
+                    f"was not ready after {seconds:.0f} s (launch.startup_s allows "
+                    f"{self.config.startup_s:g})"
+                )
+            line = (last_lines(self.log, num=1) or [""])[0]
+            report(seconds, line, False)
+            await asyncio.sleep(POLL_S)
+
+    async def wait_ended(self) -> None:
+        """Wait until the process has ended."""
+        if self._process is not None:
+            await self._process.wait()
+
+    async def restart(self) -> None:
+        """Start a dead server again on its port and wait until it serves.
+
+        A start that fails counts as one of `launch.restarts`, and the next one waits longer;
+        FleetError with the last failure when all are used up.
+        """
+        await self.stop()
+        failure = self._failure(f"ended with status {self._status}")
+        while self.num_restarts < self.config.restarts:
+            self.num_restarts += 1
+            logger.warning(
+                "starting server %d again, %d of %d: %s",
+                self.index, self.num_restarts, self.config.restarts, failure,
+            )  # fmt: skip
+            await asyncio.sleep(_pause_s(self.num_restarts))
+            try:
+                await self.start()
+                self._context.write_registry()
+                await self.wait_ready(lambda _seconds, _line, _is_ready: None)
+            except FleetError as error:
+                failure = error
+                await self.stop()
+            else:
+                return
+        raise FleetError(
+            f"Given up after {self.num_restarts} restarts (launch.restarts): {failure}"
+        )
+
+    async def stop(self) -> None:
+        """Ask the whole group to stop, wait, force what is left."""
+        process = self._process
+        if process is None:
+            return
+        was_alive = self.is_alive
+        if was_alive:
+            signal_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            # What a dead one left, its watcher ends: that takes STOP_S at most, from its death.
+            async with asyncio.timeout(STOP_S if was_alive else 2 * STOP_S):
+                await process.wait()
+                while group_members(process.pid):  # noqa: ASYNC110  no event tells
+                    await asyncio.sleep(POLL_S)
+        if was_alive:  # else its number may stand for another's group by now
+            kill_group(process.pid)
+            await process.wait()
+
+    def kill(self) -> None:
+        """Force the whole group to end, now."""
+        if self.is_alive:
+            kill_group(self.pid)
+
+    @property
+    def _status(self) -> str:
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            return "unknown"
+        return signal.Signals(-code).name if code < 0 else str(code)
+
+    def _failure(self, what: str) -> FleetError:
+        since, was_ready = self._log_begin, self._was_ready
+        remedy = explain_failure(self.log, since=since, was_ready=was_ready)
+        shown = first_error(self.log, since=since, was_ready=was_ready)
+        where = "Its first error, of the log"
+        if not shown:
+            shown, where = last_lines(self.log), "The end of its log,"
+        lines = "\n".join(f"  | {line}" for line in shown)
+        return FleetError(
+            f"The server of {self.config.model} on {self.url} {what}."
+            + (f" {remedy}" if remedy else "")
+            + (f"\n{where} {self.log}:\n{lines}" if lines else "")
+        )
+
+    def _log_size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+
+@dataclass(slots=True)
+class LaunchContext:
+    """What the servers of one pool share."""
+
+    ports: list[Reservation]
+    modules: Path
+    adapters: Path | None
+    registry: ServerRegistry
+    servers: list[LocalServer]
+    is_fine: bool = False
+    """Nothing died or failed: the logs need not be kept."""
+
+    def write_registry(self) -> None:
+        self.registry.write([server.record for server in self.servers if server.pid])
+
+
+@asynccontextmanager
+async def open_servers(
+    config: LaunchConfig,
+    *,
+    progress: Progress | None = None,
+    adapters: Path | None = None,
+    purpose: str = "run",
+) -> AsyncIterator[list[LocalServer]]:
+    """Start all servers at once, yield them healthy, stop them at the end.
+
+    `adapters` is a folder that the servers search for adapters by name, besides loading them.
+    """
+    root = state_folder()
+    await asyncio.to_thread(reap_orphans, root)
+    known = config.model_copy(update={"api_key": config.api_key or exported_key()})
+    async with open_session() as session:
+        with _prepared(known, root, session=session, adapters=adapters, purpose=purpose) as context:
+            try:
+                for server in context.servers:
+                    await server.start()
+                    context.write_registry()
+                await _wait_all(context.servers, progress)
+                yield context.servers
+                context.is_fine = not any(server.num_restarts for server in context.servers)
+            finally:
+                await _stop_all(context.servers)
+
+
+async def keep_alive(server: LocalServer) -> FleetError:
+    """Start a server again whenever it dies; ends when it is given up, with the reason."""
+    while True:
+        await server.wait_ended()
+        try:
+            await server.restart()
+        except FleetError as error:
+            logger.error("%s", error)
+            return error
+
+
+@contextmanager
+def _prepared(
+    config: LaunchConfig, root: Path, *, session: aiohttp.ClientSession, adapters: Path | None,
+    purpose: str,
+) -> Iterator[LaunchContext]:  # fmt: skip
+    """The registry, the ports and the servers, not started yet; given back at the end."""
+    registry = ServerRegistry.create(root, purpose=purpose)
+    context = LaunchContext([], registry.folder / "modules", adapters, registry, [])
+    try:
+        # Alone in a folder of its own: the servers' Python needs nothing else of Rookery.
+        source, ignored = Path(vllm_plugin.__file__).parent, shutil.ignore_patterns("__pycache__")
+        with boundary(FleetError, f"Writing {context.modules}", foreign=(OSError, shutil.Error)):
+            shutil.copytree(source, context.modules / PLUGIN_MODULE, ignore=ignored)
+        for index in range(num_replicas(config)):
+            context.ports.append(reserve_port(config.host, first=config.port))
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            url = f"http://{host}:{context.ports[-1].port}"
+            client = Client(url, session=session, api_key=config.api_key)
+            context.servers.append(
+                LocalServer(index, config=config, registry=registry, client=client, context=context)
+            )
+        yield context
+    finally:
+        for port in context.ports:
+            port.release()
+        registry.close(keep_logs=not context.is_fine)
+
+
+def _pause_s(num_restarts: int) -> float:
+    """None before the first restart: most servers die once."""
+    if num_restarts == 1:
+        return 0.0
+    return float(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (num_restarts - 2)))
+
+
+async def _wait_all(servers: Sequence[LocalServer], progress: Progress | None) -> None:
+    """All together; the first failure ends the waiting for the others."""
+
+    def reporter(server: LocalServer) -> Callable[[float, str, bool], None]:
+        def report(seconds: float, line: str, is_ready: bool) -> None:
+            if progress is not None:
+                progress(
+                    LaunchProgress(
+                        index=server.index,
+                        num_servers=len(servers),
+                        url=server.url,
+                        seconds=seconds,
+                        line=line,
+                        is_ready=is_ready,
+                    )
+                )
+
+        return report
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(server.wait_ready(reporter(server)))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _stop_all(servers: Sequence[LocalServer]) -> None:
+    """Stop every server even when this is cancelled again meanwhile."""
+    try:
+        await asyncio.gather(*(server.stop() for server in servers))
+    except BaseException:  # a second Ctrl-C too: none is left running
+        for server in servers:
+            server.kill()
+        raise

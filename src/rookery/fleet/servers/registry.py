@@ -1,0 +1,233 @@
+"""The registry of one launched pool: which server processes it owns, for whoever comes after.
+
+    registry = ServerRegistry.create(root, purpose="run")   # locked while this process lives
+    registry.write([record, ...])
+    reap_orphans(root)                                      # another process, later
+
+The lock is `flock`: it ends with its owner, however that ends. A registry is locked before it says
+anything and read only under a lock, so that one without an owner has lost it: processes that start
+at the same time leave each other alone. A record names a process by its id and start time, so that
+a later process with the same id is never touched.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rookery.errors import FleetError, boundary
+from rookery.fleet.vllm_plugin.guard import kill_group, process_start, signal_group
+
+__all__ = [
+    "FoundRegistry",
+    "ServerRecord",
+    "ServerRegistry",
+    "find_registries",
+    "process_start",
+    "reap_orphans",
+    "state_folder",
+    "stop_processes",
+]
+
+logger = logging.getLogger(__name__)
+LOGS_S = 7 * 24 * 3600.0
+_POLL_S = 0.05
+_LIMIT_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRecord:
+    """One server process. It leads its own process group, which its workers are in."""
+
+    pid: int
+    start: str
+    """Start time in kernel ticks."""
+    url: str
+    model: str
+    log: str
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.start) and process_start(self.pid) == self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRegistry:
+    """A registry on disk, read without owning it."""
+
+    folder: Path
+    owner_pid: int
+    is_locked: bool
+    """Somebody holds it: its owner, or one who clears it up."""
+    has_owner: bool
+    """Its owner lives and holds the lock."""
+    purpose: str
+    """`up`: a pool that serves others; `run`: the private pool of one program."""
+    records: tuple[ServerRecord, ...]
+
+
+class ServerRegistry:
+    """The registry of this process's own pool."""
+
+    def __init__(self, folder: Path, *, descriptor: int, purpose: str) -> None:
+        self.folder = folder
+        self._descriptor = descriptor
+        self._purpose = purpose
+
+    @classmethod
+    def create(cls, root: Path, *, purpose: str) -> "ServerRegistry":
+        folder = root / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        with boundary(FleetError, f"Creating {folder}", foreign=(OSError,)):
+            folder.mkdir(parents=True, mode=0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            descriptor = os.open(folder / "registry.json", flags, 0o600)
+            # Waits for one who looks at it, no longer.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        registry = cls(folder, descriptor=descriptor, purpose=purpose)
+        registry.write([])
+        return registry
+
+    def write(self, records: Sequence[ServerRecord]) -> None:
+        """Replace the list in place: a new file would have a new lock.
+
+        In one step, padded over what was there: killed at any point, it can be read.
+        """
+        document = {
+            "owner_pid": os.getpid(),
+            "owner_start": process_start(os.getpid()),
+            "purpose": self._purpose,
+            "servers": [asdict(record) for record in records],
+        }
+        with boundary(FleetError, f"Writing {self.folder}", foreign=(OSError,)):
+            size = os.fstat(self._descriptor).st_size
+            os.pwrite(self._descriptor, json.dumps(document).encode().ljust(size), 0)
+
+    def close(self, *, keep_logs: bool) -> None:
+        """Give up ownership; what is left of the folder are the logs, where they are wanted."""
+        if not keep_logs:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            (self.folder / "registry.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "modules", ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def state_folder() -> Path:
+    """`fleet` under `$ROOKERY_CACHE`, else under `rookery` in the user's cache folder."""
+    own = os.environ.get("ROOKERY_CACHE")
+    if own:
+        return Path(own).expanduser() / "fleet"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rookery" / "fleet"
+
+
+def find_registries(root: Path) -> list[FoundRegistry]:
+    """Every registry under a folder, oldest first; those that say nothing yet are left out."""
+    registries = []
+    for file in _files(root):
+        with _locked(file, fcntl.LOCK_SH) as found:
+            if found is not None:
+                registries.append(found)
+    return registries
+
+
+def stop_processes(records: Iterable[ServerRecord], *, grace_s: float = 10.0) -> int:
+    """Stop process groups that are not our children: ask, wait, then force. How many there were."""
+    alive = [record for record in records if record.is_alive]
+    for record in alive:
+        signal_group(record.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while any(record.is_alive for record in alive) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for record in alive:
+        # Workers of a server that is gone may linger in its group.
+        kill_group(record.pid)
+    return len(alive)
+
+
+def reap_orphans(root: Path) -> int:
+    """Stop servers whose owner died without stopping them; how many there were.
+
+    Logs that were kept because something went wrong go after a week.
+    """
+    num = 0
+    _remove_old_logs(root)
+    for found in _claim_ownerless(root):
+        stopped = stop_processes(found.records)
+        if stopped:
+            logger.warning("stopped %d servers that process %d left", stopped, found.owner_pid)
+        num += stopped
+        shutil.rmtree(found.folder, ignore_errors=True)
+    return num
+
+
+def _remove_old_logs(root: Path) -> None:
+    for folder in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > LOGS_S
+            if is_old and not (folder / "registry.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _claim_ownerless(root: Path) -> Iterator[FoundRegistry]:
+    """The registries whose owners are dead, each held while the loop is at it, so that one process
+    clears it up."""
+    for file in _files(root):
+        with _locked(file, fcntl.LOCK_EX) as found:
+            if found is not None and not found.is_locked:
+                yield found
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/registry.json"), key=_age) if root.is_dir() else []
+
+
+def _age(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+@contextlib.contextmanager
+def _locked(file: Path, kind: int) -> Iterator[FoundRegistry | None]:
+    """The registry, with its lock if nobody owns it; None when it says nothing yet, or is gone."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            is_locked = False
+        except BlockingIOError:
+            is_locked = True
+        yield _read(file, descriptor, is_locked=is_locked)
+    finally:
+        os.close(descriptor)
+
+
+def _read(file: Path, descriptor: int, *, is_locked: bool) -> FoundRegistry | None:
+    try:
+        document = json.loads(os.pread(descriptor, _LIMIT_BYTES, 0))
+        owner_pid = int(document["owner_pid"])
+        start = process_start(owner_pid)
+        return FoundRegistry(
+            folder=file.parent,
+            owner_pid=owner_pid,
+            # Locked by its owner, not by one who clears it up.
+            is_locked=is_locked,
+            has_owner=is_locked and start == document.get("owner_start", start),
+            purpose=str(document["purpose"]),
+            records=tuple(ServerRecord(**server) for server in document["servers"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,307 @@
+"""How servers are started: the config, and the command line and environment it stands for.
+
+config = LaunchConfig(model="Qwen/Qwen2.5-7B-Instruct", max_lora_rank=32)
+command_line(config, port=18000)      # ["/usr/bin/python3", "-m", "vllm...", "--model", ...]
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+
+__all__ = [
+    "LORA_RANKS",
+    "PLUGIN_MODULE",
+    "LaunchConfig",
+    "command_line",
+    "environment",
+    "exported_key",
+    "num_replicas",
+    "visible_gpus",
+]
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
+PLUGIN_MODULE = "rookery_vllm_plugin"
+"""What the servers' Python knows the copy of `vllm_plugin` by."""
+EXTENSION_CLASS = f"{PLUGIN_MODULE}.extension.WorkerExtension"
+WHOLE_GRAPHS_CLASS = f"{PLUGIN_MODULE}.whole_graphs.WorkerExtension"
+ROUTE_CLASS = f"{PLUGIN_MODULE}.token_route.TokenRoute"
+_SINGLE = "vllm.entrypoints.openai.api_server"
+_SEVERAL = "vllm.entrypoints.cli.main"
+"""Several API processes behind one port exist only in the full command line."""
+
+_KEY = "VLLM_API_KEY"
+_HTTP = "servers are reached by http on the address that Rookery gives them"
+_CLOSED_FLAGS = {
+    "--host": "write launch.host, which needs launch.api_key beyond this machine",
+    "--port": "write launch.port",
+    "--uds": _HTTP,
+    "--grpc-port": _HTTP,
+    "--ssl-keyfile": _HTTP,
+    "--ssl-certfile": _HTTP,
+    "--ssl-ca-certs": _HTTP,
+    "--root-path": _HTTP,
+    "--allowed-origins": "web pages of other sites may not call a server",
+    "--api-key": "write launch.api_key, or export VLLM_API_KEY",
+    "--config": "a file could hold any flag: write its flags here, or as keys of launch",
+    "--dtype": "write launch.dtype",
+}
+"""Flags that `args` may not hold, and what to write instead: they decide who can reach a server
+and its open routes, or what Rookery checks before it starts one."""
+_CLOSED_ENV = {
+    _KEY: "write launch.api_key, or export it where Rookery runs",
+    "VLLM_SERVER_DEV_MODE": "servers that only this machine reaches have it already",
+}
+
+
+class LaunchConfig(Config):
+    """Servers to start on this machine, all alike."""
+
+    model: str
+    """A folder with config.json and safetensors, or a Hugging Face id."""
+    python: str = sys.executable
+    """The interpreter that has vLLM; Rookery need not be installed there."""
+    replicas: int | None = Field(default=None, ge=1)
+    """How many servers; by default as many as the GPUs allow, one on the CPU."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that one copy of the model is spread over."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Copies of the model behind one port, balanced by vLLM itself."""
+    api_servers: int = Field(default=1, ge=1)
+    """API processes behind one port. More than one takes no adapters (vLLM refuses it)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on the CPU, as in the embedded engine; on a GPU the model's own type."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Context in tokens; by default the model's own."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences computed together; by default vLLM's choice for the GPU."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step; by default vLLM's choice."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    cpu_cache_gib: int = Field(default=4, ge=1)
+    """Key-value cache of a server on the CPU."""
+    max_loras: int = Field(default=8, ge=0)
+    """Adapters computed together; 0 serves the base model alone, which is faster."""
+    max_cpu_loras: int = Field(default=64, ge=1)
+    """Adapters kept in the server's memory: more than these are loaded again when they return."""
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    lora_targets: tuple[str, ...] = ()
+    """The layers that adapters adapt, such as q_proj, v_proj; by default every kind the model has.
+    The others then cost nothing: two kernels less per layer and step, and no memory."""
+    prefix_caching: bool = True
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts sooner, runs slower."""
+    cuda_graphs: Literal["auto", "full"] = "auto"
+    """`full` starts a whole step at once, also one with prompts: short answers come sooner, most of
+    all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
+    server shows first that it computes right."""
+    max_logprobs: int = Field(default=20, ge=0)
+    extension: bool = True
+    """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
+    placement: Literal["here", "ray"] = "here"
+    """`ray` starts the servers on the nodes of a Ray cluster."""
+    ray_address: str = "auto"
+    placement_s: float = Field(default=300.0, gt=0)
+    """How long the Ray cluster may take to make room for all servers; adding nodes takes minutes.
+    """
+    host: str = "127.0.0.1"
+    api_key: str = Field(default="", repr=False, exclude=True)
+    """The key that the servers ask for; they must on another address than this machine's own. By
+    default what VLLM_API_KEY holds where Rookery runs."""
+    port: int = Field(default=18000, ge=1, le=65535)
+    """Ports are searched from here upwards."""
+    startup_s: float = Field(default=1200.0, gt=0)
+    """How long a server may take to be ready; 405B-class models take ten minutes."""
+    restarts: int = Field(default=3, ge=0)
+    """How often a server that died is started again, counting starts that fail."""
+    args: tuple[str, ...] = ()
+    """Further flags of vLLM, as on its command line, but those that open a server to others."""
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Further environment variables of the servers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LaunchConfig":
+        if self.api_servers > 1 and self.max_loras:
+            raise ValueError(
+                f"api_servers is {self.api_servers} and max_loras is {self.max_loras}; vLLM loads "
+                "adapters only with one API process: write max_loras: 0, or api_servers: 1 and "
+                "more replicas."
+            )
+        if self.max_loras > self.max_cpu_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, "
+                f"{self.max_loras}."
+            )
+        if not self.is_private and not self.api_key:
+            raise ValueError(
+                f"host is {self.host}; servers without a key listen on 127.0.0.1 only, as whoever "
+                "reaches them can load adapters. Reach them by an ssh tunnel, set api_key, or "
+                "start vLLM yourself with --api-key and give its URL in urls."
+            )
+        if self.placement == "ray" and self.replicas is None:
+            raise ValueError("placement: ray needs replicas, the number of servers to place.")
+        if self.dtype == "float32" and self.max_loras and not self.is_on_cpu:
+            raise ValueError(
+                f"dtype is float32 and max_loras is {self.max_loras}; on a GPU vLLM computes "
+                "adapters in 16 bits only: write dtype: bfloat16 (or auto), max_loras: 0, or "
+                "device: cpu."
+            )
+        for word in self.args:
+            flag = _closed_flag(word)
+            if flag:
+                raise ValueError(f"args holds {word}, and may not: {_CLOSED_FLAGS[flag]}.")
+        for name in self.env.keys() & _CLOSED_ENV.keys():
+            raise ValueError(f"env holds {name}, and may not: {_CLOSED_ENV[name]}.")
+        return self
+
+    @property
+    def is_private(self) -> bool:
+        """Only this machine reaches the servers."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def has_extension(self) -> bool:
+        """The extension is called through routes that only private servers may have."""
+        return self.extension and self.is_private
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device == "cpu" or (self.device == "auto" and not visible_gpus())
+
+    @property
+    def has_whole_graphs(self) -> bool:
+        return self.cuda_graphs == "full" and not self.enforce_eager and not self.is_on_cpu
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank to start the server with."""
+        return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
+
+
+def command_line(config: LaunchConfig, *, port: int) -> list[str]:
+    """The server's command, without the interpreter."""
+    head = ["-m", _SEVERAL, "serve"] if config.api_servers > 1 else ["-m", _SINGLE]
+    flags: dict[str, object] = {
+        "--model": config.model,
+        "--host": config.host,
+        "--port": port,
+        "--dtype": "float32" if config.dtype == "auto" and config.is_on_cpu else config.dtype,
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": config.max_logprobs,
+        # A line per request costs the API process more than the request is worth.
+        "--uvicorn-log-level": "warning",
+        "--max-model-len": config.max_model_len,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
+        "--tensor-parallel-size": config.tensor_parallel if config.tensor_parallel > 1 else None,
+        "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
+        "--api-server-count": config.api_servers if config.api_servers > 1 else None,
+        "--worker-extension-cls": _extension_class(config),
+        "--middleware": ROUTE_CLASS if config.has_extension else None,
+    }
+    if config.max_loras:
+        flags["--max-loras"] = config.max_loras
+        flags["--max-cpu-loras"] = config.max_cpu_loras
+        flags["--max-lora-rank"] = config.lora_rank
+    if not config.is_on_cpu:
+        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+    if config.has_whole_graphs:
+        flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
+    words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
+    caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
+    words += [caching]
+    words += ["--enable-lora"] if config.max_loras else []
+    if config.max_loras and config.lora_targets:
+        words += ["--lora-target-modules", *config.lora_targets]
+    words += ["--enforce-eager"] if config.enforce_eager else []
+    return [*head, *words, *config.args]
+
+
+def _extension_class(config: LaunchConfig) -> str | None:
+    if not config.has_extension:
+        return None
+    return WHOLE_GRAPHS_CLASS if config.has_whole_graphs else EXTENSION_CLASS
+
+
+def environment(
+    config: LaunchConfig, *, index: int, num_servers: int, modules: Path, adapters: Path | None
+) -> dict[str, str]:
+    """The server's environment: ours, what Rookery needs, and what the config adds."""
+    env = dict(os.environ)
+    # vLLM reads its own variables from the same names as the client: ours are not meant for it.
+    for name in ("VLLM_HOST", "VLLM_PORT", _KEY):
+        env.pop(name, None)
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["VLLM_SERVER_DEV_MODE"] = "1" if config.is_private else "0"
+    if config.api_key:
+        # In the environment, not on the command line, which every user of the machine can read.
+        env[_KEY] = config.api_key
+    if config.max_loras:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.max_loras and adapters is not None:
+        plugins = [p for p in env.get("VLLM_PLUGINS", "").split(",") if p]
+        env["VLLM_PLUGINS"] = ",".join({*plugins, "lora_filesystem_resolver"})
+        env["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(adapters)
+    path = [str(modules), *([env["PYTHONPATH"]] if env.get("PYTHONPATH") else [])]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env.update(_cuda(config, index) if not config.is_on_cpu else _cpu(config, index, num_servers))
+    env.update(config.env)
+    return env
+
+
+def exported_key() -> str:
+    """The key that servers get where the config has none: clients find it in the same place."""
+    return os.environ.get(_KEY, "")
+
+
+def num_replicas(config: LaunchConfig) -> int:
+    """How many servers the config starts."""
+    if config.replicas is not None:
+        return config.replicas
+    if config.is_on_cpu:
+        return 1
+    return max(1, len(visible_gpus()) // (config.tensor_parallel * config.data_parallel))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that programs started here may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
+    devices = [p.name for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
+    return tuple(sorted((name.removeprefix("nvidia") for name in devices), key=int))
+
+
+def _closed_flag(word: str) -> str:
+    """The flag of `_CLOSED_FLAGS` that vLLM may take a word for: it reads `--api_key=x` and the
+    beginning of a flag's name too."""
+    name = word.partition("=")[0].partition(".")[0].replace("_", "-")
+    if not name.startswith("--") or name == "--":
+        return ""
+    return next((flag for flag in _CLOSED_FLAGS if flag.startswith(name)), "")
+
+
+def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
+    size = config.tensor_parallel * config.data_parallel
+    own = visible_gpus()[index * size : (index + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+
+
+def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
+    """Each server gets cores of its own: two that spin on the same ones halve each other twice."""
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gib)}
+    if num_servers > 1 and sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // num_servers
+        own = cores[index * size : (index + 1) * size]
+        bind = ",".join(str(core) for core in own) if own else "nobind"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = bind
+    return env

@@ -1,0 +1,194 @@
+"""What runs in vLLM's workers: loads adapters from memory instead of from PEFT files.
+
+It is given to vLLM by `--worker-extension-cls` and called through `/collective_rpc`.
+
+Stock `load_lora_adapter` reads a tensor per factor, pins each in page-locked memory, and starts a
+kernel or four per layer to write the slot. A buffer (`buffer.py`) is one file in shared memory, or
+one CUDA allocation of the sender, with all factors in it: it goes to the device in one piece, and
+the whole slot (`slots.py`) is written from there by a few kernels. Names, ids, slots and eviction
+stay vLLM's own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .buffer import FORMAT, MANIFEST, factor_view, open_buffer
+from .slots import SlotWriter, find_parts
+from .token_index import install_token_index
+
+__all__ = ["WorkerExtension"]
+
+_WHOLE = "rookery.whole"
+"""The one layer that vLLM sees of a buffer: all of them."""
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class. Their names must not meet any of vLLM's."""
+
+    model_runner: Any
+    device: Any
+
+    def rookery_attach(self) -> dict[str, Any]:
+        """Take over the loading of buffer folders; what this worker can do. Twice is harmless."""
+        # A server without adapters has none.
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is not None and not isinstance(manager.__dict__.get("_rookery"), _Loader):
+            manager._rookery = _Loader(manager, device=self.device)
+        return self.rookery_report()
+
+    def rookery_report(self) -> dict[str, Any]:
+        """Sizes, and the adaptable layers of the model by their Hugging Face names."""
+        config = self.model_runner.vllm_config
+        lora = config.lora_config
+        report: dict[str, Any] = {
+            "format": FORMAT,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_logprobs": config.model_config.max_logprobs,
+            "device": str(self.device).partition(":")[0],
+        }
+        if lora is not None:
+            is_whole = config.parallel_config.tensor_parallel_size == 1
+            manager = self.model_runner.lora_manager
+            parts = find_parts(manager._adapter_manager) if is_whole else {}
+            report |= {
+                "token_index": manager._rookery.has_token_index,
+                "max_loras": lora.max_loras,
+                "max_cpu_loras": lora.max_cpu_loras,
+                "max_lora_rank": lora.max_lora_rank,
+                "lora_dtype": str(lora.lora_dtype).removeprefix("torch."),
+                "layers": {
+                    name: [module.lora_a_stacked[i].shape[-1], module.lora_b_stacked[i].shape[-2]]
+                    for name, (module, i) in parts.items()
+                },
+            }
+        return report
+
+
+class _Loader:
+    """Stands in for four methods of one worker's adapter managers.
+
+    vLLM adds an adapter (`add_adapter`): it loads (`_load_adapter`), registers
+    (`_create_merged_loras_inplace`) and activates it. A buffer that fits whole linear layers is one
+    LoRAModel with one pseudo-layer, which is written to its slot at once; any other buffer becomes
+    an ordinary LoRAModel.
+
+    A request may be on its way when its adapter turns out to be broken. vLLM would then try to add
+    it again in the middle of a step, and die; it gets one without layers instead.
+    """
+
+    def __init__(self, manager: Any, *, device: Any) -> None:
+        self._manager, self._inner = manager, manager._adapter_manager
+        self._device = device
+        self._stock_add = manager.add_adapter
+        self._stock_load = manager._load_adapter
+        self._stock_merge = self._inner._create_merged_loras_inplace
+        self._stock_activate = self._inner.activate_adapter
+        self._broken: set[int] = set()
+        self._layouts: dict[str, tuple[int, tuple[Any, ...]]] = {}
+        self._writer = SlotWriter(self._inner, device)
+        self.has_token_index = install_token_index(self._inner, device)
+        manager.add_adapter = self._add
+        manager._load_adapter = self._load
+        self._inner._create_merged_loras_inplace = self._merge
+        self._inner.activate_adapter = self._activate
+
+    def _add(self, request: Any) -> Any:
+        try:
+            return self._stock_add(request)
+        except Exception:  # whatever is wrong with it: it is raised, and remembered
+            self._broken.add(request.lora_int_id)
+            self._inner.remove_adapter(request.lora_int_id)
+            raise
+
+    def _load(self, request: Any) -> Any:
+        """A buffer folder as vLLM's LoRAModel; other folders the stock way."""
+        if request.lora_int_id in self._broken:
+            from vllm.lora.lora_model import LoRAModel
+
+            return LoRAModel(request.lora_int_id, 1, {})
+        folder = Path(request.lora_path)
+        try:
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return self._stock_load(request)
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manifest = json.loads(text)
+        rank, layers = self._layout(request, manifest)
+        buffer = open_buffer(folder, manifest, layers)
+        if self._writer.fits(layers):
+            whole = LoRALayerWeights(_WHOLE, rank, rank, buffer, buffer, scaling=1.0)
+            return LoRAModel(request.lora_int_id, rank, {_WHOLE: whole})
+        memory, weights = buffer.on(self._device), {}
+        for name, layer_rank, size_in, size_out, offset_a, offset_b in layers:
+            a = factor_view(memory, offset_a, (layer_rank, size_in))
+            b = factor_view(memory, offset_b, (size_out, layer_rank))
+            weights[name] = LoRALayerWeights(name, layer_rank, layer_rank, a, b, scaling=1.0)
+        return LoRAModel(request.lora_int_id, rank, weights)
+
+    def _merge(self, model: Any) -> None:
+        """Buffers need neither packing nor page-locked copies, and nothing has none."""
+        if model.loras and _WHOLE not in model.loras:
+            self._stock_merge(model)
+
+    def _activate(self, lora_id: int) -> Any:
+        """vLLM finds the slot and writes its layers: of a buffer, the one that stands for all."""
+        inner = self._inner
+        if lora_id in inner._active_adapters:
+            return self._stock_activate(lora_id)
+        if _WHOLE not in inner._registered_adapters[lora_id].loras:
+            return self._stock_activate(lora_id)
+        modules, inner.modules = inner.modules, {_WHOLE: self._writer}
+        try:
+            return self._stock_activate(lora_id)
+        except BaseException:  # whatever it was: a slot half written is given back
+            inner.deactivate_adapter(lora_id)
+            raise
+        finally:
+            inner.modules = modules
+
+    def _layout(self, request: Any, manifest: dict[str, Any]) -> tuple[int, tuple[Any, ...]]:
+        """The highest rank, and the layers by vLLM's names; a population's are all alike."""
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"buffer format {manifest['format']}, this worker reads {FORMAT}")
+        text = manifest["layers"]
+        if text not in self._layouts:
+            given = json.loads(text)
+            rank = max(layer[1] for layer in given)
+            self._check(request, [layer[0] for layer in given], rank)
+            named = tuple((self._module_name(name), *sizes) for name, *sizes in given)
+            self._layouts[text] = rank, named
+        return self._layouts[text]
+
+    def _check(self, request: Any, layers: list[str], rank: int) -> None:
+        if rank > self._manager.lora_config.max_lora_rank:
+            limit = self._manager.lora_config.max_lora_rank
+            raise ValueError(f"{request.lora_name} has rank {rank}, at most {limit} is allowed")
+        packed = self._inner.packed_modules_mapping
+        known: set[str] = set()
+        for module in self._inner.supported_lora_modules:
+            known.update(packed.get(module, (module,)))
+        wrong = [layer for layer in layers if layer.rpartition(".")[2] not in known]
+        if wrong:
+            raise ValueError(f"{request.lora_name} adapts {wrong[0]}; known are {sorted(known)}")
+
+    def _module_name(self, layer: str) -> str:
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        name = f"base_model.model.{layer}.lora_A.weight"
+        return str(parse_fine_tuned_lora_name(name, self._mapper())[0])
+
+    def _mapper(self) -> Any:
+        """Renames alone, without the maps that stack q, k and v: vLLM stacks adapters itself.
+
+        The method's name differs between versions; older mappers have no such maps.
+        """
+        mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
+        for rename in ("get_rename_mapper", "get_unstacked_mapper"):
+            if hasattr(mapper, rename):
+                return getattr(mapper, rename)()
+        return mapper

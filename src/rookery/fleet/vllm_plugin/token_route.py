@@ -1,0 +1,303 @@
+"""What runs in vLLM's API processes: a route for tokens in, tokens out, and an adapter with them.
+
+It is given to vLLM by `--middleware` on servers that only this machine reaches. A server without it
+is served by `/v1/completions`.
+
+    POST /rookery/generate
+    {"model": "poet@3fa9", "path": "/dev/shm/.../poet@3fa9.bfloat16.buffer",
+     "prompts": [[1, 2, 3], ...], "params": {"max_tokens": 16, "n": 1, "seed": 7, ...}}
+    -> {"choices": [{"index": 0, "text": "...", "finish_reason": "stop", "token_ids": [5, 2],
+                     "token_logprobs": [-0.1, -2.5], "top": [[[5, 9], [-0.1, -3.0]], ...],
+                     "prompt_top": [null, [[2, 8], [-1.5, -0.9]], ...]}, ...]}
+
+What `/v1/completions` does besides costs its process more than a GPU needs for the tokens: a string
+per token and per likely token, an object for each, the text of every prefix. Here the text is made
+once, at the end. `path` is loaded the first time it is named, so that an adapter and its first
+request are one call, and go to the engine one right behind the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+__all__ = ["TokenRoute"]
+
+PATH = "/rookery/generate"
+FORMAT = 1
+ADAPTER_REFUSED = 424
+"""The status of a request whose adapter the server cannot load."""
+_FLOOR = -9999.0
+"""What vLLM writes for minus infinity, which JSON has no number for."""
+_BROKEN = "\ufffd"
+"""What a tokenizer writes for a character that is not whole."""
+_CONTEXT = 5
+"""Tokens of the prompt before the text: a word that begins one is decoded with its space."""
+_OF_REQUESTS = (ValueError, KeyError, TypeError, OverflowError)
+"""What fields that are missing, of a wrong type or too large raise."""
+_CLIENT_ERRORS = frozenset({"VLLMClientError", "VLLMValidationError"})
+"""vLLM's own, by name: newer ones are no ValueError, older versions do not have both."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Generate = Callable[[Any], Coroutine[Any, Any, list[Any]]]
+
+
+class _Refused(Exception):
+    """What was asked cannot be done: the status and the sentence of the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class TokenRoute:
+    """ASGI middleware: answers its own path, and passes on everything else."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        # Middleware comes before vLLM's check of the key.
+        self._is_open = not os.environ.get("VLLM_API_KEY")
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if not self._is_open or scope["type"] != "http" or scope["path"] != PATH:
+            await self._app(scope, receive, send)
+            return
+        try:
+            if scope["method"] == "GET":
+                status, answer = 200, _described()
+            else:
+                work = _generate(scope["app"].state, json.loads(await _body(receive)))
+                status, answer = 200, await _until_gone(work, receive)
+        except _Refused as refused:
+            status, answer = refused.status, {"error": {"message": str(refused)}}
+        except Exception as error:  # vLLM's differ by version; all but the caller's go on
+            blamed = _blamed(error)
+            if blamed is None:
+                raise
+            status, answer = 400, {"error": {"message": blamed}}
+        if answer is not None:
+            await _send_json(send, status, answer)
+
+
+def _blamed(error: BaseException) -> str | None:
+    """What the request did wrong; None when the error is not of its making.
+
+    An error that leaves this route closes the connection: to the client the server looks lost.
+    """
+    if type(error).__name__ == "EngineGenerateError" and error.__cause__ is not None:
+        error = error.__cause__
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if not isinstance(error, _OF_REQUESTS) and _CLIENT_ERRORS.isdisjoint(names):
+        return None
+    is_bare = isinstance(error, KeyError | TypeError | OverflowError)
+    return f"{type(error).__name__}: {error}" if is_bare else str(error)
+
+
+def _described() -> dict[str, Any]:
+    """What this route needs of vLLM is there, or the import fails."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
+
+    SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    LoRARequest(lora_name="a", lora_int_id=1, lora_path="b")
+    return {"format": FORMAT}
+
+
+async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if not isinstance(request, dict) or not isinstance(request.get("params"), dict):
+        raise _Refused(400, "a request is an object with the fields model, path, prompts, params")
+    # Stop strings are found in the text as it grows; without them the text can wait.
+    is_watched = bool(request["params"].get("stop"))
+    params = SamplingParams(
+        **request["params"],
+        detokenize=is_watched,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine, name = state.engine_client, uuid.uuid4().hex
+
+    async def generate(lora: Any) -> list[Any]:
+        return await _gathered(
+            [
+                _last(
+                    engine.generate(
+                        {"type": "token", "prompt_token_ids": prompt},
+                        params,
+                        f"rookery-{name}-{i}",
+                        lora_request=lora,
+                    )
+                )
+                for i, prompt in enumerate(request["prompts"])
+            ]
+        )
+
+    outputs = await _with_adapter(state, request, generate)
+    tokenizer = None if is_watched else state.openai_serving_models.renderer.tokenizer
+    return {
+        "choices": [
+            _choice(i * params.n + own.index, output, own, tokenizer, request["params"])
+            for i, output in enumerate(outputs)
+            for own in output.outputs
+        ]
+    }
+
+
+async def _with_adapter(state: Any, request: dict[str, Any], generate: Generate) -> list[Any]:
+    """What `generate` makes with the LoRARequest that the request names, or with none."""
+    models, name, path = state.openai_serving_models, request["model"], request["path"]
+    loaded = models.lora_requests
+    if path is None or name in loaded:
+        return await generate(None if path is None else loaded[name])
+    async with models.lora_resolver_lock[name]:
+        # Two requests may name it first together: the other one has loaded it then.
+        if name in loaded:
+            making = asyncio.create_task(generate(loaded[name]))
+        else:
+            making = await _load_and_start(state, name, path, generate)
+    try:
+        return await making
+    finally:
+        making.cancel()
+
+
+async def _load_and_start(
+    state: Any, name: str, path: str, generate: Generate
+) -> asyncio.Task[list[Any]]:
+    """Have an adapter loaded; `generate` is on its way to the engine meanwhile.
+
+    The engine does one after the other. When the first fails, `extension.py` lets the second pass
+    with an adapter that does nothing, and what it makes is thrown away.
+    """
+    from vllm.lora.request import LoRARequest
+
+    models = state.openai_serving_models
+    if not getattr(state, "rookery_is_attached", False):
+        # Before the first adapter: a worker that knows no buffers would die of the request.
+        await state.engine_client.collective_rpc("rookery_attach")
+        state.rookery_is_attached = True
+    lora = LoRARequest(lora_name=name, lora_int_id=models.lora_id_counter.inc(1), lora_path=path)
+    adding = asyncio.ensure_future(state.engine_client.add_lora(lora))
+    await asyncio.sleep(0)  # up to its first wait, which is for the engine's answer
+    making = asyncio.create_task(generate(lora))
+    try:
+        await adding
+    except BaseException as error:  # vLLM raises a plain Exception; a cancelled wait ends both
+        making.cancel()
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        raise _Refused(ADAPTER_REFUSED, f"{name} cannot be loaded: {error}") from None
+    models.lora_requests[name] = lora
+    return making
+
+
+async def _last(outputs: Any) -> Any:
+    return [output async for output in outputs][-1]
+
+
+async def _gathered(work: list[Any]) -> list[Any]:
+    """All results; the first error stops the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _until_gone(work: Any, receive: Receive) -> Any:
+    """The result; None when the client went away first, which stops the work."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _choice(
+    index: int, output: Any, own: Any, tokenizer: Any, params: dict[str, Any]
+) -> dict[str, Any]:
+    tokens = list(own.token_ids)
+    positions = _positions(own.logprobs, len(tokens))
+    choice: dict[str, Any] = {
+        "index": index,
+        "finish_reason": own.finish_reason,
+        "text": own.text,
+        "token_ids": tokens,
+        "token_logprobs": [logprobs[0] for _, logprobs in positions],
+    }
+    if tokenizer is not None:
+        # A token that stops is no part of the text.
+        shown = tokens[:-1] if own.finish_reason == "stop" else tokens
+        choice["text"] = _text(tokenizer, output.prompt_token_ids, shown)
+    if params.get("logprobs"):
+        choice["top"] = positions
+    if params.get("prompt_logprobs") is not None:
+        inside = output.prompt_logprobs
+        choice["prompt_top"] = [
+            position if position[0] else None for position in _positions(inside, len(inside))
+        ]
+    return choice
+
+
+def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
+    """Per position the tokens reported, the drawn one first, and their log-probabilities."""
+    found = []
+    for begin, end in zip(flat.start_indices[:num], flat.end_indices[:num], strict=True):
+        logprobs = [
+            value if value > _FLOOR else _floored(value) for value in flat.logprobs[begin:end]
+        ]
+        found.append((flat.token_ids[begin:end], logprobs))
+    return found
+
+
+def _floored(value: float) -> Any:
+    """Minus infinity as vLLM writes it; what is no number is none."""
+    return _FLOOR if value <= _FLOOR else None
+
+
+def _text(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
+    """The text that the tokens add to the prompt's, without a character that is not whole."""
+    if not tokens:
+        return ""
+    context = prompt[-_CONTEXT:]
+    before = tokenizer.decode(context, skip_special_tokens=True).rstrip(_BROKEN)
+    whole = tokenizer.decode(context + tokens, skip_special_tokens=True)
+    if not whole.startswith(before):
+        before, whole = "", tokenizer.decode(tokens, skip_special_tokens=True)
+    return str(whole[len(before) :].rstrip(_BROKEN))
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Refused(400, "the request was not sent to its end")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _send_json(send: Send, status: int, answer: dict[str, Any]) -> None:
+    body = json.dumps(answer, separators=(",", ":")).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,271 @@
+"""Plans -> adapters. Every adapter is its recipe: what is not in memory is made again.
+
+builder = AdapterBuilder(founders, merges=..., mutations=..., rank=8)
+builder.plan([ChildPlan(...), EsStep(...)])
+adapter = builder.adapter("g003-c07")        # the same bits every time
+rebuild(lineage_document, founders, "g003-c07")
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from rookery.errors import AdapterError, boundary
+from rookery.search.candidate import COMBINATIONS, ChildPlan, EsStep, Recipe
+from rookery.types import Adapter, LoraFactors
+from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
+from rookery.weights.mutate import MutateConfig, mutate
+from rookery.weights.perturb import rounded, unrounded
+
+__all__ = ["AdapterBuilder", "check_device", "rebuild"]
+
+_MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
+_MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
+_NO_MEMORY: Mapping[type[Exception], str] = {
+    torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
+}
+_FORMAT = 3
+"""Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
+mutations had `adapt`, of which 0 was the default."""
+_COMBINATION = LinearConfig(normalise=False)
+"""A move of a swarm and a point of CMA-ES: a linear combination whose weights are taken as they
+are. They have names of their own, whatever the config calls its merges."""
+
+
+_RECIPES: Mapping[str, TypeAdapter[Any]] = {
+    "ChildPlan": TypeAdapter(ChildPlan),
+    "EsStep": TypeAdapter(EsStep),
+    "Drift": TypeAdapter(EsStep),  # its name in lineages of format 2
+}
+
+
+class AdapterBuilder:
+    """Makes candidates and keeps the adapters that are needed."""
+
+    def __init__(
+        self,
+        founders: Mapping[str, Adapter],
+        *,
+        merges: Mapping[str, MergeConfig],
+        mutations: Mapping[str, MutateConfig],
+        rank: int,
+        device: str = "cpu",
+    ) -> None:
+        """Parents are combined on `device`, which decides the last bits."""
+        check_device(device)
+        self._device = device
+        self._founders = dict(founders)
+        self._merges = dict(merges)
+        self._mutations = dict(mutations)
+        self._rank = rank
+        self._recipes: dict[str, Recipe] = {}
+        self._made: dict[str, Adapter] = {}
+        self._unrounded: dict[str, Mapping[str, LoraFactors]] = {}
+        """In float32, the ES steps that others are chained to."""
+        self._chained: set[str] = set()
+        """ES steps that others are chained to."""
+        self._versions = {name: adapter.version for name, adapter in founders.items()}
+
+    @property
+    def founders(self) -> tuple[str, ...]:
+        return tuple(self._founders)
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """How each candidate that is no founder is made, oldest first."""
+        return self._recipes
+
+    def plan(self, recipes: Iterable[Recipe]) -> None:
+        """Learn how to make candidates; nothing is made yet."""
+        for recipe in recipes:
+            self._recipes[recipe.id] = recipe
+            if isinstance(recipe, EsStep) and recipe.is_chained:
+                self._chained.add(recipe.parent)
+
+    def adapter(self, candidate: str) -> Adapter:
+        """The candidate's weights, named after it; made again if they were let go."""
+        if candidate in self._founders:
+            return replace(self._founders[candidate], name=candidate)
+        for name in self.missing(candidate):
+            self._made[name] = self._make(self._recipes[name])
+            self._versions[name] = self._made[name].version
+        return self._made[candidate]
+
+    def maker(self, candidate: str) -> Callable[[], Adapter]:
+        """Makes the candidate when called, in any thread."""
+        return partial(self.adapter, candidate)
+
+    def version(self, candidate: str) -> str | None:
+        """Its content hash; None for one that was never made."""
+        return self._versions.get(candidate)
+
+    def learn(self, candidate: str, version: str | None) -> None:
+        """Know the content hash of one that was made before this process, and is not made again
+        because it could not be loaded."""
+        if version is not None:
+            self._versions[candidate] = version
+
+    def num_distinct(self, candidates: Iterable[str]) -> int:
+        """How many there are, of equal weights one; those that could not be made count each."""
+        return len({self._versions.get(name, f"unmade/{name}") for name in candidates})
+
+    def missing(self, candidate: str) -> list[str]:
+        """What must be made to have the candidate: its ancestors that are not at hand, each after
+        its parents, then itself."""
+        order: dict[str, None] = {}
+        stack = [candidate]
+        while stack:
+            name = stack[-1]
+            if name in order or self._is_at_hand(name):
+                stack.pop()
+                continue
+            parents = self._recipes[name].parents
+            waiting = [p for p in parents if p not in order and not self._is_at_hand(p)]
+            stack.extend(reversed(waiting))
+            if not waiting:
+                order[stack.pop()] = None
+        return list(order)
+
+    def _is_at_hand(self, name: str) -> bool:
+        is_made = name in self._made and (name not in self._chained or name in self._unrounded)
+        return is_made or name in self._founders
+
+    def effort(self, candidate: str) -> int:
+        """What making it takes, from 0, nothing, to 3, whole layers, which take by far the longest;
+        1 is one parent changed, 2 are several combined."""
+        recipe = self._recipes.get(candidate)
+        if candidate in self._made or recipe is None:
+            return 0
+        if not isinstance(recipe, ChildPlan) or recipe.merge is None:
+            return 1
+        method = self._merge(recipe.merge)
+        return 3 if is_dense(method) else 2
+
+    def keep(self, candidates: Iterable[str]) -> None:
+        """Let every adapter go but these."""
+        self.forget((self._made.keys() | self._unrounded.keys()) - set(candidates))
+
+    def forget(self, candidates: Iterable[str]) -> None:
+        """Let these adapters go; they are made again when they are needed."""
+        for name in candidates:
+            self._made.pop(name, None)
+            self._unrounded.pop(name, None)
+
+    def lineage(self) -> dict[str, Any]:
+        """Everything `rebuild` needs beside the founders' weights."""
+        return {
+            "format": _FORMAT,
+            "rank": self._rank,
+            "device": self._device,
+            "merges": {n: _MERGE.dump_python(m, mode="json") for n, m in self._merges.items()},
+            "mutations": {
+                n: _MUTATE.dump_python(m, mode="json") for n, m in self._mutations.items()
+            },
+            "founders": {name: self._versions[name] for name in self._founders},
+            "candidates": [
+                {"kind": type(recipe).__name__, **asdict(recipe), "version": self._versions[name]}
+                for name, recipe in self._recipes.items()
+                if name in self._versions
+            ],
+        }
+
+    def _make(self, recipe: Recipe) -> Adapter:
+        parents = [self.adapter(parent) for parent in recipe.parents]
+        if isinstance(recipe, EsStep):
+            return self._es_step(recipe, parents[0])
+        adapter = parents[0]
+        if recipe.merge is not None:
+            method = self._merge(recipe.merge)
+            what, lacking = f"Making {recipe.id}", tuple(_NO_MEMORY)
+            with boundary(AdapterError, what, foreign=lacking, remedy=_NO_MEMORY):
+                adapter = merge(
+                    parents,
+                    weights=recipe.weights,
+                    method=method,
+                    rank=self._rank,
+                    key=(recipe.seed_key,),
+                    device=self._device,
+                )
+        if recipe.mutation is not None:
+            change = self._mutations[recipe.mutation]
+            key = (recipe.seed_key, "mutation")
+            adapter = mutate(adapter, method=change, key=key, sigma=recipe.sigma).adapter
+        return replace(adapter, name=recipe.id)
+
+    def _es_step(self, recipe: EsStep, parent: Adapter) -> Adapter:
+        start = self._unrounded[recipe.parent] if recipe.is_chained else parent.factors
+        seeds = [(seed,) for seed in recipe.seeds]
+        moved = unrounded(start, seeds=seeds, amounts=recipe.amounts)
+        if recipe.id in self._chained:
+            self._unrounded[recipe.id] = moved
+        return replace(rounded(moved, like=parent), name=recipe.id)
+
+    def _merge(self, name: str) -> MergeConfig:
+        if name in COMBINATIONS:
+            return _COMBINATION
+        if name not in self._merges:
+            raise AdapterError(
+                f"A plan names the merge {name!r}; there are {', '.join(self._merges)}."
+            )
+        return self._merges[name]
+
+
+def check_device(device: str) -> None:
+    """AdapterError unless candidates can be made there."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise AdapterError(
+            f"Candidates were to be made on {device}, and torch sees no GPU here: write "
+            "merge_device: cpu. A run that began on a GPU goes on only on one."
+        )
+
+
+def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: str) -> Adapter:
+    """Make any candidate of a finished run again from `lineage.json` and its founders.
+
+    Raises AdapterError when the founders are not the run's, or the result is not bit-equal.
+    """
+    known = {adapter.name: adapter for adapter in founders}
+    for name, version in lineage["founders"].items():
+        if name not in known or known[name].version != version:
+            given = known[name].version if name in known else "not given"
+            raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
+    changes = {} if "format" in lineage else {"sigma": None}
+    mutations = {
+        name: {key: value for key, value in {**method, **changes}.items() if key != "adapt"}
+        for name, method in lineage["mutations"].items()
+    }
+    builder = AdapterBuilder(
+        known,
+        merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
+        mutations={n: _MUTATE.validate_python(m) for n, m in mutations.items()},
+        rank=lineage["rank"],
+        device=lineage.get("device", "cpu"),
+    )
+    versions = dict(lineage["founders"])
+    for entry in lineage["candidates"]:
+        fields = dict(entry)
+        versions[fields["id"]] = fields.pop("version")
+        builder.plan([_RECIPES[fields.pop("kind")].validate_python(fields)])
+    if candidate not in versions:
+        raise AdapterError(f"{candidate!r} is not in this lineage of {len(versions)} candidates.")
+    adapter = _make_alone(builder, candidate)
+    if adapter.version != versions[candidate]:
+        raise AdapterError(
+            f"{candidate} came out as {adapter.version}, the run recorded {versions[candidate]}: "
+            "rebuild it with the versions of torch and numpy that made it."
+        )
+    return adapter
+
+
+def _make_alone(builder: AdapterBuilder, candidate: str) -> Adapter:
+    """The candidate, each ancestor let go after the last one that needs it was made."""
+    order = builder.missing(candidate)
+    last_use = {p: name for name in order for p in builder.recipes[name].parents}
+    for name in order:
+        builder.adapter(name)
+        builder.forget(p for p in builder.recipes[name].parents if last_use[p] == name)
+    return builder.adapter(candidate)

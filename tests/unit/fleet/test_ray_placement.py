@@ -1,0 +1,171 @@
+"""Placing servers on a Ray cluster; tests of a real one are skipped where Ray is not installed."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rookery.config import parse_config
+from rookery.errors import ConfigError, FleetError
+from rookery.fleet.servers.ray_placement import place_on_ray
+from rookery.fleet.servers.registry import process_start
+from rookery.fleet.servers.settings import LaunchConfig, command_line, environment
+
+FAKE = Path(__file__).parent / "fake"
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
+
+def test_servers_beyond_this_machine_need_a_key_and_lose_the_open_routes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 only"):
+        parse_config(LaunchConfig, {"model": "m", "host": "10.0.0.5"}, origin="x")
+    config = LaunchConfig(model="m", device="cpu", host="10.0.0.5", api_key="secret")
+    env = environment(config, index=0, num_servers=1, modules=tmp_path, adapters=None)
+    assert env["VLLM_API_KEY"] == "secret" and env["VLLM_SERVER_DEV_MODE"] == "0"
+    line = command_line(config, port=1)
+    assert "--worker-extension-cls" not in line and "secret" not in " ".join(line)
+    assert "secret" not in config.model_dump_json() and "secret" not in repr(config)
+    with pytest.raises(ConfigError, match="needs replicas"):
+        parse_config(LaunchConfig, {"model": "m", "placement": "ray"}, origin="x")
+
+
+@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
+async def test_without_ray_the_install_line_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'rookery\[ray\]'"):
+        async with place_on_ray(LaunchConfig(model="m"), num=1, address="auto"):
+            pass
+
+
+class FullCluster:
+    """Stands in for Ray: a cluster of two nodes that never has room. Counts what is given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        ray = self._module(
+            "ray",
+            is_initialized=lambda: False,
+            init=lambda *_, **__: None,
+            shutdown=lambda: self.calls.append("shutdown"),
+            cluster_resources=lambda: {"CPU": 12.0, "GPU": 8.0},
+            available_resources=lambda: {"CPU": 10.0, "GPU": 3.0},
+            nodes=lambda: [
+                {"Alive": True, "Resources": {"CPU": 4.0}},
+                {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 8.0}},
+                {"Alive": False, "Resources": {"GPU": 16.0}},
+            ],
+            exceptions=self._module("ray.exceptions", RayTaskError=RuntimeError),
+        )
+        util = self._module(
+            "ray.util",
+            placement_group=lambda _: self,
+            remove_placement_group=lambda _: self.calls.append("removed"),
+        )
+        strategies = self._module(
+            "ray.util.scheduling_strategies", PlacementGroupSchedulingStrategy=object
+        )
+        for module in (ray, util, strategies):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def ready(self) -> "FullCluster":
+        return self
+
+    def future(self) -> Future[None]:
+        return Future()
+
+    @staticmethod
+    def _module(name: str, **content: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(content)
+        return module
+
+
+async def test_a_cluster_without_room_is_given_up_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = FullCluster(monkeypatch)
+    config = LaunchConfig(model="m", device="cuda", tensor_parallel=2, placement_s=0.1, replicas=4)
+    with pytest.raises(FleetError) as failed:
+        async with asyncio.timeout(5), place_on_ray(config, num=4, address="auto"):
+            pass
+    said = str(failed.value)
+    assert "at auto did not make room for 4 servers of 1 CPU and 2 GPU each" in said
+    assert "2 nodes with 12 CPU (10 free, 8 on its largest node)" in said
+    assert "8 GPU (3 free, 8 on its largest node)" in said and "Lower launch.replicas" in said
+    assert cluster.calls == ["removed", "shutdown"]
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
+@pytest.mark.filterwarnings("ignore")
+async def test_a_real_cluster_without_room_is_given_up() -> None:
+    config = LaunchConfig(
+        model="m", device="cuda", tensor_parallel=4, placement="ray", replicas=2, placement_s=3
+    )
+    began_s = time.monotonic()
+    with pytest.raises(
+        FleetError, match=r"2 servers of 1 CPU and 4 GPU each.*1 nodes with .* 0 GPU"
+    ):
+        async with place_on_ray(config, num=2, address="local"):
+            pass
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
+@pytest.mark.filterwarnings("ignore")
+async def test_a_server_that_cannot_start_there_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("FAKE_VLLM", "memory")
+    config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=1)
+    with pytest.raises(FleetError, match="Tried to allocate") as failed:
+        async with place_on_ray(config, num=1, address="local"):
+            pass
+    assert "Traceback" not in str(failed.value)
+
+
+def _pid(url: str) -> int:
+    """The process of a server; 0 while it does not answer."""
+    try:
+        with urllib.request.urlopen(url + "/health") as answer:
+            return int(json.load(answer)["pid"])
+    except OSError:
+        return 0
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
+@pytest.mark.filterwarnings("ignore")
+async def test_servers_are_placed_started_again_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_FAILURES", str(tmp_path))
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
+    config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=2)
+    async with place_on_ray(config, num=2, address="local") as placed:
+        told = []
+        for url in placed.urls:
+            with urllib.request.urlopen(url + "/health") as answer:  # noqa: ASYNC210
+                told.append(json.load(answer))
+        assert len(set(placed.urls)) == 2 and len(placed.api_key) > 20
+        assert all(process_start(t["pid"]) for t in told)
+        assert {t["env"]["VLLM_API_KEY"] for t in told} == {placed.api_key}
+        # Its next start fails, the one after that does not.
+        (tmp_path / placed.urls[0].rpartition(":")[2]).write_text("1")
+        os.kill(told[0]["pid"], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while (  # noqa: ASYNC110  other processes tell no event
+                again := await asyncio.to_thread(_pid, placed.urls[0])
+            ) in (0, told[0]["pid"]):
+                await asyncio.sleep(0.1)
+        told.append({"pid": again})
+    assert not any(process_start(t["pid"]) for t in told)

@@ -1,0 +1,160 @@
+"""Where candidates are made, and what is said when they cannot be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from weights.made import made
+
+from rookery.errors import AdapterError
+from rookery.loops.genome import adapter_builder as builder_module
+from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
+from rookery.search.candidate import ChildPlan, EsStep
+from rookery.types import Adapter, LoraFactors
+from rookery.weights import make_adapter
+from rookery.weights.merge import TiesConfig
+from rookery.weights.mutate import GaussianConfig
+from rookery.weights.perturb import accumulate
+
+PLAN = ChildPlan(
+    id="g001-c00",
+    generation=1,
+    parents=("x", "y"),
+    weights=(0.5, 0.5),
+    merge="ties",
+    mutation=None,
+    sigma=0.1,
+    seed_key=7,
+)
+
+
+def open_builder(device: str = "cpu") -> AdapterBuilder:
+    founders = {"x": made(1), "y": made(2)}
+    builder = AdapterBuilder(
+        founders, merges={"ties": TiesConfig()}, mutations={}, rank=3, device=device
+    )
+    builder.plan([PLAN])
+    return builder
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_made_on_one() -> None:
+    with pytest.raises(AdapterError, match="no GPU here: write merge_device: cpu"):
+        open_builder("cuda")
+
+
+def test_a_full_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(builder_module, "merge", full)
+    with pytest.raises(AdapterError, match=r"Making g001-c00: Tried .* write merge_device: cpu"):
+        open_builder().adapter("g001-c00")
+
+
+def test_the_device_is_part_of_the_lineage() -> None:
+    builder = open_builder()
+    child = builder.adapter("g001-c00")
+    lineage = builder.lineage()
+    assert lineage["device"] == "cpu"
+    founders = [builder.adapter("x"), builder.adapter("y")]
+    assert rebuild(lineage, founders, "g001-c00").version == child.version
+    del lineage["device"]
+    assert rebuild(lineage, founders, "g001-c00").version == child.version, "of older runs"
+
+
+def es_steps(num_steps: int) -> list[EsStep]:
+    """Centres of an ES, each the one before plus an update of three, with a trial around each."""
+    chain, parent = [], "x"
+    for step in range(num_steps):
+        seeds = tuple(range(3 * step, 3 * step + 3))
+        centre = EsStep(
+            id=f"e{step}-centre", generation=step, parent=parent, seeds=seeds,
+            amounts=(0.001, -0.002, 0.003), is_chained=step > 0,
+        )  # fmt: skip
+        trial = EsStep(
+            id=f"e{step}-trial", generation=step, parent=centre.id, seeds=(1000 + step,),
+            amounts=(0.1,), is_chained=True,
+        )  # fmt: skip
+        chain += [centre, trial]
+        parent = centre.id
+    return chain
+
+
+def change_dtype(adapter: Adapter, dtype: torch.dtype) -> Adapter:
+    factors = {
+        layer: LoraFactors(a=lora.a.to(dtype), b=lora.b.to(dtype), scale=lora.scale)
+        for layer, lora in adapter.factors.items()
+    }
+    return make_adapter(adapter.name, base=adapter.base, factors=factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chain_of_updates_has_the_bits_of_their_sum(dtype: torch.dtype) -> None:
+    start = change_dtype(made(1), dtype)
+    builder = AdapterBuilder({"x": start}, merges={}, mutations={}, rank=3)
+    builder.plan(es_steps(20))
+    seeds = [*((seed,) for seed in range(60)), (1019,)]
+    amounts = [0.001, -0.002, 0.003] * 20 + [0.1]
+    assert (
+        builder.adapter("e19-trial").version
+        == accumulate(start, seeds=seeds, amounts=amounts).version
+    )
+    lineage = builder.lineage()
+    again = rebuild(lineage, [builder.adapter("x")], "e19-trial")
+    assert again.version == builder.adapter("e19-trial").version
+
+
+def test_the_next_trial_costs_one_noise_however_many_steps_there_were() -> None:
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations={}, rank=3)
+    recipes = es_steps(30)
+    for centre, trial in zip(recipes[::2], recipes[1::2], strict=True):
+        builder.plan([trial, centre])
+        assert builder.missing(trial.id) == [centre.id, trial.id]
+        assert (len(centre.seeds), len(trial.seeds)) == (3, 1)
+        builder.adapter(trial.id)
+        builder.keep(["x", centre.id])
+    builder.keep([])
+    assert len(builder.missing("e29-trial")) == 31, "each centre once, then the trial"
+
+
+def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
+    founders = {"x": made(1, rank=1), "y": made(2, rank=1)}
+    builder = AdapterBuilder(
+        founders, merges={"ties": TiesConfig()}, mutations={"gaussian": GaussianConfig()}, rank=1
+    )
+    parent = "x"
+    for generation in range(1200):
+        plan = ChildPlan(
+            id=f"g{generation}", generation=generation, parents=(parent,), weights=(1.0,),
+            merge=None, mutation="gaussian", sigma=0.1, seed_key=generation,
+        )  # fmt: skip
+        builder.plan([plan])
+        builder.adapter(plan.id)
+        builder.keep([plan.id])
+        parent = plan.id
+    again = rebuild(builder.lineage(), [builder.adapter(f) for f in founders], parent)
+    assert again.version == builder.adapter(parent).version
+
+
+def test_lineages_written_before_a_mutation_obeyed_its_sigma_are_rebuilt() -> None:
+    mutations = {"gaussian": GaussianConfig()}
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations=mutations, rank=3)
+    plan = replace(PLAN, merge=None, mutation="gaussian", parents=("x",), weights=(1.0,), sigma=0.3)
+    builder.plan([plan])
+    builder.adapter(plan.id)
+    lineage = builder.lineage()
+    del lineage["format"]
+    lineage["mutations"]["gaussian"] |= {"sigma": 0.1, "adapt": 0.0}
+    rebuild(lineage, [builder.adapter("x")], plan.id)
+
+
+def test_lineages_with_the_former_name_of_es_steps_are_rebuilt() -> None:
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations={}, rank=3)
+    builder.plan(es_steps(2))
+    wanted = builder.adapter("e1-trial").version
+    lineage = builder.lineage()
+    lineage["format"] = 2
+    for entry in lineage["candidates"]:
+        entry["kind"] = "Drift"
+    assert rebuild(lineage, [builder.adapter("x")], "e1-trial").version == wanted
