@@ -11,24 +11,26 @@ from typing import Literal, Protocol, runtime_checkable
 from rookery.types import (
     Adapter,
     Completion,
-    Datum,
-    Evaluation,
     Job,
     JobOutcome,
     ModelRef,
+    OptimStep,
     SampleRequest,
     Score,
     ScoreRequest,
+    StepOutput,
     Task,
     TextReply,
     TextRequest,
+    TrainOutput,
+    TrainRequest,
+    Weights,
     WorkerInfo,
 )
 
 __all__ = [
     "Adapters",
     "Engine",
-    "Evaluator",
     "Executor",
     "Publisher",
     "Sampler",
@@ -112,36 +114,52 @@ class TextModel(Protocol):
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Gradients of one adapter or model. Losses are named; parameters are a record per step."""
+    """Gradients and steps of named trainees, many requests at once, answered in their order.
 
-    async def forward_backward(self, batch: Sequence[Datum], *, loss: str) -> dict[str, float]:
-        """Accumulate gradients of the batch and return its metrics."""
+    A request that cannot be done (unknown trainee, a bad datum, a loss that is NaN) fails alone:
+    its output says why, and the others are what they would be without it. Calls are done in the
+    order they were made.
+    """
+
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        """Add the gradients of each request to those its trainee has.
+
+        Data without any weight are valid: they add zeros and give log-probabilities.
+        """
         ...
 
-    async def optim_step(self, *, learning_rate: float) -> dict[str, float]:
-        """Apply the accumulated gradients and clear them."""
+    async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        """The same outputs, and no gradients."""
         ...
 
-    async def save(self, path: Path) -> None:
-        """Write weights and optimizer state, atomically."""
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        """Apply the gradients since each trainee's last step, and clear them.
+
+        A step without gradients is valid: it is one with gradients of zero, so that moments decay,
+        momentum still moves the weights and the step counts.
+        """
         ...
 
-    async def load(self, path: Path) -> None:
+    async def save(self, trainee: str, path: Path) -> None:
+        """Write its weights, optimizer state and gradients not yet applied, atomically."""
+        ...
+
+    async def load(self, trainee: str, path: Path) -> None:
         """Restore what `save` wrote, exactly."""
         ...
 
-    async def publish(self) -> ModelRef:
-        """Hand the current weights to the samplers and return the version that names them."""
+    async def publish(self, trainee: str) -> ModelRef:
+        """Hand its current weights to the samplers and return the version that names them."""
         ...
 
 
 @runtime_checkable
 class Publisher(Protocol):
-    """Hands a trainer's new weights to the samplers."""
+    """Hands a trainee's new weights, an adapter or all of them, to the samplers."""
 
-    async def publish(self, adapter: Adapter) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         """The version that names them; the one published under the same name before is retired
-        after its last request in flight."""
+        after its last request in flight. Weights of a kind it cannot serve are an error."""
         ...
 
 
@@ -160,15 +178,6 @@ class Scorer(Protocol):
         ...
 
     async def reward(self, task: Task, completion: Completion) -> float: ...
-
-
-@runtime_checkable
-class Evaluator(Protocol):
-    """Measures models on tasks, all models and tasks together."""
-
-    async def evaluate(
-        self, models: Sequence[ModelRef], tasks: Sequence[Task]
-    ) -> list[Evaluation]: ...
 
 
 @runtime_checkable

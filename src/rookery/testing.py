@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,22 +19,25 @@ from rookery.errors import EngineError, ExecutorError
 from rookery.types import (
     Adapter,
     Completion,
-    Datum,
-    Evaluation,
     Job,
     JobDone,
     JobFailed,
     JobOutcome,
     ModelRef,
+    OptimStep,
     SampleRequest,
     Score,
     ScoreRequest,
+    StepOutput,
     Task,
     TextReply,
     TextRequest,
     TokenIds,
     TokenUsage,
     TopLogprobs,
+    TrainOutput,
+    TrainRequest,
+    Weights,
     WorkerInfo,
     WorkerLost,
 )
@@ -41,12 +45,12 @@ from rookery.types import (
 __all__ = [
     "BASE",
     "FakeAdapters",
-    "FakeEvaluator",
     "FakeExecutor",
     "FakePublisher",
     "FakeSampler",
     "FakeScorer",
     "FakeTextModel",
+    "FakeTrainee",
     "FakeTrainer",
 ]
 
@@ -201,49 +205,96 @@ class FakeAdapters:
 
 
 class FakePublisher:
-    """Gives every published adapter the next version of one name."""
+    """Gives everything published the next version of one name."""
 
     def __init__(self, name: str = "policy") -> None:
         self._name = name
-        self.published: list[Adapter] = []
+        self.published: list[Weights] = []
 
-    async def publish(self, adapter: Adapter) -> ModelRef:
-        self.published.append(adapter)
+    async def publish(self, weights: Weights) -> ModelRef:
+        self.published.append(weights)
         return ModelRef(name=self._name, version=str(len(self.published)))
 
 
+@dataclass
+class FakeTrainee:
+    """One number as a model."""
+
+    value: float = 0.0
+    gradient: float = 0.0
+    num_steps: int = 0
+
+
 class FakeTrainer:
-    """One number as a model: forward_backward sums the weighted advantages, a step adds them."""
+    """forward_backward sums the weighted advantages, a step adds them to the trainee's number.
 
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.gradient = 0.0
-        self.num_steps = 0
+    Log-probabilities are hashes of the tokens read. Requests of unknown trainees, and those in
+    `failing`, fail alone.
+    """
 
-    async def forward_backward(self, batch: Sequence[Datum], *, loss: str) -> dict[str, float]:
-        del loss
-        for datum in batch:
-            pulls = datum.advantages or (1.0,) * len(datum.tokens)
-            self.gradient += sum(w * p for w, p in zip(datum.weights, pulls, strict=True))
-        return {"train/num_data": float(len(batch))}
+    def __init__(self, *trainees: str) -> None:
+        self.trainees = {name: FakeTrainee() for name in trainees or ("policy",)}
+        self.failing: set[str] = set()
 
-    async def optim_step(self, *, learning_rate: float) -> dict[str, float]:
-        self.value += learning_rate * self.gradient
-        self.gradient = 0.0
-        self.num_steps += 1
-        return {"train/value": self.value}
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        outputs = await self.forward(requests)
+        for request, output in zip(requests, outputs, strict=True):
+            if not output.error:
+                pulls = [
+                    weight * pull
+                    for datum in request.data
+                    for weight, pull in zip(
+                        datum.weights,
+                        datum.advantages or (1.0,) * len(datum.weights),
+                        strict=True,
+                    )
+                ]
+                self.trainees[request.trainee].gradient += sum(pulls)
+        return outputs
 
-    async def save(self, path: Path) -> None:
-        state = json.dumps([self.value, self.gradient, self.num_steps])
+    async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        return [self._forward(request) for request in requests]
+
+    def _forward(self, request: TrainRequest) -> TrainOutput:
+        if self._error(request.trainee):
+            return TrainOutput(error=self._error(request.trainee))
+        model = ModelRef(name=request.trainee, version="fake")
+        logprobs = tuple(
+            tuple(
+                _hashed_logprob(model, datum.tokens[: position + 1], target)
+                for position, target in zip(datum.positions, datum.targets, strict=True)
+            )
+            for datum in request.data
+        )
+        return TrainOutput(metrics={"train/num_data": float(len(request.data))}, logprobs=logprobs)
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        return [self._step(step) for step in steps]
+
+    def _step(self, step: OptimStep) -> StepOutput:
+        if self._error(step.trainee):
+            return StepOutput(error=self._error(step.trainee))
+        trainee = self.trainees[step.trainee]
+        trainee.value += step.learning_rate * trainee.gradient
+        trainee.gradient = 0.0
+        trainee.num_steps += 1
+        return StepOutput(metrics={"train/value": trainee.value})
+
+    def _error(self, trainee: str) -> str:
+        if trainee not in self.trainees:
+            return f"There is no trainee {trainee!r}."
+        return f"{trainee} was told to fail." if trainee in self.failing else ""
+
+    async def save(self, trainee: str, path: Path) -> None:
+        state = json.dumps(asdict(self.trainees[trainee]))
         await asyncio.to_thread(path.write_text, state)
 
-    async def load(self, path: Path) -> None:
-        self.value, self.gradient, self.num_steps = json.loads(
-            await asyncio.to_thread(path.read_text)
-        )
+    async def load(self, trainee: str, path: Path) -> None:
+        state = json.loads(await asyncio.to_thread(path.read_text))
+        self.trainees[trainee] = FakeTrainee(**state)
 
-    async def publish(self) -> ModelRef:
-        return ModelRef(name="policy", version=str(self.num_steps))
+    async def publish(self, trainee: str) -> ModelRef:
+        return ModelRef(name=trainee, version=str(self.trainees[trainee].num_steps))
 
 
 class FakeScorer:
@@ -263,30 +314,6 @@ class FakeScorer:
 
     async def reward(self, task: Task, completion: Completion) -> float:
         return self._reward(task, completion)
-
-
-class FakeEvaluator:
-    """Rewards by a function of model and task; models in `failing` fail on every task."""
-
-    def __init__(self, reward: Callable[[ModelRef, Task], float]) -> None:
-        self._reward = reward
-        self.failing: set[ModelRef] = set()
-        self.num_evaluations = 0
-
-    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
-        self.num_evaluations += len(models) * len(tasks)
-        return [self._evaluate(model, tasks) for model in models]
-
-    def _evaluate(self, model: ModelRef, tasks: Sequence[Task]) -> Evaluation:
-        rewards: Mapping[str, float] = {}
-        errors: Mapping[str, str] = {}
-        if model in self.failing:
-            errors = {task.id: f"{model.served_name} was told to fail." for task in tasks}
-        else:
-            rewards = {task.id: self._reward(model, task) for task in tasks}
-        return Evaluation(
-            model=model, rewards=rewards, errors=errors, num_tokens=len(tasks), seconds=0.0
-        )
 
 
 class FakeExecutor:

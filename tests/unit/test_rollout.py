@@ -19,7 +19,6 @@ from rookery.errors import (
     RunError,
     TaskError,
 )
-from rookery.ports import Evaluator
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
 from rookery.runs import Run
 from rookery.slots import SlottedModel
@@ -110,10 +109,6 @@ def evaluator(
     sampler: FakeSampler, template: Template, *tasksets: Taskset, **options: Any
 ) -> TasksetEvaluator:
     return TasksetEvaluator(sampler, template=template, tasksets=tasksets, **options)
-
-
-def test_it_is_an_evaluator(template: Template) -> None:
-    assert isinstance(evaluator(FakeSampler(), template, written()), Evaluator)
 
 
 async def test_groups_come_model_by_model_in_task_order(template: Template) -> None:

@@ -7,7 +7,6 @@ import pytest
 from rookery.errors import EngineError, ExecutorError
 from rookery.ports import (
     Adapters,
-    Evaluator,
     Executor,
     Publisher,
     Sampler,
@@ -18,12 +17,12 @@ from rookery.ports import (
 from rookery.testing import (
     BASE,
     FakeAdapters,
-    FakeEvaluator,
     FakeExecutor,
     FakePublisher,
     FakeSampler,
     FakeScorer,
     FakeTextModel,
+    FakeTrainee,
     FakeTrainer,
 )
 from rookery.types import (
@@ -35,12 +34,15 @@ from rookery.types import (
     JobFailed,
     Message,
     ModelRef,
+    OptimStep,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
+    StepOutput,
     Task,
     TextRequest,
     TokenUsage,
+    TrainRequest,
     WorkerLost,
 )
 
@@ -65,7 +67,6 @@ def adapter(version: str = "1") -> Adapter:
         (FakeTextModel(lambda request: ""), TextModel),
         (FakeTrainer(), Trainer),
         (FakeScorer(lambda task, completion: 1.0), Scorer),
-        (FakeEvaluator(lambda model, task: 1.0), Evaluator),
         (FakeExecutor(), Executor),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -170,30 +171,47 @@ async def test_every_publication_is_a_new_version() -> None:
 
 async def test_a_trainer_learns_one_number_and_remembers_it(tmp_path: Path) -> None:
     trainer = FakeTrainer()
-    datum = Datum(tokens=(1, 2, 3), weights=(0.0, 1.0, 1.0), advantages=(9.0, 2.0, -0.5))
-    metrics = await trainer.forward_backward([datum, datum], loss="grpo")
-    assert metrics == {"train/num_data": 2.0} and trainer.gradient == 3.0
-    await trainer.save(tmp_path / "state")
-    assert await trainer.optim_step(learning_rate=0.5) == {"train/value": 1.5}
-    assert await trainer.publish() == ModelRef(name="policy", version="1")
+    datum = Datum(
+        tokens=(1, 2), positions=(0, 1), targets=(2, 3), weights=(1.0, 1.0), advantages=(2.0, -0.5)
+    )
+    request = TrainRequest(trainee="policy", data=(datum, datum), loss="grpo")
+    [output] = await trainer.forward_backward([request])
+    assert output.metrics == {"train/num_data": 2.0}
+    assert trainer.trainees["policy"] == FakeTrainee(gradient=3.0)
+    assert [len(values) for values in output.logprobs] == [2, 2]
+    await trainer.save("policy", tmp_path / "state")
+    step = OptimStep(trainee="policy", learning_rate=0.5)
+    assert await trainer.optim_step([step]) == [StepOutput(metrics={"train/value": 1.5})]
+    assert await trainer.publish("policy") == ModelRef(name="policy", version="1")
     again = FakeTrainer()
-    await again.load(tmp_path / "state")
-    assert (again.value, again.gradient, again.num_steps) == (0.0, 3.0, 0)
-    await again.optim_step(learning_rate=0.5)
-    assert again.value == trainer.value
+    await again.load("policy", tmp_path / "state")
+    assert again.trainees["policy"] == FakeTrainee(gradient=3.0)
+    assert await again.forward([request]) == [output]
+    await again.optim_step([step])
+    assert again.trainees == trainer.trainees
 
 
-async def test_scorer_and_evaluator_reward_by_their_function() -> None:
+async def test_a_trainee_that_fails_fails_alone() -> None:
+    trainer = FakeTrainer("good", "bad")
+    trainer.failing.add("bad")
+    datum = Datum(tokens=(1,), positions=(0,), targets=(2,), weights=(1.0,))
+    requests = [TrainRequest(trainee=name, data=(datum,)) for name in ("bad", "good", "other")]
+    outputs = await trainer.forward_backward(requests)
+    assert [output.error for output in outputs] == [
+        "bad was told to fail.",
+        "",
+        "There is no trainee 'other'.",
+    ]
+    assert trainer.trainees["good"].gradient == 1.0 and trainer.trainees["bad"].gradient == 0.0
+    [output] = await trainer.optim_step([OptimStep(trainee="bad", learning_rate=1.0)])
+    assert output.error == "bad was told to fail."
+
+
+async def test_a_scorer_rewards_by_its_function() -> None:
     completion = Completion(model=BASE, tokens=(5,), logprobs=(-1.0,), text="4",
                             finish_reason="stop")  # fmt: skip
     scorer = FakeScorer(lambda task, c: float(c.text == task.reference), answer="choose")
     assert scorer.answer == "choose" and await scorer.reward(TASK, completion) == 1.0
-    evaluator = FakeEvaluator(lambda model, task: float(model == BASE))
-    evaluator.failing.add(OTHER)
-    good, bad = await evaluator.evaluate([BASE, OTHER], [TASK])
-    assert (good.rewards, good.errors) == ({"t/1": 1.0}, {})
-    assert bad.rewards == {} and "told to fail" in bad.errors["t/1"]
-    assert evaluator.num_evaluations == 2
 
 
 async def test_an_executor_runs_in_order_and_tells_what_became_of_each_job() -> None:

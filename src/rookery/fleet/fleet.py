@@ -28,7 +28,7 @@ from rookery.config import Config
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.residency import clear_left
-from rookery.fleet.adapters.served import ServedAdapters
+from rookery.fleet.adapters.served import ServedAdapters, require_adapter
 from rookery.fleet.adapters.staging import Staging, open_staging
 from rookery.fleet.garbage import collected_rarely
 from rookery.fleet.http.capabilities import Capabilities
@@ -43,7 +43,7 @@ from rookery.fleet.routing.replica import Replica, ReplicaSettings
 from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.ray_placement import place_on_ray
 from rookery.fleet.servers.settings import LaunchConfig
-from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
+from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Weights
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
@@ -221,10 +221,10 @@ class Fleet:
         self._require(ref)
         await self._served.unload(ref)
 
-    async def publish(self, adapter: Adapter) -> ModelRef:
+    async def publish(self, weights: Weights) -> ModelRef:
         """Load new weights. What was published under the same name before is retired after its
         last request in flight; requests for it from then on are refused."""
-        ref = await self.load(adapter)
+        ref = await self.load(require_adapter(weights))
         await self._served.publish(ref)
         return ref
 

@@ -54,7 +54,7 @@ class Progress:
 
 
 class TasksetEvaluator:
-    """An Evaluator over one sampler and the tasksets whose tasks it may be given."""
+    """Measures models on tasks over one sampler and the tasksets whose tasks it may be given."""
 
     def __init__(
         self,

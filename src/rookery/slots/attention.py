@@ -6,17 +6,22 @@ one for whole sequences, with gradients.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 __all__ = ["ATTENTION", "Attend", "CausalAttend", "Heads", "attend_heads", "causal_mask"]
 
 ATTENTION = "rookery"
 """The `attn_implementation` that models are loaded with."""
+
+_MAX_VARLEN_HEAD = 256
+"""The largest head that the kernel of torch's varlen attention takes."""
 
 
 class Heads:
@@ -40,23 +45,87 @@ class Attend(Protocol):
 
 
 class CausalAttend:
-    """Whole sequences laid end to end; each row sees the rows of its own sequence before it."""
+    """Whole sequences laid end to end; each row sees the rows of its own sequence before it.
+
+    Neighbours of equal length share one call, so lay sequences out sorted by length. What a
+    sequence gets does not depend on the others.
+    """
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
-        self._lengths = list(lengths)
+        self._runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+        self._rows = [length * count for length, count in self._runs]
         self._device = device
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        parts = []
-        for q_part, kv_part in zip(
-            torch.split(q, self._lengths), torch.split(kv, self._lengths), strict=True
-        ):
-            positions = torch.arange(len(q_part), device=self._device)
-            mask = causal_mask(positions, len(q_part), window=heads.window, dtype=q.dtype)
-            k, v = kv_part.permute(1, 2, 0, 3)
-            mixed = attend_heads(q_part.transpose(0, 1)[None], k[None], v[None], mask, heads)
-            parts.append(mixed[0].transpose(0, 1))
-        return torch.cat(parts)
+        if len(self._runs) > 1 and _has_varlen(q, heads):
+            return self._varlen(q, kv, heads)
+        parts = [
+            self._run(*run, q_part, kv_part, heads)
+            for run, q_part, kv_part in zip(
+                self._runs,
+                torch.split(q, self._rows),
+                torch.split(kv, self._rows),
+                strict=True,
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run(
+        self, length: int, count: int, q: torch.Tensor, kv: torch.Tensor, heads: Heads
+    ) -> torch.Tensor:
+        """`count` sequences of one length: q [count * length, H, D] -> the same shape."""
+        q_N = q.view(count, length, *q.shape[1:]).transpose(1, 2)
+        k_N, v_N = kv.view(count, length, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+        if heads.softcap is not None:
+            mixed = attend_heads(q_N, k_N, v_N, self._mask(length, heads, q.dtype), heads)
+        else:
+            # Repeated by hand: on the CPU `enable_gqa` leaves the fast kernel.
+            groups = q_N.shape[1] // k_N.shape[1]
+            k_N, v_N = (x.repeat_interleave(groups, dim=1) for x in (k_N, v_N))
+            is_cut = heads.window is not None and heads.window < length
+            mixed = functional.scaled_dot_product_attention(
+                q_N,
+                k_N,
+                v_N,
+                attn_mask=self._mask(length, heads, q.dtype) if is_cut else None,
+                is_causal=not is_cut,
+                scale=heads.scale,
+            )
+        return mixed.transpose(1, 2).reshape(q.shape)
+
+    def _mask(self, length: int, heads: Heads, dtype: torch.dtype) -> torch.Tensor:
+        mask = self._masks.get((length, heads.window))
+        if mask is None:
+            positions = torch.arange(length, device=self._device)
+            mask = causal_mask(positions, length, window=heads.window, dtype=dtype)
+            self._masks[length, heads.window] = mask
+        return mask
+
+    def _varlen(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
+        longest = max(length for length, _ in self._runs)
+        left = -1 if heads.window is None or heads.window >= longest else heads.window - 1
+        mixed = varlen_attn(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            self._ends,
+            self._ends,
+            longest,
+            longest,
+            scale=heads.scale,
+            window_size=(left, 0),
+        )
+        assert isinstance(mixed, torch.Tensor), "no second result was asked for"
+        return mixed
+
+
+def _has_varlen(q: torch.Tensor, heads: Heads) -> bool:
+    """Whether torch has a kernel for sequences of unequal lengths in one call."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and is_half and heads.softcap is None and q.shape[-1] <= _MAX_VARLEN_HEAD
 
 
 def causal_mask(

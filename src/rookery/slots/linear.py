@@ -5,6 +5,7 @@ each row's bits do not depend on how many rows are computed with it. For a row a
 the time of the plain product, whose bits differ, and is used all the same.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from rookery.slots.rows import SlotRows
+from rookery.slots.rows import SlotFactors, SlotRows
 from rookery.types import LoraFactors
 
 __all__ = ["ActiveRows", "LinearGroup", "SlottedLinear", "can_pack"]
@@ -21,11 +22,13 @@ _PACK_ROWS = 32
 """The number of rows oneDNN is told to expect; measured: the hint changes nothing."""
 
 
-class ActiveRows:
-    """The rows of the forward pass in progress, shared by every slotted layer of one model."""
+class ActiveRows(threading.local):
+    """The rows of this thread's forward pass, for every slotted layer of one model.
 
-    def __init__(self) -> None:
-        self.rows: SlotRows | None = None
+    The layers are transformers' own and pass no argument on to their linear layers.
+    """
+
+    rows: SlotRows | None = None
 
 
 def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
@@ -51,8 +54,9 @@ class _Packed:
 class SlottedLinear(nn.Module):
     """y = W x + bias + scale * B[slot] A[slot] x, the slot chosen per packed row."""
 
-    def __init__(self, linear: nn.Linear, *, active: ActiveRows) -> None:
+    def __init__(self, linear: nn.Linear, *, name: str, active: ActiveRows) -> None:
         super().__init__()
+        self.name = name
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.weight: torch.Tensor | None = linear.weight
@@ -118,9 +122,15 @@ class SlottedLinear(nn.Module):
         flat = x.reshape(-1, self.in_features)
         out = self.base(flat)
         rows = self._active.rows
-        if rows is not None and self.a is not None and self.b is not None:
-            rows.add(out, rows.take(flat), self.a, self.b)
+        if rows is not None and (factors := self.factors(rows)) is not None:
+            rows.add(out, rows.take(flat), *factors)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def factors(self, rows: SlotRows) -> SlotFactors | None:
+        """What the rows multiply by: factors of their pass, or else the slots loaded here."""
+        if rows.factors is not None:
+            return rows.factors.get(self.name)
+        return None if self.a is None or self.b is None else (self.a, self.b)
 
     def base(self, x: torch.Tensor) -> torch.Tensor:
         """The product without adapters: [rows, in] -> [rows, out]."""
@@ -157,16 +167,22 @@ class LinearGroup:
         else:
             out = self._packed(x)
         rows = self._active.rows
-        if rows is not None and (stack := self._current_stack()) is not None:
+        if rows is not None and (stack := self._stack_for(rows)) is not None:
             rows.add(out[:, stack.columns], rows.take(x), stack.a, stack.b)
         return out
 
-    def _current_stack(self) -> "_Stack | None":
+    def _stack_for(self, rows: SlotRows) -> "_Stack | None":
+        """The members' factors of this pass; those of the loaded slots are kept stacked."""
+        if rows.factors is not None:
+            return self._stacked(rows)
         changes = [member.num_changes for member in self._members]
         if changes != self._stacked_changes:
-            self._stack = _stack_slots(self._members, self._columns)
+            self._stack = self._stacked(rows)
             self._stacked_changes = changes
         return self._stack
+
+    def _stacked(self, rows: SlotRows) -> "_Stack | None":
+        return _stack_slots([member.factors(rows) for member in self._members], self._columns)
 
     def _joined_bias(self) -> torch.Tensor | None:
         if all(member.bias is None for member in self._members):
@@ -187,11 +203,11 @@ class _Stack:
     columns: slice
 
 
-def _stack_slots(members: Sequence[SlottedLinear], columns: Sequence[slice]) -> _Stack | None:
+def _stack_slots(members: Sequence[SlotFactors | None], columns: Sequence[slice]) -> _Stack | None:
     adapted = [
-        (member.a.detach(), member.b.detach(), place)
-        for member, place in zip(members, columns, strict=True)
-        if member.a is not None and member.b is not None
+        (*factors, place)
+        for factors, place in zip(members, columns, strict=True)
+        if factors is not None
     ]
     if not adapted:
         return None

@@ -76,7 +76,7 @@ class SlottedModel:
             if isinstance(module, nn.Linear):
                 parent_name, _, child = name.rpartition(".")
                 parent = self._model.get_submodule(parent_name) if parent_name else self._model
-                linears[name] = SlottedLinear(module, active=self._active)
+                linears[name] = SlottedLinear(module, name=name, active=self._active)
                 setattr(parent, child, linears[name])
         self._head = linears["lm_head"]
         return linears

@@ -1,5 +1,8 @@
 """Which slot each packed row uses, laid out so that the adapters of a batch are a few matmuls.
 
+One `SlotRows` belongs to one pass, and so do the factors it may bring: passes in several threads
+over one model do not see each other.
+
 Rows of one slot are cut into blocks of a fixed number of rows, short blocks padded, and all
 blocks go through one batched product. The block size belongs to the kind of row (a prompt row or
 a decoded one), never to the batch: the same row gives the same bits in any company.
@@ -8,12 +11,15 @@ a decoded one), never to the batch: the same row gives the same bits in any comp
     blocks:   [0 1 2 -] slot 2   [4 5 6 7] slot 0   [8 - - -] slot 0
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Segment", "SlotRows"]
+__all__ = ["Segment", "SlotFactors", "SlotRows"]
+
+SlotFactors = tuple[torch.Tensor, torch.Tensor]
+"""A [S, rank, in] and scale * B [S, out, rank] of S slots of one linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,20 @@ class _Blocks:
 
 
 class SlotRows:
-    """The plan of one packed batch; `take` and `add` apply it to linear layers."""
+    """The plan of one packed batch; `take` and `add` apply it to linear layers.
 
-    def __init__(self, segments: Sequence[Segment], *, num_rows: int, device: torch.device) -> None:
+    With `factors`, by name of the linear layer, the slots are those and not the model's own.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        num_rows: int,
+        device: torch.device,
+        factors: Mapping[str, SlotFactors] | None = None,
+    ) -> None:
+        self.factors = factors
         ordered = sorted(segments, key=lambda segment: segment.slot)
         sizes = sorted({segment.block for segment in segments})
         self._blocks = [

@@ -1,145 +1,158 @@
-"""Data -> passes: sequences laid end to end under a token budget, no padding.
+"""Data -> passes: sequences laid end to end under a token budget, no padding, short ones first.
 
-    for packed in pack(batch, pass_tokens=1024): ...
+    for packed in pack(data, pass_tokens=1024): ...
 
-A token is predicted by the row of the token before it, so the last weighted token and all that
-follow it are never read as input:
+Tokens after the last position that predicts something are not read:
 
-    tokens  (5, 6, 7, 8) weights (0, 0, 1, 1)     tokens  (5, 9, 2) weights (0, 2, 0)
-    sequences (5, 6, 7) and (5,); the rows are    0: 5   1: 6   2: 7   3: 5
-    target_rows (1, 2, 3), target_tokens (7, 8, 9), weights (1, 1, 2), datum (0, 0, 1)
+    tokens (5, 6, 7), positions (1, 2), targets (7, 8)
+    tokens (5, 9),    positions (0, 0), targets (9, 4)
+    sorted by length: sequences (5,) and (5, 6, 7); the rows are   0: 5   1: 5   2: 6   3: 7
+    predicting (0, 2, 3), target_rows (0, 0, 1, 2), targets (9, 4, 7, 8), datum (0, 0, 1, 1)
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 
 from rookery.errors import TrainError
 from rookery.slots import ModelShape
+from rookery.train.losses import Column
 from rookery.types import Datum, TokenIds
 
-__all__ = ["PackedPass", "check_batch", "input_tokens", "pack"]
+__all__ = ["COLUMNS", "PackedPass", "check_data", "input_tokens", "pack"]
+
+COLUMNS: tuple[Column, ...] = ("sampled_logprobs", "reference_logprobs", "advantages")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PackedPass:
     """The data of one forward and backward pass."""
 
-    sequences: tuple[TokenIds, ...]
-    """The input of each datum, in the order of the batch."""
-    target_rows: tuple[int, ...]
-    """The packed rows that predict something."""
-    target_tokens: TokenIds
-    weights: tuple[float, ...]
-    datum: tuple[int, ...]
+    places: list[int] = field(default_factory=list)
+    """Where each datum of the pass is in the request."""
+    sequences: list[TokenIds] = field(default_factory=list)
+    predicting: list[int] = field(default_factory=list)
+    """The packed rows that predict something, each once, in order."""
+    target_rows: list[int] = field(default_factory=list)
+    """The place in `predicting` of each target, in order."""
+    targets: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    datum: list[int] = field(default_factory=list)
     """The place in `sequences` that each target belongs to."""
-    sampled: tuple[float, ...] | None
-    advantages: tuple[float, ...] | None
+    columns: dict[Column, list[float]] = field(default_factory=dict)
+    """Those the data have, each as long as `targets`."""
+    temperatures: list[float] = field(default_factory=list)
+    """Of each row of `predicting`."""
+    kept: list[TokenIds] = field(default_factory=list)
+    """As long as `targets`; see Datum."""
+    num_tokens: int = 0
 
     @property
     def lengths(self) -> list[int]:
         return [len(sequence) for sequence in self.sequences]
 
 
-def pack(batch: Sequence[Datum], *, pass_tokens: int) -> list[PackedPass]:
-    """Fill passes in the order of the batch; a datum over the budget has a pass of its own.
+def pack(data: Sequence[Datum], *, pass_tokens: int) -> list[PackedPass]:
+    """Fill passes, shortest data first; a datum over the budget has a pass of its own.
 
-    Data without any weight are left out: they change no gradient.
+    Equal lengths lie together, which attention computes in one call. Data without targets are left
+    out: there is nothing to compute.
     """
-    passes: list[list[Datum]] = []
-    room = 0
-    for datum in batch:
-        size = len(input_tokens(datum))
+    passes: list[PackedPass] = []
+    sized = [(len(input_tokens(datum)), place) for place, datum in enumerate(data)]
+    for size, place in sorted(sized):
         if size == 0:
             continue
-        if size > room:
-            passes.append([])
-            room = pass_tokens
-        passes[-1].append(datum)
-        room -= size
-    return [_packed(data) for data in passes]
+        if not passes or passes[-1].num_tokens + size > pass_tokens:
+            passes.append(PackedPass())
+        _append(passes[-1], data[place], place)
+    return passes
+
+
+def _append(packed: PackedPass, datum: Datum, place: int) -> None:
+    number, start = len(packed.sequences), packed.num_tokens
+    packed.places.append(place)
+    packed.sequences.append(input_tokens(datum))
+    packed.num_tokens += len(packed.sequences[-1])
+    last = -1
+    for position in datum.positions:
+        if position != last:
+            packed.predicting.append(start + position)
+            packed.temperatures.append(datum.temperature)
+            last = position
+        packed.target_rows.append(len(packed.predicting) - 1)
+    packed.targets.extend(datum.targets)
+    packed.weights.extend(datum.weights)
+    packed.datum.extend([number] * len(datum.targets))
+    packed.kept.extend(datum.kept or [()] * len(datum.targets))
+    for name in COLUMNS:
+        column: tuple[float, ...] = getattr(datum, name)
+        if column:
+            packed.columns.setdefault(name, []).extend(column)
 
 
 def input_tokens(datum: Datum) -> TokenIds:
-    """The tokens before the last weighted one; none when nothing has weight."""
-    last = max((i for i, weight in enumerate(datum.weights) if weight != 0.0), default=0)
-    return datum.tokens[:last]
+    """The tokens up to the last position that predicts something; none without targets."""
+    return datum.tokens[: datum.positions[-1] + 1] if datum.positions else ()
 
 
-def check_batch(batch: Sequence[Datum], *, shape: ModelShape) -> None:
-    """Raise TrainError unless the model can take every datum and at least one has weight."""
-    if not any(weight != 0.0 for datum in batch for weight in datum.weights):
-        raise TrainError(
-            f"A batch of {len(batch)} data has no token with a weight: there is nothing to learn. "
-            "Give the tokens of the answers a weight of 1."
+def check_data(data: Sequence[Datum], *, shape: ModelShape, needs: Iterable[Column] = ()) -> None:
+    """Raise TrainError unless the model can take every datum and the loss has what it needs."""
+    present = {name for name in COLUMNS if any(getattr(datum, name) for datum in data)}
+    for index, datum in enumerate(data):
+        if not datum.targets and not datum.positions:
+            continue
+        complaint = (
+            _column_complaint(datum, required={*present, *needs})
+            or _position_complaint(datum, shape)
+            or _token_complaint(datum, shape)
         )
-    for index, datum in enumerate(batch):
-        complaint = _complaint(datum, shape) or _column_complaint(datum, batch[0])
         if complaint:
             raise TrainError(f"Datum {index} of the batch {complaint}.")
 
 
-def _complaint(datum: Datum, shape: ModelShape) -> str:
-    if len(datum.weights) != len(datum.tokens):
+def _column_complaint(datum: Datum, *, required: set[Column]) -> str:
+    num = len(datum.targets)
+    columns: dict[str, Sequence[object]] = {"positions": datum.positions, "weights": datum.weights}
+    if datum.kept:
+        columns["kept"] = datum.kept
+    columns |= {name: getattr(datum, name) for name in COLUMNS if name in required}
+    for name, column in columns.items():
+        if len(column) != num:
+            return f"has {num} targets and {len(column)} {name}; give one per target"
+        if name not in {"positions", "kept"} and not all(isfinite(x) for x in column):  # type: ignore[arg-type]
+            return f"has {name} that are NaN or infinite; they are finite numbers"
+    if not (isfinite(datum.temperature) and datum.temperature > 0):
+        return f"has temperature {datum.temperature:g}; it is a number above 0"
+    return ""
+
+
+def _position_complaint(datum: Datum, shape: ModelShape) -> str:
+    if any(later < earlier for earlier, later in pairwise(datum.positions)):
+        return "has positions that fall; sort its targets by position"
+    if datum.positions[0] < 0 or datum.positions[-1] >= len(datum.tokens):
         return (
-            f"has {len(datum.tokens)} tokens and {len(datum.weights)} weights; give one weight per "
-            "token, 0 for those of the prompt"
-        )
-    if not all(isfinite(weight) for weight in datum.weights):
-        return "has a weight that is NaN or infinite; weights are finite numbers"
-    if datum.weights and datum.weights[0] != 0.0:
-        return (
-            f"has weight {datum.weights[0]:g} on its first token, which has nothing to be "
-            "predicted from: set it to 0, or put a start token before it"
+            f"has positions {datum.positions[0]} to {datum.positions[-1]}; with "
+            f"{len(datum.tokens)} tokens they are 0 to {len(datum.tokens) - 1}"
         )
     if len(input_tokens(datum)) > shape.context_tokens:
         return (
             f"has {len(input_tokens(datum))} tokens to read; this model reads at most "
             f"{shape.context_tokens}: {shape.beyond_context}"
         )
-    wrong = next((token for token in datum.tokens if not 0 <= token < shape.vocab_size), None)
-    if wrong is not None:
-        return (
-            f"has the token {wrong}, which is not in the vocabulary 0 to {shape.vocab_size - 1}: "
-            "was it made with another tokenizer?"
-        )
     return ""
 
 
-def _column_complaint(datum: Datum, first: Datum) -> str:
-    """`logprobs` and `advantages` are aligned with the tokens, and all data have them or none."""
-    for name, column, other in (
-        ("logprobs", datum.logprobs, first.logprobs),
-        ("advantages", datum.advantages, first.advantages),
-    ):
-        if column and len(column) != len(datum.tokens):
-            return f"has {len(datum.tokens)} tokens and {len(column)} {name}; give one per token"
-        if bool(column) != bool(other):
-            return f"{'has' if column else 'lacks'} {name}, unlike the first; give all data or none"
+def _token_complaint(datum: Datum, shape: ModelShape) -> str:
+    for tokens in (datum.tokens, datum.targets, *datum.kept):
+        wrong = next((token for token in tokens if not 0 <= token < shape.vocab_size), None)
+        if wrong is not None:
+            return (
+                f"has the token {wrong}, which is not in the vocabulary 0 to "
+                f"{shape.vocab_size - 1}: was it made with another tokenizer?"
+            )
+    for target, kept in zip(datum.targets, datum.kept, strict=False):
+        if kept and target not in kept:
+            return f"has the target {target}, which is not among the tokens kept for it"
     return ""
-
-
-def _packed(data: Sequence[Datum]) -> PackedPass:
-    sequences = tuple(input_tokens(datum) for datum in data)
-    places = list(_places(data))
-    return PackedPass(
-        sequences=sequences,
-        target_rows=tuple(row for row, _, _ in places),
-        target_tokens=tuple(data[d].tokens[i] for _, d, i in places),
-        weights=tuple(data[d].weights[i] for _, d, i in places),
-        datum=tuple(d for _, d, _ in places),
-        sampled=tuple(data[d].logprobs[i] for _, d, i in places) if data[0].logprobs else None,
-        advantages=(
-            tuple(data[d].advantages[i] for _, d, i in places) if data[0].advantages else None
-        ),
-    )
-
-
-def _places(data: Sequence[Datum]) -> Iterator[tuple[int, int, int]]:
-    """(packed row, datum, token) of every weighted token."""
-    start = 0
-    for number, datum in enumerate(data):
-        for i, weight in enumerate(datum.weights):
-            if weight != 0.0:
-                yield start + i - 1, number, i
-        start += len(input_tokens(datum))

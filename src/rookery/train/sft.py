@@ -21,19 +21,36 @@ from typing import Literal
 
 from pydantic import Field
 
+from rookery.config import Config
 from rookery.errors import TaskError, TrainError
+from rookery.ports import Trainer
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.template import Template
 from rookery.train.lora import LoraConfig, initial_adapter
 from rookery.train.order import order_batches, order_rows
-from rookery.train.packing import check_batch, input_tokens
+from rookery.train.packing import check_data, input_tokens
 from rookery.train.trainer import LoraTrainer, TrainerConfig
-from rookery.types import Adapter, Datum, Task
+from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 
-__all__ = ["SftConfig", "SftStep", "learning_rate_at", "sft", "sft_data"]
+__all__ = ["AdamWConfig", "SftConfig", "SftStep", "learning_rate_at", "sft", "sft_data"]
 
 logger = logging.getLogger(__name__)
+
+
+class AdamWConfig(Config):
+    """The optimizer."""
+
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """How much of the mean gradient is kept from step to step."""
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """The same of the mean squared gradient."""
+    epsilon: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
+    """Added to the root of the mean squared gradient."""
+    weight_decay: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Per step the factors shrink by learning rate * this."""
+    max_grad_norm: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
 
 
 class SftConfig(LoraConfig):
@@ -61,8 +78,10 @@ class SftConfig(LoraConfig):
     """Of the new adapter and of the order of the rows."""
     save_every: int = Field(default=50, ge=1)
     """Steps between checkpoints, where the caller keeps them."""
+    optimizer: AdamWConfig = AdamWConfig()
+    """AdamW."""
     trainer: TrainerConfig = TrainerConfig()
-    """AdamW and memory."""
+    """Memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,35 +116,55 @@ async def sft(
     `init` is what the caller read from `config.init_from`. The folder `checkpoints` keeps the
     trainer's state, under a name made of all that decides the result: the same call goes on there.
     """
-    if not data:
-        raise TrainError("There are no data to train on; give at least one row.")
-    check_batch(data, shape=model.shape)
+    _check(data, model)
     start = init or initial_adapter(model, config, name=name, base=base, seed=config.seed)
     start = replace(start, name=name, base=start.base or base)
-    trainer = LoraTrainer(model, start, config=config.trainer)
+    trainer = LoraTrainer(model, config=config.trainer)
+    trainer.add(name, start)
     state = None if checkpoints is None else checkpoints / _state_name(start, data, config)
     if state is not None and state.exists():
-        await trainer.load(state)
+        await trainer.load(name, state)
     batches = _batches(data, config)
-    for step in range(trainer.num_steps, len(batches)):
-        batch = _mean_weights([data[row] for row in batches[step]])
-        report = await _step(trainer, batch, config, step=step, num_steps=len(batches))
-        if state is not None and trainer.num_steps % config.save_every == 0:
-            await trainer.save(state)
+    for step in range(trainer.trainee(name).num_steps, len(batches)):
+        request = TrainRequest(
+            trainee=name, data=_mean_weights([data[row] for row in batches[step]])
+        )
+        report = await _step(trainer, request, config, step=step, num_steps=len(batches))
+        if state is not None and report.step % config.save_every == 0:
+            await trainer.save(name, state)
         if on_step is not None:
             on_step(report)
     if state is not None:
-        await trainer.save(state)
-    return await asyncio.to_thread(trainer.adapter)
+        await trainer.save(name, state)
+    return await asyncio.to_thread(trainer.adapter, name)
+
+
+def _check(data: Sequence[Datum], model: SlottedModel) -> None:
+    if not data:
+        raise TrainError("There are no data to train on; give at least one row.")
+    if not any(weight != 0.0 for datum in data for weight in datum.weights):
+        raise TrainError(
+            f"{len(data)} data have no target with a weight: there is nothing to learn. Give the "
+            "tokens of the answers a weight of 1."
+        )
+    check_data(data, shape=model.shape)
 
 
 async def _step(
-    trainer: LoraTrainer, batch: Sequence[Datum], config: SftConfig, *, step: int, num_steps: int
+    trainer: Trainer, request: TrainRequest, config: SftConfig, *, step: int, num_steps: int
 ) -> SftStep:
     began = time.perf_counter()
     rate = learning_rate_at(step, config=config, num_steps=num_steps)
-    metrics = await trainer.forward_backward(batch, loss="cross_entropy")
-    metrics |= await trainer.optim_step(learning_rate=rate)
+    [output] = await trainer.forward_backward([request])
+    if output.error:
+        raise TrainError(output.error)
+    optimizer = config.optimizer.model_dump()
+    [stepped] = await trainer.optim_step(
+        [OptimStep(trainee=request.trainee, learning_rate=rate, **optimizer)]
+    )
+    if stepped.error:
+        raise TrainError(stepped.error)
+    metrics = {**output.metrics, **stepped.metrics}
     report = SftStep(
         step=step + 1,
         num_steps=num_steps,
@@ -169,7 +208,12 @@ def _datum(task: Task, template: Template, end_token: int | None) -> Datum:
     tokens, start = template.encode_choice(task, _answer(task))
     if end_token is not None:
         tokens = (*tokens, end_token)
-    return Datum(tokens=tokens, weights=(0.0,) * start + (1.0,) * (len(tokens) - start))
+    return Datum(
+        tokens=tokens[:-1],
+        positions=tuple(range(start - 1, len(tokens) - 1)),
+        targets=tokens[start:],
+        weights=(1.0,) * (len(tokens) - start),
+    )
 
 
 def _answer(task: Task) -> str:
@@ -199,7 +243,7 @@ def _batches(data: Sequence[Datum], config: SftConfig) -> list[list[int]]:
     return list(islice(batches, config.steps))
 
 
-def _mean_weights(batch: Sequence[Datum]) -> list[Datum]:
+def _mean_weights(batch: Sequence[Datum]) -> tuple[Datum, ...]:
     """Weights that sum to 1: the size of a batch changes neither gradient norm nor clipping."""
     total = math.fsum(weight for datum in batch for weight in datum.weights)
     if total <= 0:
@@ -207,9 +251,9 @@ def _mean_weights(batch: Sequence[Datum]) -> list[Datum]:
             f"The weights of a batch of {len(batch)} rows sum to {total:g}; supervised training "
             "needs a positive sum: give every row an answer of positive weight."
         )
-    return [
+    return tuple(
         replace(datum, weights=tuple(weight / total for weight in datum.weights)) for datum in batch
-    ]
+    )
 
 
 def _state_name(start: Adapter, data: Sequence[Datum], config: SftConfig) -> str:

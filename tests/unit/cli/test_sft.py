@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from driving import Command, tree
 
+from rookery.types import OptimStep
 from rookery.weights import read_adapter
 
 SMALL = ("--rank", "2", "--layers", "2", "--steps", "3", "--batch-size", "4")
@@ -55,11 +56,11 @@ def test_an_interrupted_training_goes_on(
     steps: list[float] = []
     step = trainer.LoraTrainer.optim_step
 
-    async def press_in_the_third(self: trainer.LoraTrainer, *, learning_rate: float) -> object:
-        steps.append(learning_rate)
+    async def press_in_the_third(self: trainer.LoraTrainer, wanted: list[OptimStep]) -> object:
+        steps.append(wanted[0].learning_rate)
         if len(steps) == 3:
             raise KeyboardInterrupt
-        return await step(self, learning_rate=learning_rate)
+        return await step(self, wanted)
 
     monkeypatch.setattr(trainer.LoraTrainer, "optim_step", press_in_the_third)
     ended = rookery(*words)

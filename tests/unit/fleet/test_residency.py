@@ -17,10 +17,10 @@ from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve, until
 
-from rookery.errors import FleetError
+from rookery.errors import AdapterError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.adapters.owner import claim_folder
-from rookery.types import Adapter, ModelRef, SampleRequest, SamplingParams
+from rookery.types import Adapter, ModelRef, ModelWeights, SampleRequest, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0)
 KILLED = """
@@ -324,6 +324,14 @@ async def test_loads_beside_unloads_of_one_adapter_never_fail(
             assert fleet.loaded == () and fleet.pool.num_resent == 0
         assert not stub.adapters and not stub.num_dead_reads
     assert stub.loads.total() > 20, "it was retired and loaded again many times"
+
+
+async def test_a_whole_model_is_not_published_as_an_adapter() -> None:
+    stub = Stub()
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        with pytest.raises(AdapterError, match="policy is a whole model"):
+            await fleet.publish(ModelWeights(name="policy", tensors={}, version="1"))
+        assert fleet.loaded == () and not stub.adapters
 
 
 async def test_a_publisher_retires_what_it_published_before(memory: Path) -> None:

@@ -376,7 +376,7 @@ async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(tmp
     assert [m.version for m in dict.fromkeys(seen)] == ["fake", "1", "2"]
     words = oracle.words.ids
     first = trained[0][0]
-    assert first.tokens == (words["#0"], words["is"], words[result.labels["i0"] or ""])
-    assert first.weights == (0.0, 0.0, 1.0)
+    assert first.tokens == (words["#0"], words["is"]) and first.positions == (1,)
+    assert first.targets == (words[result.labels["i0"] or ""],) and first.weights == (1.0,)
     with pytest.raises(ConfigError, match="adapters can be loaded"):
         await run_icm(tmp_path, oracle, config, name="b")

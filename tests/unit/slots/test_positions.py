@@ -1,18 +1,20 @@
 """Position encodings that change on the way through the context: computed right, or refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import VOCAB, write_tiny_model
+from tiny_training import make_trainer, next_tokens, train
 from transformers import AutoModelForCausalLM
 
 from rookery.embedded import EngineConfig, open_engine
-from rookery.errors import EngineError, ModelError, TrainError
+from rookery.errors import EngineError, ModelError
 from rookery.slots import load_model
-from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
-from rookery.types import Datum, SampleRequest, SamplingParams, ScoreRequest
+from rookery.train import LoraConfig, initial_adapter
+from rookery.types import SampleRequest, SamplingParams, ScoreRequest, TrainRequest
 
 ORIGINAL = 32
 """The context these models were first trained with, of 128 tokens now."""
@@ -107,13 +109,14 @@ async def test_samples_up_to_the_end_of_the_context_equal_transformers(folder: P
 async def test_packed_training_equals_transformers(folder: Path) -> None:
     model = load_model(folder)
     rows = [_tokens(_context(folder), seed=1), _tokens(9, seed=2), _tokens(14, seed=3)]
-    batch = [Datum(tokens=row, weights=(0.0, *[1.0] * (len(row) - 1))) for row in rows]
+    batch = [next_tokens(row, [1.0] * len(row)) for row in rows]
     lora = LoraConfig(targets=("o_proj",), layers=2)
     start = initial_adapter(model, lora, name="new", base=folder.name, seed=0)
-    trainer = LoraTrainer(model, start, config=TrainerConfig())
-    metrics = await trainer.forward_backward(batch, loss="cross_entropy")
-    expected = -sum(sum(_expected(folder, row)) for row in rows)
-    assert metrics["train/loss_sum"] == pytest.approx(expected, rel=1e-4)
+    output = await train(make_trainer(model, start), batch)
+    expected = [_expected(folder, row) for row in rows]
+    assert output.metrics["train/loss_sum"] == pytest.approx(-sum(map(sum, expected)), rel=1e-4)
+    for got, wanted in zip(output.logprobs, expected, strict=True):
+        assert got == pytest.approx(wanted, abs=2e-4)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -129,10 +132,10 @@ async def test_lengths_that_change_the_encoding_are_refused(name: str, tmp_path:
     start = initial_adapter(
         model, LoraConfig(targets=("o_proj",)), name="new", base=folder.name, seed=0
     )
-    trainer = LoraTrainer(model, start, config=TrainerConfig())
-    datum = Datum(tokens=(*long, 5), weights=(0.0,) * len(long) + (1.0,))
-    with pytest.raises(TrainError, match=message):
-        await trainer.forward_backward([datum], loss="cross_entropy")
+    datum = next_tokens((*long, 5), [1.0] * (len(long) + 1))
+    request = TrainRequest(trainee="policy", data=(datum,))
+    [output] = await make_trainer(model, start).forward_backward([request])
+    assert re.search(message, output.error)
 
 
 def test_layers_that_scale_late_positions_are_not_fused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Slots: mixed adapters equal each adapter alone, forward and backward."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError
-from rookery.slots import CausalAttend, Segment, SlotRows, SlottedModel, load_model
+from rookery.slots import Attend, CausalAttend, Segment, SlotRows, SlottedModel, load_model
+from rookery.slots.attention import Heads, attend_heads, causal_mask
+from rookery.slots.rows import SlotFactors
 from rookery.types import LoraFactors
 
 CPU = torch.device("cpu")
@@ -135,3 +139,84 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_is_touched(
             model.bank.check(adapter, max_rank=3 if "at most 3" in message else 64)
     assert all(linear.a is None for linear in model.linears.values())
     model.bank.check(replace(good, base="someone/TINY"), max_rank=4)
+
+
+class _Paused:
+    """An attend that stops in its first call until it is told to go on."""
+
+    def __init__(self, attend: CausalAttend) -> None:
+        self._attend = attend
+        self.is_inside = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        self.is_inside.set()
+        assert self.go_on.wait(timeout=30)
+        return self._attend(q, kv, heads)
+
+
+def test_a_pass_is_not_touched_by_another_in_the_middle_of_it(model: SlottedModel) -> None:
+    """Rows of a loaded slot, while a pass of base rows and one with factors of its own go by."""
+    model.bank.put(0, tiny_adapter("resident", seed=1))
+    factors = {
+        name: (lora.a[None], lora.scale * lora.b[None])
+        for name, lora in tiny_adapter("own", rank=7, seed=2).factors.items()
+    }
+    tokens = torch.arange(5, 17)
+
+    def run(rows: SlotRows | None, attend: Attend) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model.layers(
+                model.embed(tokens), torch.arange(len(tokens)), attend=attend, rows=rows
+            )
+            return model.logits(hidden, rows=rows)
+
+    def plan(own: dict[str, SlotFactors] | None) -> SlotRows:
+        segment = Segment(slot=0, rows=range(len(tokens)), block=4)
+        return SlotRows([segment], num_rows=len(tokens), device=CPU, factors=own)
+
+    def attend() -> CausalAttend:
+        return CausalAttend([len(tokens)], device=CPU)
+
+    plans = [plan(None), plan(factors), None]
+    alone = [run(rows, attend()) for rows in plans]
+    assert not any(torch.equal(alone[i], alone[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    for held, expected in zip(plans, alone, strict=True):
+        paused = _Paused(attend())
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(run, held, paused)
+            assert paused.is_inside.wait(timeout=30)
+            for other, wanted in zip(plans, alone, strict=True):
+                assert torch.equal(run(other, attend()), wanted)
+            paused.go_on.set()
+            assert torch.equal(slow.result(timeout=30), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sequences_of_any_lengths_are_attended_as_each_alone(
+    window: int | None, softcap: float | None
+) -> None:
+    """Runs of equal lengths share a call; forward and backward equal a plain mask."""
+    lengths = [1, 4, 4, 4, 2, 7, 7, 1]
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths), 4, 8, generator=generator, requires_grad=True)
+    kv = torch.randn(sum(lengths), 2, 2, 8, generator=generator, requires_grad=True)
+    pull = torch.randn(sum(lengths), 4, 8, generator=generator)
+    heads = Heads(layer=0, scale=0.3, softcap=softcap, window=window)
+    expected = []
+    for q_part, kv_part in zip(torch.split(q, lengths), torch.split(kv, lengths), strict=True):
+        positions = torch.arange(len(q_part))
+        mask = causal_mask(positions, len(q_part), window=window, dtype=q.dtype)
+        k, v = kv_part.permute(1, 2, 0, 3)
+        mixed = attend_heads(q_part.transpose(0, 1)[None], k[None], v[None], mask, heads)
+        expected.append(mixed[0].transpose(0, 1))
+    wanted = torch.cat(expected)
+    got = CausalAttend(lengths, device=CPU)(q, kv, heads)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad((got * pull).sum(), (q, kv)),
+        torch.autograd.grad((wanted * pull).sum(), (q, kv)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny import tiny_adapter, write_tiny_model
-from tiny_training import ATTENTION, gradients_of, make_batch, make_trainer
+from tiny_training import ATTENTION, gradients_of, make_batch, make_trainer, step, train
 from transformers import AutoModelForCausalLM
 
 from rookery.slots import SlottedModel, load_model
-from rookery.train import LoraConfig, TrainerConfig, initial_adapter
+from rookery.train import LoraConfig, initial_adapter
 from rookery.types import Adapter, Datum
 from rookery.weights import write_adapter
 
@@ -31,9 +31,10 @@ def peft_loss(model: PeftModel, batch: Sequence[Datum]) -> torch.Tensor:
     total = torch.zeros(())
     for datum in batch:
         logprobs = model(torch.tensor([datum.tokens])).logits[0].log_softmax(-1)
-        for i, weight in enumerate(datum.weights):
-            if weight:
-                total = total - weight * logprobs[i - 1, datum.tokens[i]]
+        for position, target, weight in zip(
+            datum.positions, datum.targets, datum.weights, strict=True
+        ):
+            total = total - weight * logprobs[position, target]
     return total
 
 
@@ -102,24 +103,23 @@ async def test_steps_equal_torch_adamw_on_peft(
     model: SlottedModel, tiny_folder: Path, tmp_path: Path, max_grad_norm: float
 ) -> None:
     start = tiny_adapter("start", layers=range(2, 4), scale=2.0)
-    config = TrainerConfig(
+    optimizer_values = {
         # A large epsilon: without it AdamW turns the rounding of tiny gradients into whole steps.
-        beta1=0.8,
-        beta2=0.95,
-        epsilon=1e-2,
-        weight_decay=0.1,
-        max_grad_norm=max_grad_norm,
-    )
-    trainer = make_trainer(model, start, config)
+        "beta1": 0.8,
+        "beta2": 0.95,
+        "epsilon": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": max_grad_norm,
+    }
+    trainer = make_trainer(model, start)
     reference = peft_model(tiny_folder, start, tmp_path)
     optimizer = torch.optim.AdamW(
         peft_parameters(reference), betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1
     )
-    for step, rate in enumerate((1e-2, 5e-3, 2e-2)):
-        batch = make_batch(seed=step)
-        metrics = await trainer.forward_backward(batch[:2], loss="cross_entropy")
-        more = await trainer.forward_backward(batch[2:], loss="cross_entropy")
-        total = metrics["train/loss_sum"] + more["train/loss_sum"]
+    for number, rate in enumerate((1e-2, 5e-3, 2e-2)):
+        batch = make_batch(seed=number)
+        outputs = [await train(trainer, part) for part in (batch[:2], batch[2:])]
+        total = sum(output.metrics["train/loss_sum"] for output in outputs)
         loss = peft_loss(reference, batch)
         assert total == pytest.approx(loss.item(), rel=1e-5)
         loss.backward()
@@ -130,10 +130,10 @@ async def test_steps_equal_torch_adamw_on_peft(
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        metrics = await trainer.optim_step(learning_rate=rate)
+        metrics = await step(trainer, rate, **optimizer_values)
         assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert metrics["train/learning_rate"] == rate
-    mine = [t for lora in trainer.adapter().factors.values() for t in (lora.a, lora.b)]
+    mine = [t for lora in trainer.adapter("policy").factors.values() for t in (lora.a, lora.b)]
     for got, theirs in zip(mine, peft_parameters(reference), strict=True):
         torch.testing.assert_close(got, theirs.detach(), atol=1e-5, rtol=1e-4)
-    assert trainer.num_steps == 3
+    assert trainer.trainee("policy").num_steps == 3

@@ -1,5 +1,6 @@
-"""Packing: every weighted token once, in its place, under the budget."""
+"""Packing: every target once, in its place, under the budget."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from rookery.errors import TrainError
 from rookery.slots import ModelShape
-from rookery.train.packing import check_batch, input_tokens, pack
+from rookery.train.packing import check_data, input_tokens, pack
 from rookery.types import Datum
 
 SHAPE = ModelShape(
@@ -25,81 +26,115 @@ SHAPE = ModelShape(
 
 @st.composite
 def data(draw: st.DrawFn) -> Datum:
-    size = draw(st.integers(1, 9))
-    tokens = draw(st.lists(st.integers(0, 49), min_size=size, max_size=size))
-    weights = draw(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=size, max_size=size))
-    return Datum(tokens=tuple(tokens), weights=(0.0, *weights[1:]))
+    """Any number of targets per position, none at all too."""
+    tokens = draw(st.lists(st.integers(0, 49), min_size=1, max_size=9))
+    positions = sorted(draw(st.lists(st.integers(0, len(tokens) - 1), max_size=9)))
+    num = len(positions)
+    targets = draw(st.lists(st.integers(0, 49), min_size=num, max_size=num))
+    weights = draw(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=num, max_size=num))
+    return Datum(
+        tokens=tuple(tokens),
+        positions=tuple(positions),
+        targets=tuple(targets),
+        weights=tuple(weights),
+        temperature=draw(st.sampled_from([1.0, 0.5])),
+    )
 
 
 @settings(deadline=None)
 @given(batch=st.lists(data(), max_size=8), pass_tokens=st.integers(1, 20))
-def test_every_weighted_token_is_predicted_once_from_what_is_before_it(
+def test_every_target_is_predicted_once_from_what_is_before_it(
     batch: list[Datum], pass_tokens: int
 ) -> None:
-    expected = [
-        (datum.tokens[:i], datum.tokens[i], weight)
-        for datum in batch
-        for i, weight in enumerate(datum.weights)
-        if weight
-    ]
-    got = []
+    check_data(batch, shape=SHAPE)
+    got: dict[int, list[tuple[tuple[int, ...], int, float, float]]] = {}
     for packed in pack(batch, pass_tokens=pass_tokens):
         starts = [sum(packed.lengths[:i]) for i in range(len(packed.lengths))]
-        assert sum(packed.lengths) <= pass_tokens or len(packed.sequences) == 1
-        assert len(set(packed.target_rows)) == len(packed.target_rows)
-        for row, token, weight, datum in zip(
-            packed.target_rows, packed.target_tokens, packed.weights, packed.datum, strict=True
+        assert packed.num_tokens == sum(packed.lengths)
+        assert packed.num_tokens <= pass_tokens or len(packed.sequences) == 1
+        assert packed.predicting == sorted(set(packed.predicting))
+        assert packed.target_rows == sorted(packed.target_rows)
+        for row, token, weight, number in zip(
+            packed.target_rows, packed.targets, packed.weights, packed.datum, strict=True
         ):
-            place = row - starts[datum]
-            assert 0 <= place < packed.lengths[datum]
-            got.append((packed.sequences[datum][: place + 1], token, weight))
-    assert got == expected
+            place = packed.predicting[row] - starts[number]
+            assert 0 <= place < packed.lengths[number]
+            read = packed.sequences[number][: place + 1]
+            target = (read, token, weight, packed.temperatures[row])
+            got.setdefault(packed.places[number], []).append(target)
+    assert got == {
+        place: [
+            (datum.tokens[: position + 1], target, weight, datum.temperature)
+            for position, target, weight in zip(
+                datum.positions, datum.targets, datum.weights, strict=True
+            )
+        ]
+        for place, datum in enumerate(batch)
+        if datum.targets
+    }
 
 
 @settings(deadline=None)
 @given(batch=st.lists(data(), max_size=8), pass_tokens=st.integers(1, 20))
-def test_passes_are_filled(batch: list[Datum], pass_tokens: int) -> None:
+def test_passes_are_filled_and_equal_lengths_lie_together(
+    batch: list[Datum], pass_tokens: int
+) -> None:
     passes = pack(batch, pass_tokens=pass_tokens)
     for one, following in pairwise(passes):
-        assert sum(one.lengths) + following.lengths[0] > pass_tokens
-    assert all(length > 0 for packed in passes for length in packed.lengths)
+        assert one.num_tokens + following.lengths[0] > pass_tokens
+    lengths = [length for packed in passes for length in packed.lengths]
+    assert lengths == sorted(lengths) and 0 not in lengths
+    assert Counter(lengths) == Counter(len(input_tokens(d)) for d in batch if d.targets)
 
 
 def test_the_worked_example() -> None:
     batch = [
-        Datum(tokens=(5, 6, 7, 8), weights=(0.0, 0.0, 1.0, 1.0)),
-        Datum(tokens=(5, 9, 2), weights=(0.0, 2.0, 0.0)),
-        Datum(tokens=(5, 9), weights=(0.0, 0.0)),
+        Datum(tokens=(5, 6, 7), positions=(1, 2), targets=(7, 8), weights=(1.0, 1.0)),
+        Datum(tokens=(5, 9), positions=(0, 0), targets=(9, 4), weights=(2.0, 0.0)),
+        Datum(tokens=(5, 9), positions=(), targets=(), weights=()),
     ]
     [packed] = pack(batch, pass_tokens=4)
-    assert packed.sequences == ((5, 6, 7), (5,))
-    assert packed.target_rows == (1, 2, 3)
-    assert packed.target_tokens == (7, 8, 9)
-    assert packed.weights == (1.0, 1.0, 2.0)
-    assert packed.datum == (0, 0, 1)
-    assert packed.sampled is None and packed.advantages is None
+    assert packed.places == [1, 0]
+    assert packed.sequences == [(5,), (5, 6, 7)]
+    assert packed.predicting == [0, 2, 3]
+    assert packed.target_rows == [0, 0, 1, 2]
+    assert packed.targets == [9, 4, 7, 8]
+    assert packed.weights == [2.0, 0.0, 1.0, 1.0]
+    assert packed.datum == [0, 0, 1, 1]
+    assert packed.columns == {}
     assert input_tokens(batch[2]) == ()
     assert len(pack(batch, pass_tokens=3)) == 2
 
 
 def test_data_that_cannot_be_trained_on_are_refused() -> None:
-    good = Datum(tokens=(5, 6, 7), weights=(0.0, 1.0, 1.0))
+    good = Datum(tokens=(5, 6), positions=(0, 1), targets=(6, 7), weights=(1.0, 1.0))
     cases = {
-        "3 tokens and 2 weights": replace(good, weights=(0.0, 1.0)),
-        "NaN or infinite": replace(good, weights=(0.0, 1.0, float("nan"))),
-        "weight 1 on its first token": replace(good, weights=(1.0, 1.0, 1.0)),
+        "2 targets and 1 weights": replace(good, weights=(1.0,)),
+        "2 targets and 3 positions": replace(good, positions=(0, 1, 1)),
+        "weights that are NaN or infinite": replace(good, weights=(1.0, float("nan"))),
+        "positions that fall": replace(good, positions=(1, 0)),
+        "positions 0 to 2; with 2 tokens they are 0 to 1": replace(good, positions=(0, 2)),
+        "positions -1 to 1": replace(good, positions=(-1, 1)),
         "has 13 tokens to read; this model reads at most 12": Datum(
-            tokens=(1,) * 14, weights=(0.0,) * 13 + (1.0,)
+            tokens=(1,) * 13, positions=(12,), targets=(1,), weights=(1.0,)
         ),
-        "has the token 50": replace(good, tokens=(5, 6, 50)),
-        "has the token -1": replace(good, tokens=(5, -1, 7)),
-        "3 tokens and 2 logprobs": replace(good, logprobs=(0.0, 1.0)),
-        "has advantages, unlike the first": replace(good, advantages=(0.0, 1.0, 1.0)),
+        "has the token 50": replace(good, tokens=(5, 50)),
+        "has the token -1": replace(good, targets=(-1, 7)),
+        "temperature 0; it is a number above 0": replace(good, temperature=0.0),
+        "2 targets and 1 kept": replace(good, kept=((6,),)),
+        "target 7, which is not among the tokens kept": replace(good, kept=((6, 9), (6, 9))),
+        "kept for it": replace(good, kept=((), (9,))),
     }
     for message, datum in cases.items():
         with pytest.raises(TrainError, match=f"Datum 1 of the batch .*{message}"):
-            check_batch([good, datum], shape=SHAPE)
-    for batch in ([], [Datum(tokens=(5, 6), weights=(0.0, 0.0))]):
-        with pytest.raises(TrainError, match="no token with a weight"):
-            check_batch(batch, shape=SHAPE)
-    check_batch([good, Datum(tokens=(1,) * 13, weights=(0.0,) * 12 + (1.0,))], shape=SHAPE)
+            check_data([good, datum], shape=SHAPE)
+    short = replace(good, sampled_logprobs=(0.0,))
+    with pytest.raises(TrainError, match="2 targets and 1 sampled_logprobs"):
+        check_data([short], shape=SHAPE)
+    with pytest.raises(TrainError, match=r"Datum 0 .*2 targets and 0 advantages"):
+        check_data([good, replace(good, advantages=(0.0, 1.0))], shape=SHAPE)
+    with pytest.raises(TrainError, match=r"Datum 0 .*2 targets and 0 advantages"):
+        check_data([good], shape=SHAPE, needs=("advantages",))
+    check_data([], shape=SHAPE)
+    long = Datum(tokens=(1,) * 14, positions=(11,), targets=(1,), weights=(0.0,))
+    check_data([good, long, replace(good, kept=((), (7, 9)))], shape=SHAPE)

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_adapter
+from tiny_training import make_trainer, next_tokens, step
+from tiny_training import train as run
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import TaskError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template, load_template
-from rookery.train import LoraTrainer, TrainerConfig
 from rookery.train.order import order_batches, order_rows
 from rookery.train.sft import SftConfig, SftStep, learning_rate_at, sft, sft_data
 from rookery.types import Adapter, Datum, ModelRef, SampleRequest, SamplingParams, Task
@@ -72,9 +73,9 @@ async def test_the_loss_falls_and_the_engine_gives_the_learned_answers(
         async def right(model: ModelRef) -> int:
             params = SamplingParams(max_tokens=4, temperature=0)
             answers = await engine.sample(
-                [SampleRequest(model=model, prompt=d.tokens[:-2], params=params) for d in data]
+                [SampleRequest(model=model, prompt=d.tokens[:-1], params=params) for d in data]
             )
-            return sum(c.tokens == d.tokens[-2:] for (c,), d in zip(answers, data, strict=True))
+            return sum(c.tokens == d.targets for (c,), d in zip(answers, data, strict=True))
 
         assert await right(engine.base) == 0
         assert await right(ref) >= 36
@@ -162,10 +163,10 @@ async def test_a_step_follows_the_mean_over_its_tokens(
     config = CONFIG.model_copy(update={"steps": 1, "batch_size": 40})
     start = tiny_adapter("start", layers=range(2, 4))
     await train(model, data, config=config, init=start, on_step=steps.append)
-    trainer = LoraTrainer(model, start, config=TrainerConfig())
-    metrics = await trainer.forward_backward(data, loss="cross_entropy")
-    metrics |= await trainer.optim_step(learning_rate=1e-3)
-    assert steps[0].loss == pytest.approx(metrics["train/loss"], rel=1e-5)
+    trainer = make_trainer(model, start)
+    output = await run(trainer, data)
+    metrics = await step(trainer, 1e-3)
+    assert steps[0].loss == pytest.approx(output.metrics["train/loss"], rel=1e-5)
     assert steps[0].grad_norm == pytest.approx(metrics["train/grad_norm"] / 80, rel=1e-4)
 
 
@@ -181,22 +182,24 @@ async def test_a_diverged_training_names_the_step(
 async def test_data_that_teach_nothing_are_refused(model: SlottedModel) -> None:
     with pytest.raises(TrainError, match="There are no data"):
         await train(model, [])
-    with pytest.raises(TrainError, match="no token with a weight"):
-        await train(model, [Datum(tokens=(5, 6), weights=(0.0, 0.0))])
+    with pytest.raises(TrainError, match="no target with a weight"):
+        await train(model, [next_tokens((5, 6), (0.0, 0.0))])
     with pytest.raises(TrainError, match="sum to -8"):
-        await train(model, [Datum(tokens=(5, 6), weights=(0.0, -1.0))])
+        await train(model, [next_tokens((5, 6), (0.0, -1.0))])
 
 
 def test_tasks_become_rows_with_weight_on_the_answer(template: Template) -> None:
     [row] = sft_data([words_task(21)], template)
-    assert row.tokens == (10, 21, 11, 4) and row.weights == (0.0, 0.0, 0.0, 1.0)
+    assert row.tokens == (10, 21, 11) and row.positions == (2,)
+    assert row.targets == (4,) and row.weights == (1.0,)
     [row] = sft_data([words_task(22)], template, end_token=2)
-    assert row.tokens == (10, 22, 11, 5, 2) and row.weights == (0.0, 0.0, 0.0, 1.0, 1.0)
+    assert row.tokens == (10, 22, 11, 5) and row.positions == (2, 3)
+    assert row.targets == (5, 2) and row.weights == (1.0, 1.0)
     free = Task(id="toy/free", prompt="w10", reference="w7 w8")
     [row] = sft_data([free], template)
-    assert row.tokens == (10, 7, 8) and row.weights == (0.0, 1.0, 1.0)
+    assert row.tokens == (10, 7) and row.targets == (7, 8) and row.weights == (1.0, 1.0)
     [row] = sft_data([replace(words_task(21), reference=1)], template)
-    assert row.tokens[-1] == 5, "an index into the choices"
+    assert row.targets[-1] == 5, "an index into the choices"
     with pytest.raises(TaskError, match="toy/free has no reference"):
         sft_data([replace(free, reference=None)], template)
     with pytest.raises(TaskError, match="'w9' is none of its choices"):
@@ -213,7 +216,7 @@ def test_references_that_are_no_text_are_learned_as_json() -> None:
     template: Any = Spelled()
     for reference, text in ((7, "7"), ({"à": [1]}, '{"à": [1]}')):
         [row] = sft_data([Task(id="t", prompt="p", reference=reference)], template)
-        assert "".join(map(chr, row.tokens[1:])) == text
+        assert "".join(map(chr, row.targets)) == text
 
 
 def test_learning_rates_rise_then_fall() -> None:

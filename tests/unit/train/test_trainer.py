@@ -1,19 +1,32 @@
 """The LoRA trainer against itself: packed, cached, shared, and given what it cannot take."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 from tiny import tiny_adapter
-from tiny_training import ATTENTION, NO_CLIP, gradients_of, make_batch, make_trainer
+from tiny_training import (
+    ATTENTION,
+    gradients_of,
+    make_batch,
+    make_trainer,
+    next_tokens,
+    step,
+    train,
+)
 
-from rookery.errors import AdapterError, TrainError
+from rookery.config import Config
+from rookery.errors import AdapterError, EngineError, TrainError
 from rookery.ports import Trainer
 from rookery.slots import SlottedModel, load_model
-from rookery.train import LoraTrainer, TrainerConfig
-from rookery.train.losses import LOSSES, LossOutput, Targets
-from rookery.types import Adapter, Datum, ModelRef
+from rookery.testing import FakeAdapters
+from rookery.train import AdapterPublisher, LoraTrainer, TrainerConfig
+from rookery.train import head as train_head
+from rookery.train.losses import LOSSES, Column, LossOutput, Targets
+from rookery.types import Datum, ModelRef, ModelWeights, OptimStep, TrainRequest
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +50,7 @@ async def test_metrics_are_means_over_all_passes(model: SlottedModel) -> None:
     weight = sum(w for datum in batch for w in datum.weights)
     for pass_tokens in (1, 1024):
         trainer = make_trainer(model, config=TrainerConfig(pass_tokens=pass_tokens))
-        metrics = await trainer.forward_backward(batch, loss="cross_entropy")
+        metrics = (await train(trainer, batch)).metrics
         assert metrics["train/loss"] == pytest.approx(metrics["train/loss_sum"] / weight)
         assert metrics["train/num_tokens"] == sum(w != 0 for d in batch for w in d.weights)
 
@@ -48,7 +61,7 @@ async def test_a_cached_trunk_gives_the_same_bits(model: SlottedModel) -> None:
     A row alone goes through another matrix product than a row among others.
     """
     whole = make_batch(seed=1)
-    one_row = [datum for datum in whole if len(datum.tokens) == 2]
+    one_row = [datum for datum in whole if len(datum.tokens) == 1]
     batches = [whole, whole[::-1], one_row]
     some = 20 * model.shape.hidden_size * 4 / 2**30
     seen = []
@@ -58,9 +71,9 @@ async def test_a_cached_trunk_gives_the_same_bits(model: SlottedModel) -> None:
         seen.append([await gradients_of(trainer, batch) for batch in batches])
         tokens = trainer.trunk.num_computed_tokens
         if gib == 1.0:
-            assert tokens == sum(len(d.tokens) - 1 for d in batches[0])
+            assert tokens == sum(len(d.tokens) for d in batches[0])
         elif gib == 0.0:
-            assert tokens == sum(len(d.tokens) - 1 for batch in batches for d in batch)
+            assert tokens == sum(len(d.tokens) for batch in batches for d in batch)
     for other in seen[1:]:
         for one, two in zip(seen[0], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -70,138 +83,357 @@ async def test_the_trunk_cache_is_bounded(model: SlottedModel) -> None:
     token_bytes = model.shape.hidden_size * 4
     trainer = make_trainer(model, config=TrainerConfig(trunk_cache_gib=40 * token_bytes / 2**30))
     for seed in range(6):
-        await trainer.forward_backward(make_batch(seed=seed), loss="cross_entropy")
-        kept = sum(hidden.nbytes for hidden in trainer.trunk._cache.values())
-        assert kept == trainer.trunk._used_bytes <= 40 * token_bytes
-    assert kept > 0
+        await train(trainer, make_batch(seed=seed))
+        assert 0 < trainer.trunk.used_bytes <= 40 * token_bytes
 
 
-async def test_a_batch_that_fails_leaves_no_gradients(model: SlottedModel) -> None:
-    """The second pass of the batch overflows: nothing of the first may stay."""
-    trainer = make_trainer(model, config=TrainerConfig(pass_tokens=20, max_grad_norm=0.0))
-    clean = await gradients_of(trainer, make_batch(seed=1))
-    good = make_batch((18,))[0]
-    bad = Datum(tokens=good.tokens, weights=(0.0,) * 16 + (3e38, 3e38))
-    with pytest.raises(TrainError, match=r"Step 1: the loss is inf.*lower the learning rate"):
-        await trainer.forward_backward([good, bad], loss="cross_entropy")
-    assert trainer._gradients is not None
-    assert all(torch.equal(a, b) for a, b in zip(clean, trainer._gradients, strict=True))
-    await trainer.optim_step(learning_rate=1e-3)
+async def test_log_probabilities_come_back_for_every_target(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of weight 0, in any packing, with logits in one chunk and in many."""
+    batch = make_batch()
+    whole = await train(make_trainer(model), batch)
+    gradients = await gradients_of(make_trainer(model), batch)
+    expected = -sum(
+        weight * logprob
+        for datum, logprobs in zip(batch, whole.logprobs, strict=True)
+        for weight, logprob in zip(datum.weights, logprobs, strict=True)
+    )
+    assert whole.metrics["train/loss_sum"] == pytest.approx(expected, rel=1e-5)
+    assert any(w == 0 for d in batch for w in d.weights)
+    monkeypatch.setattr(train_head, "CHUNK_BYTES", 4 * model.shape.vocab_size * 3)
+    for pass_tokens in (13, 1024):
+        trainer = make_trainer(model, config=TrainerConfig(pass_tokens=pass_tokens))
+        [forward] = await trainer.forward([TrainRequest(trainee="policy", data=tuple(batch))])
+        assert trainer.trainee("policy").gradients is None
+        output = await train(trainer, batch)
+        assert output == forward
+        for got, wanted in zip(output.logprobs, whole.logprobs, strict=True):
+            assert got == pytest.approx(wanted, abs=1e-5)
+        found = trainer.trainee("policy").gradients
+        assert found is not None
+        for mine, theirs in zip(found, gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-async def test_gradients_that_are_not_finite_change_nothing(model: SlottedModel) -> None:
+async def test_several_targets_at_one_position_are_as_many_data(model: SlottedModel) -> None:
+    """Soft targets: the gradient of three weighted tokens at a place is the sum of three."""
+    soft = Datum(
+        tokens=(5, 6, 7),
+        positions=(1, 1, 1, 2),
+        targets=(7, 8, 9, 4),
+        weights=(0.5, 0.25, 0.25, 1.0),
+    )
+    apart = [
+        replace(soft, positions=(p,), targets=(t,), weights=(w,))
+        for p, t, w in zip(soft.positions, soft.targets, soft.weights, strict=True)
+    ]
+    together = make_trainer(model)
+    output = await train(together, [soft])
+    separate = make_trainer(model)
+    alone = await train(separate, apart)
+    assert output.logprobs[0] == pytest.approx([x for (x,) in alone.logprobs], abs=1e-5)
+    for mine, theirs in zip(
+        together.trainee("policy").gradients or (),
+        separate.trainee("policy").gradients or (),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+async def test_temperature_and_kept_tokens_change_what_is_normalised(model: SlottedModel) -> None:
+    """Against all log-probabilities of the vocabulary, tempered and cut by hand."""
+    every = range(model.shape.vocab_size)
+    plain = Datum(
+        tokens=(5, 6, 7), positions=(2,) * len(every), targets=tuple(every),
+        weights=(0.0,) * len(every),
+    )  # fmt: skip
+    [scores] = (await train(make_trainer(model), [plain])).logprobs
+    tempered = torch.log_softmax(torch.tensor(scores) / 0.5, dim=-1)
+    kept = (11, 40, 8)
+    cut = Datum(
+        tokens=(5, 6, 7), positions=(2, 2, 2), targets=(40, 8, 8), weights=(1.0, 1.0, 1.0),
+        temperature=0.5, kept=(kept, kept, ()),
+    )  # fmt: skip
+    output = await train(make_trainer(model), [cut, make_batch((6,))[0]])
+    mass = torch.logsumexp(tempered[list(kept)], dim=-1)
+    expected = [tempered[40] - mass, tempered[8] - mass, tempered[8]]
+    assert output.logprobs[0] == pytest.approx([float(x) for x in expected], abs=1e-4)
+    one = Datum(
+        tokens=(5, 6), positions=(1,), targets=(7,), weights=(1.0,), temperature=0.7, kept=((7,),)
+    )
     trainer = make_trainer(model)
-    await trainer.forward_backward(make_batch(), loss="cross_entropy")
-    assert trainer._gradients is not None
-    trainer._gradients[3][0, 0] = float("nan")
-    before = trainer.adapter().version
-    with pytest.raises(TrainError, match="Step 1: the gradient is nan"):
-        await trainer.optim_step(learning_rate=1e-3)
-    assert trainer.adapter().version == before and trainer.num_steps == 0
+    assert (await train(trainer, [one])).logprobs == ((pytest.approx(0.0, abs=1e-6),),)
+    for gradient in trainer.trainee("policy").gradients or ():
+        assert gradient.abs().max() < 1e-6, "the only token left cannot become likelier"
 
 
-async def test_wrong_calls_are_refused_with_a_sentence(model: SlottedModel) -> None:
+async def test_importance_sampling_weighs_by_the_ratio(model: SlottedModel) -> None:
+    batch = make_batch()
+    drawn = (await train(make_trainer(model), batch)).logprobs
+    same = [
+        replace(datum, sampled_logprobs=logprobs, advantages=(2.0,) * len(logprobs))
+        for datum, logprobs in zip(batch, drawn, strict=True)
+    ]
     trainer = make_trainer(model)
-    with pytest.raises(TrainError, match="'ppo_2' is not a loss"):
-        await trainer.forward_backward(make_batch(), loss="ppo_2")
-    with pytest.raises(TrainError, match="no gradients to apply"):
-        await trainer.optim_step(learning_rate=1e-3)
-    for rate in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(TrainError, match="it must be 0 or more"):
-            await trainer.optim_step(learning_rate=rate)
-    with pytest.raises(TrainError, match="has no publisher"):
-        await trainer.publish()
+    output = await train(trainer, same, "importance_sampling")
+    assert output.metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert output.metrics["train/loss"] == pytest.approx(-2.0, abs=1e-5)
+    for mine, theirs in zip(
+        trainer.trainee("policy").gradients or (),
+        await gradients_of(make_trainer(model), batch),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, 2 * theirs, atol=1e-4, rtol=1e-4)
+    half = [replace(d, sampled_logprobs=tuple(x + 0.5 for x in d.sampled_logprobs)) for d in same]
+    output = await train(trainer, half, "importance_sampling")
+    assert output.metrics["train/ratio"] == pytest.approx(0.60653, abs=1e-4)
+
+
+async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> None:
+    """A bad datum, an unknown trainee, loss or option, an overflow in the second pass."""
+    good = tuple(make_batch((18,)))
+    overflowing = replace(good[0], weights=(0.0,) * 15 + (3e38, 3e38))
+    bad = {
+        "Datum 1 of the batch has the token 999": (*good, next_tokens((5, 999), (0.0, 1.0))),
+        r"Step 1: the loss is inf.*lower the learning rate": (*good, overflowing),
+    }
+    requests = [TrainRequest(trainee="bad", data=data) for data in bad.values()]
+    requests += [
+        TrainRequest(trainee="nobody", data=good),
+        TrainRequest(trainee="bad", data=good, loss="ppo_2"),
+        TrainRequest(trainee="bad", data=good, loss_options={"clip": 1.0}),
+        TrainRequest(trainee="bad", data=good, loss="importance_sampling"),
+        TrainRequest(trainee="policy", data=good),
+    ]
+    messages = [
+        *bad,
+        "There is no trainee 'nobody'. There are: 'policy', 'bad'",
+        "'ppo_2' is not a loss",
+        "loss_options of cross_entropy is not a valid config: clip",
+        "17 targets and 0 sampled_logprobs",
+    ]
+    trainer = make_trainer(model, config=TrainerConfig(pass_tokens=20))
+    trainer.add("bad", tiny_adapter("bad", layers=range(3, 4)))
+    before = await gradients_of(trainer, make_batch(seed=1))
+    outputs = await trainer.forward_backward(requests)
+    for output, message in zip(outputs, messages, strict=False):
+        with pytest.raises(TrainError, match=message):
+            raise TrainError(output.error)
+        assert output.logprobs == () and not output.metrics
+    assert trainer.trainee("bad").gradients is None
+    alone = make_trainer(model, config=TrainerConfig(pass_tokens=20))
+    await gradients_of(alone, make_batch(seed=1))
+    assert outputs[-1] == await train(alone, good)
+    after = trainer.trainee("policy").gradients or []
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(after, alone.trainee("policy").gradients or [], strict=True)
+    )
+    assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+async def test_steps_that_fail_change_no_weight(model: SlottedModel) -> None:
+    trainer = make_trainer(model)
+    before = trainer.adapter("policy").version
+    for values, message in (
+        ({"learning_rate": -1.0}, "learning_rate is -1; it must be 0 or more"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"learning_rate": 1e-3, "beta1": 1.0}, "beta1 is 1; it must be at least 0 and below 1"),
+        ({"learning_rate": 1e-3, "epsilon": 0.0}, "epsilon is 0; it must be above 0"),
+    ):
+        [output] = await trainer.optim_step([OptimStep(trainee="policy", **values)])
+        assert message in output.error
+    await train(trainer, make_batch())
+    gradients = trainer.trainee("policy").gradients
+    assert gradients is not None
+    gradients[3][0, 0] = float("nan")
+    failed, unknown = await trainer.optim_step(
+        [OptimStep(trainee=name, learning_rate=1e-3) for name in ("policy", "nobody")]
+    )
+    assert "Step 1: the gradient is nan" in failed.error and "no trainee" in unknown.error
+    assert trainer.adapter("policy").version == before
+    assert trainer.trainee("policy").num_steps == 0
+    assert trainer.trainee("policy").gradients is None, "or every later step would fail"
+
+
+async def test_no_weight_and_no_gradients_are_valid(model: SlottedModel) -> None:
+    """Data without weight add zeros; a step without gradients has gradients of zero."""
+    start = tiny_adapter("start", layers=range(2, 4))
+    weightless = [replace(d, weights=(0.0,) * len(d.weights)) for d in make_batch()]
+    one, other = make_trainer(model, start), make_trainer(model, start)
+    output = await train(one, weightless)
+    assert output.metrics == {"train/loss_sum": 0.0, "train/num_tokens": 0.0}
+    assert [len(x) for x in output.logprobs] == [len(d.targets) for d in weightless]
+    assert (await train(one, [])).logprobs == ()
+    for trainer in (one, other):
+        assert (await step(trainer, 1e-2))["train/grad_norm"] == 0.0
+        assert trainer.adapter("policy").version == start.version
+        await train(trainer, make_batch())
+        await step(trainer, 1e-2)
+        moved = trainer.adapter("policy").version
+        await step(trainer, 1e-2)
+        assert trainer.adapter("policy").version != moved, "momentum goes on"
+        assert trainer.trainee("policy").num_steps == 3
+    assert one.adapter("policy").version == other.adapter("policy").version
 
 
 def test_what_cannot_be_trained_is_refused(model: SlottedModel, tiny_folder: Path) -> None:
     with pytest.raises(AdapterError, match="was made for 'other'"):
         make_trainer(model, tiny_adapter("a", base="other"))
+    trainer = make_trainer(model)
+    with pytest.raises(TrainError, match="There is a trainee 'policy' already"):
+        trainer.add("policy", tiny_adapter("a"))
+    trainer.remove("policy")
+    with pytest.raises(TrainError, match=r"There is no trainee 'policy'\. There are: none"):
+        trainer.remove("policy")
     packed = load_model(tiny_folder)
     packed.pack()
     with pytest.raises(TrainError, match="packed for inference"):
         make_trainer(packed)
 
 
-async def test_publish_hands_over_the_current_weights(model: SlottedModel) -> None:
-    class Shelf:
-        adapters: list[Adapter]
-
-        async def publish(self, adapter: Adapter) -> ModelRef:
-            self.adapters = [adapter]
-            return ModelRef(name=adapter.name, version=adapter.version)
-
-    shelf = Shelf()
+async def test_publish_hands_over_the_current_weights_and_retires_the_last(
+    model: SlottedModel,
+) -> None:
+    shelf = FakeAdapters()
     start = tiny_adapter("poet", layers=range(2, 4))
-    trainer = LoraTrainer(model, start, config=NO_CLIP, publisher=shelf)
+    trainer = LoraTrainer(model, config=TrainerConfig(), publisher=AdapterPublisher(shelf))
+    trainer.add("policy", start)
     assert isinstance(trainer, Trainer)
-    assert await trainer.publish() == ModelRef(name="poet", version=start.version)
-    await trainer.forward_backward(make_batch(), loss="cross_entropy")
-    await trainer.optim_step(learning_rate=1e-2)
-    ref = await trainer.publish()
-    assert ref == ModelRef(name="poet", version=shelf.adapters[0].version)
-    assert ref.version != start.version
-    kept = shelf.adapters[0].factors["model.layers.3.mlp.up_proj"].b.clone()
-    await trainer.forward_backward(make_batch(), loss="cross_entropy")
-    await trainer.optim_step(learning_rate=1e-2)
-    assert torch.equal(kept, shelf.adapters[0].factors["model.layers.3.mlp.up_proj"].b)
+    first = await trainer.publish("policy")
+    assert first == ModelRef(name="poet", version=start.version)
+    assert await trainer.publish("policy") == first and set(shelf.loaded) == {first}
+    await train(trainer, make_batch())
+    await step(trainer, 1e-2)
+    second = await trainer.publish("policy")
+    assert second.version != start.version and set(shelf.loaded) == {second}
+    kept = shelf.loaded[second].factors["model.layers.3.mlp.up_proj"].b.clone()
+    await train(trainer, make_batch())
+    await step(trainer, 1e-2)
+    assert torch.equal(kept, shelf.loaded[second].factors["model.layers.3.mlp.up_proj"].b)
+    with pytest.raises(TrainError, match="has no publisher"):
+        await make_trainer(model).publish("policy")
+    whole = ModelWeights(name="m", tensors={}, version="1")
+    with pytest.raises(TrainError, match="m is a whole model"):
+        await AdapterPublisher(shelf).publish(whole)
+    await shelf.unload(second)
+    with pytest.raises(EngineError, match="not loaded"):
+        await shelf.unload(second)
+
+
+STARTS = {
+    "a": tiny_adapter("a", rank=2, layers=range(1, 3), seed=1),
+    "b": tiny_adapter("b", rank=7, targets=ATTENTION, seed=2),
+    "c": tiny_adapter("c", rank=4, layers=range(3, 4), seed=3),
+}
+
+
+async def test_trainees_in_one_call_get_the_bits_they_get_alone(model: SlottedModel) -> None:
+    """Ranks, layers, losses, data and optimizer values of their own."""
+    rates = {"a": 1e-2, "b": 3e-3, "c": 5e-2}
+
+    def request(name: str, seed: int) -> TrainRequest:
+        batch = make_batch(seed=seed + ord(name))
+        if name != "b":
+            return TrainRequest(trainee=name, data=tuple(batch))
+        drawn = [replace(d, sampled_logprobs=(-3.0,) * len(d.targets)) for d in batch]
+        data = tuple(replace(d, advantages=(1.0,) * len(d.targets)) for d in drawn)
+        return TrainRequest(trainee=name, data=data, loss="importance_sampling")
+
+    async def run(names: str) -> dict[str, str]:
+        trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=30))
+        for name in names:
+            trainer.add(name, STARTS[name])
+        for seed in range(3):
+            await trainer.forward_backward([request(name, seed) for name in names])
+            steps = [
+                OptimStep(trainee=n, learning_rate=rates[n], max_grad_norm=rates[n]) for n in names
+            ]
+            assert not any(output.error for output in await trainer.optim_step(steps))
+        return {name: trainer.adapter(name).version for name in names}
+
+    alone = {}
+    for name in STARTS:
+        alone |= await run(name)
+    assert await run("cab") == alone
 
 
 async def test_trainers_of_one_model_at_once_do_not_touch_each_other(
     model: SlottedModel, tiny_folder: Path
 ) -> None:
-    starts = [
-        tiny_adapter("a", rank=2, layers=range(1, 3), seed=1),
-        tiny_adapter("b", rank=7, targets=ATTENTION, seed=2),
-        tiny_adapter("c", rank=4, layers=range(3, 4), seed=3),
-    ]
     adapter = tiny_adapter("resident", seed=4)
     shared = load_model(tiny_folder)
     shared.bank.put(0, adapter)
     held = shared.linears["model.layers.1.mlp.up_proj"].a
     assert held is not None
 
-    async def train(trainer: LoraTrainer) -> str:
+    async def run(trainer: LoraTrainer) -> str:
         for seed in range(3):
-            await trainer.forward_backward(make_batch(seed=seed), loss="cross_entropy")
-            await trainer.optim_step(learning_rate=1e-2)
-        return trainer.adapter().version
+            await train(trainer, make_batch(seed=seed))
+            await step(trainer, 1e-2)
+        return trainer.adapter("policy").version
 
-    together = await asyncio.gather(*[train(make_trainer(shared, start)) for start in starts])
-    alone = [await train(make_trainer(model, start)) for start in starts]
+    starts = STARTS.values()
+    together = await asyncio.gather(*[run(make_trainer(shared, start)) for start in starts])
+    alone = [await run(make_trainer(model, start)) for start in starts]
     assert together == alone
     assert shared.linears["model.layers.1.mlp.up_proj"].a is held and not held.requires_grad
     assert torch.equal(held[0], adapter.factors["model.layers.1.mlp.up_proj"].a)
     assert all(linear.a is None for linear in model.linears.values())
 
 
-async def test_a_loss_sees_the_columns_of_its_tokens(
+async def test_calls_are_done_in_their_order(model: SlottedModel) -> None:
+    """Not awaited one by one: each waits for those before it."""
+    trainer, straight = make_trainer(model), make_trainer(model)
+    async with asyncio.TaskGroup() as group:
+        for seed in range(4):
+            group.create_task(train(trainer, make_batch(seed=seed)))
+            group.create_task(step(trainer, 1e-2))
+    for seed in range(4):
+        await train(straight, make_batch(seed=seed))
+        await step(straight, 1e-2)
+    assert trainer.adapter("policy").version == straight.adapter("policy").version
+
+
+async def test_a_loss_sees_the_columns_of_its_targets(
     model: SlottedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Targets] = []
 
-    def spy(logprobs: torch.Tensor, targets: Targets) -> LossOutput:
-        seen.append(targets)
-        assert targets.advantages is not None
-        loss = -(targets.advantages * logprobs).sum()
-        return LossOutput(loss=loss, sums={"spied": targets.advantages.sum()})
+    class Spy(Config):
+        type: Literal["spy"] = "spy"
+        factor: float = 1.0
+        needs: ClassVar[tuple[Column, ...]] = ("advantages",)
 
-    monkeypatch.setitem(LOSSES, "spy", spy)
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+            seen.append(targets)
+            loss = -(targets.advantages * logprobs).sum() * self.factor
+            return LossOutput(loss=loss, sums={"spied": targets.advantages.sum() * self.factor})
+
+    monkeypatch.setitem(LOSSES, "spy", Spy)
     batch = [
-        Datum(
-            tokens=(5, 6, 7, 8),
-            weights=(0.0, 1.0, 0.0, 1.0),
-            logprobs=(0.0, -1.0, -2.0, -3.0),
-            advantages=(9.0, 0.5, 9.0, 1.5),
+        next_tokens(
+            (5, 6, 7, 8),
+            (0.0, 1.0, 0.0, 1.0),
+            sampled_logprobs=(-1.0, -2.0, -3.0),
+            reference_logprobs=(-5.0, -6.0, -7.0),
+            advantages=(0.5, 9.0, 1.5),
         ),
-        Datum(tokens=(5, 9), weights=(0.0, 2.0), logprobs=(0.0, -4.0), advantages=(9.0, 3.0)),
-    ]
-    metrics = await make_trainer(model).forward_backward(batch, loss="spy")
+        next_tokens(
+            (5, 9), (0.0, 2.0), sampled_logprobs=(-4.0,), reference_logprobs=(-8.0,),
+            advantages=(3.0,),
+        ),
+    ]  # fmt: skip
+    output = await train(make_trainer(model), batch, "spy", {"factor": 2.0})
     [targets] = seen
-    assert targets.weights.tolist() == [1.0, 1.0, 2.0]
-    assert targets.datum.tolist() == [0, 0, 1]
-    assert targets.sampled is not None and targets.sampled.tolist() == [-1.0, -3.0, -4.0]
-    assert targets.advantages is not None and targets.advantages.tolist() == [0.5, 1.5, 3.0]
-    assert metrics["train/spied"] == pytest.approx(5.0 / 4.0)
+    assert targets.weights.tolist() == [2.0, 1.0, 0.0, 1.0], "short data first"
+    assert targets.datum.tolist() == [0, 1, 1, 1]
+    assert targets.sampled_logprobs.tolist() == [-4.0, -1.0, -2.0, -3.0]
+    assert targets.reference_logprobs.tolist() == [-8.0, -5.0, -6.0, -7.0]
+    assert targets.advantages.tolist() == [3.0, 0.5, 9.0, 1.5]
+    assert output.metrics["train/spied"] == pytest.approx(2 * 14.0 / 4.0)
+    assert [len(x) for x in output.logprobs] == [3, 1], "in the order of the request"
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -215,7 +447,6 @@ async def test_a_bfloat16_model_is_trained_in_float32(tiny_folder: Path) -> None
         assert mine.dtype == torch.float32
         similarity = torch.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0)
         assert similarity > 0.98
-    await trainer.optim_step(learning_rate=1e-7)
-    moved = trainer.adapter()
+    await step(trainer, 1e-7)
     # A step that bfloat16 could not represent is not lost.
-    assert moved.version != start.version
+    assert trainer.adapter("policy").version != start.version

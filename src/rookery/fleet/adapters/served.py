@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rookery.errors import FleetError
+from rookery.errors import AdapterError, FleetError
 from rookery.fleet.adapters.keyed_locks import KeyedLocks
-from rookery.types import Adapter, ModelRef
+from rookery.types import Adapter, ModelRef, Weights
 
-__all__ = ["ServedAdapters"]
+__all__ = ["ServedAdapters", "require_adapter"]
 
 
 @dataclass(slots=True)
@@ -97,3 +97,12 @@ class ServedAdapters:
             if served is not None and served.is_unused:
                 del self._served[ref]
                 await self._retire(ref)
+
+
+def require_adapter(weights: Weights) -> Adapter:
+    """Servers are given adapters, one beside the other; a whole model is not one."""
+    if isinstance(weights, Adapter):
+        return weights
+    raise AdapterError(
+        f"{weights.name} is a whole model; a fleet publishes adapters: train an adapter."
+    )

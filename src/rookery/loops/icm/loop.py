@@ -305,7 +305,8 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], bench: Bench) -> Mo
     for place, record in enumerate(sure):
         query = prompts.context((UNLABELLED,) * len(sure), place, order=())
         answer = prompts.label_tokens[record.label or 0]
-        data.append(Datum(tokens=(*query, answer), weights=(*[0.0] * len(query), 1.0)))
+        end = len(query) - 1
+        data.append(Datum(tokens=query, positions=(end,), targets=(answer,), weights=(1.0,)))
     model = await bench.tune(data)
     logger.info("trained %s on %d labels", model.served_name, len(data))
     return model

@@ -1,13 +1,21 @@
 """Cross-entropy: the sum of -weight * log p, what supervised training minimises."""
 
+from typing import ClassVar, Literal
+
 import torch
 
-from rookery.train.losses.loss import LossOutput, Targets
+from rookery.config import Config
+from rookery.train.losses.loss import Column, LossOutput, Targets
 
-__all__ = ["cross_entropy"]
+__all__ = ["CrossEntropy"]
 
 
-def cross_entropy(logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+class CrossEntropy(Config):
     """Log-probabilities (-0.5, -1, -1.5) and weights (0.5, 1, 1): loss 2.75, reported as 1.1."""
-    loss = -(targets.weights * logprobs).sum()
-    return LossOutput(loss=loss, sums={"loss": loss.detach()})
+
+    type: Literal["cross_entropy"] = "cross_entropy"
+    needs: ClassVar[tuple[Column, ...]] = ()
+
+    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+        loss = -(targets.weights * logprobs).sum()
+        return LossOutput(loss=loss, sums={"loss": loss.detach()})

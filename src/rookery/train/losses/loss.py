@@ -1,32 +1,40 @@
 """What every loss takes and gives: a pure function of log-probabilities, one call per pass.
 
-    def my_loss(logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
+    class MyLoss(Config):
+        type: Literal["my_loss"] = "my_loss"
+        needs: ClassVar[tuple[Column, ...]] = ("advantages",)
 
-A loss is a plain sum over tokens: sums of passes, of batches and of tenants add up to the sum over
-all their data, in any grouping. Who wants a mean divides the weights beforehand.
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
+
+Its fields are its options. A loss is a plain sum over targets: sums of passes, of requests and of
+trainees add up to the sum over all their data, in any grouping. Who wants a mean divides the
+weights beforehand.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
-__all__ = ["Loss", "LossOutput", "Targets"]
+__all__ = ["Column", "Loss", "LossOutput", "Targets"]
+
+Column = Literal["sampled_logprobs", "reference_logprobs", "advantages"]
+"""What a datum may have besides tokens, targets and weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What belongs to each predicted token, in the order of the log-probabilities, T of them."""
+    """What belongs to each target, in the order of the log-probabilities, T of them."""
 
     weights: torch.Tensor
-    """[T], never 0: tokens without weight are not predicted."""
+    """[T]"""
     datum: torch.Tensor
-    """[T] which datum of the pass a token is of; a datum is never cut in two."""
-    sampled: torch.Tensor | None
-    """[T] `Datum.logprobs`, log-probabilities when the tokens were sampled; None: the data have
-    none."""
-    advantages: torch.Tensor | None
-    """[T] `Datum.advantages`; None: the data have none."""
+    """[T] which datum of the pass a target is of; a datum is never cut in two."""
+    sampled_logprobs: torch.Tensor
+    """[T] The columns of the data; empty when the data do not have it, see `Loss.needs`."""
+    reference_logprobs: torch.Tensor
+    advantages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +44,15 @@ class LossOutput:
     loss: torch.Tensor
     """Scalar, the sum that is differentiated."""
     sums: Mapping[str, torch.Tensor]
-    """Detached scalars, reported as `train/<key>` per unit of weight over all passes of a batch.
+    """Detached scalars, reported as `train/<key>` per unit of weight over all passes of a request.
 
     Passes of sums 6 and 2 and weights 3 and 1 report 2."""
 
 
-Loss = Callable[[torch.Tensor, Targets], LossOutput]
+class Loss(Protocol):
+    """A loss with its options chosen."""
+
+    needs: ClassVar[tuple[Column, ...]]
+    """Columns that its data must have."""
+
+    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...

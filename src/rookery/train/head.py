@@ -1,0 +1,89 @@
+"""Log-probabilities of targets, a chunk of rows at a time.
+
+Logits are vocabulary times rows: 2,000 rows of 150,000 float32 are 1.2 GB, and a backward pass
+holds several of them. Over one chunk, each is computed again in the backward pass and dropped.
+"""
+
+from bisect import bisect_left
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rookery.slots import SlotRows, SlottedModel
+from rookery.slots.rows import SlotFactors
+from rookery.train.packing import PackedPass
+from rookery.train.stacks import one_slot
+
+__all__ = ["CHUNK_BYTES", "target_logprobs"]
+
+CHUNK_BYTES = 2**28
+"""Float32 logits at a time: 1,365 rows of SmolLM2's 49,152 tokens."""
+
+
+def target_logprobs(
+    model: SlottedModel,
+    hidden: torch.Tensor,
+    packed: PackedPass,
+    factors: dict[str, SlotFactors],
+) -> torch.Tensor:
+    """log p of every target of the pass, [targets] float32, from its packed rows [rows, hidden]."""
+    predicting = hidden.index_select(0, _ids(packed.predicting, hidden))
+    size = max(1, CHUNK_BYTES // (4 * model.shape.vocab_size))
+    starts = range(0, len(predicting), size)
+    parts = []
+    for first in starts:
+        chunk = _Chunk(model, packed, range(first, min(first + size, len(predicting))), factors)
+        rows = predicting[first : first + size]
+        parts.append(
+            chunk(rows)
+            if len(starts) == 1
+            else checkpoint(chunk, rows, use_reentrant=False, preserve_rng_state=False)
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Chunk:
+    """Some of the predicting rows: hidden [rows, hidden] -> log p of their targets."""
+
+    def __init__(
+        self,
+        model: SlottedModel,
+        packed: PackedPass,
+        rows: range,
+        factors: dict[str, SlotFactors],
+    ) -> None:
+        device = model.device
+        here = slice(*(bisect_left(packed.target_rows, end) for end in (rows.start, rows.stop)))
+        self._model = model
+        self._slots: SlotRows = one_slot(len(rows), factors, device=device)
+        self._rows = torch.tensor(packed.target_rows[here], device=device) - rows.start
+        self._targets = torch.tensor(packed.targets[here], device=device)
+        self._kept = packed.kept[here]
+        temperatures = packed.temperatures[rows.start : rows.stop]
+        self._temperatures = (
+            None
+            if all(temperature == 1.0 for temperature in temperatures)
+            else torch.tensor(temperatures, device=device)[:, None]
+        )
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._model.logits(hidden, rows=self._slots)
+        if self._temperatures is not None:
+            logits = logits / self._temperatures
+        logprobs = torch.log_softmax(logits, dim=-1)
+        chosen = logprobs[self._rows, self._targets]
+        return self._over_kept(chosen, logprobs) if any(self._kept) else chosen
+
+    def _over_kept(self, chosen: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+        """Divide by the probability of the kept tokens, where not all are kept."""
+        cut = [i for i, kept in enumerate(self._kept) if kept]
+        longest = max(len(self._kept[i]) for i in cut)
+        padded = [[*self._kept[i], *[-1] * (longest - len(self._kept[i]))] for i in cut]
+        tokens, places = _ids(padded, logprobs), _ids(cut, logprobs)
+        found = logprobs[self._rows[places, None], tokens.clamp_min(0)]
+        mass = torch.logsumexp(found.masked_fill(tokens < 0, float("-inf")), dim=-1)
+        return chosen.index_add(0, places, mass, alpha=-1)
+
+
+def _ids(values: list[int] | list[list[int]], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, device=like.device)

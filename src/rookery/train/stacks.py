@@ -1,0 +1,36 @@
+"""The factors of one trainee as the slot of a pass, and the gradients that come back.
+
+    factors = slot_factors(lora_by_layer, dtype=model.dtype)
+    ... model.layers(..., rows=one_slot(num_rows, factors, device=model.device))
+
+They belong to the pass alone: the model's own slots stay what they are, and other threads may run
+the same model meanwhile.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from rookery.slots import Segment, SlotRows
+from rookery.slots.rows import SlotFactors
+from rookery.types import LoraFactors
+
+__all__ = ["one_slot", "slot_factors"]
+
+
+def slot_factors(
+    factors: Mapping[str, LoraFactors], *, dtype: torch.dtype
+) -> dict[str, SlotFactors]:
+    """A [1, rank, in] and scale * B [1, out, rank] of each layer; gradients flow back through."""
+    return {
+        name: (lora.a.to(dtype)[None], (lora.b * lora.scale).to(dtype)[None])
+        for name, lora in factors.items()
+    }
+
+
+def one_slot(
+    num_rows: int, factors: Mapping[str, SlotFactors], *, device: torch.device
+) -> SlotRows:
+    """All rows in slot 0 of the factors, as one block: one plain product per factor."""
+    segment = Segment(slot=0, rows=range(num_rows), block=num_rows)
+    return SlotRows([segment], num_rows=num_rows, device=device, factors=factors)

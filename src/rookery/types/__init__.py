@@ -1,0 +1,90 @@
+"""The records that flow between the parts: frozen, complete when built, no behaviour.
+
+Task -> SampleRequest -> Completion -> Rollout -> Group -> Datum -> Adapter -> ModelRef
+"""
+
+from rookery.types.jobs import (
+    Job,
+    JobCancelled,
+    JobDone,
+    JobFailed,
+    JobOutcome,
+    WorkerInfo,
+    WorkerLost,
+)
+from rookery.types.models import (
+    Adapter,
+    Json,
+    LoraFactors,
+    ModelRef,
+    ModelWeights,
+    TokenIds,
+    Weights,
+)
+from rookery.types.rollouts import (
+    Evaluation,
+    Group,
+    Rollout,
+)
+from rookery.types.sampling import (
+    Completion,
+    FinishReason,
+    SampleRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    TextReply,
+    TextRequest,
+    TokenUsage,
+    TopLogprobs,
+    VersionSpan,
+)
+from rookery.types.tasks import (
+    Message,
+    Task,
+)
+from rookery.types.training import (
+    Datum,
+    OptimStep,
+    StepOutput,
+    TrainOutput,
+    TrainRequest,
+)
+
+__all__ = [
+    "Adapter",
+    "Completion",
+    "Datum",
+    "Evaluation",
+    "FinishReason",
+    "Group",
+    "Job",
+    "JobCancelled",
+    "JobDone",
+    "JobFailed",
+    "JobOutcome",
+    "Json",
+    "LoraFactors",
+    "Message",
+    "ModelRef",
+    "ModelWeights",
+    "OptimStep",
+    "Rollout",
+    "SampleRequest",
+    "SamplingParams",
+    "Score",
+    "ScoreRequest",
+    "StepOutput",
+    "Task",
+    "TextReply",
+    "TextRequest",
+    "TokenIds",
+    "TokenUsage",
+    "TopLogprobs",
+    "TrainOutput",
+    "TrainRequest",
+    "VersionSpan",
+    "Weights",
+    "WorkerInfo",
+    "WorkerLost",
+]

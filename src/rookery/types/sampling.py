@@ -1,0 +1,150 @@
+"""What is asked of samplers and text models, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rookery.types.models import ModelRef, TokenIds
+from rookery.types.tasks import Message
+
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "SampleRequest",
+    "SamplingParams",
+    "Score",
+    "ScoreRequest",
+    "TextReply",
+    "TextRequest",
+    "TokenUsage",
+    "TopLogprobs",
+    "VersionSpan",
+]
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens of one position, best first: ((token id, log-probability), ...)."""
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens. The defaults are the model's own distribution."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, the lowest id on a tie."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_tokens: TokenIds = ()
+    """Besides the model's own end-of-text tokens, which always stop unless `ignore_eos`."""
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+    top_logprobs: int = 0
+    """How many of the most likely tokens to report per position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Ask one model to continue one prompt, `params.n` times."""
+
+    model: ModelRef
+    prompt: TokenIds
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Ask one model for log-probabilities of given tokens.
+
+    With tokens (5, 6, 7, 8) and start 2 the answer holds log p(7 | 5 6) and log p(8 | 5 6 7);
+    with labels (10, 11) also log p(10 | 5 6 7 8) and log p(11 | 5 6 7 8). `start` equal to the
+    number of tokens asks for the labels alone.
+    """
+
+    model: ModelRef
+    tokens: TokenIds
+    start: int = 1
+    labels: TokenIds = ()
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens `start` to `stop - 1` of a completion were drawn under this version of its model."""
+
+    version: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Sampled tokens, with log-probabilities under the distribution they were drawn from.
+
+    `text` is the decoded tokens cut before a stop string; `tokens` keeps every token drawn, the
+    end-of-text token included.
+    """
+
+    model: ModelRef
+    tokens: TokenIds
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Which version drew which tokens, when weights changed on the way; `model` is the last of
+    them. Empty: `model.version` drew all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of given tokens under one model, in the order of the request."""
+
+    model: ModelRef
+    logprobs: tuple[float, ...]
+    label_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """Ask a TextModel for one reply to a chat.
+
+    None leaves a value to the model: an API's own default, and for engines temperature and top_p
+    of 1 and seed 0. Some APIs refuse a request that sets them.
+    """
+
+    messages: tuple[Message, ...]
+    max_tokens: int = 1024
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    seed: int | None = None
+    """Repeats a reply where the model promises it: engines do, most APIs do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """What a reply cost, in tokens of the model that wrote it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReply:
+    """The text of one reply, who wrote it and what it cost."""
+
+    text: str
+    finish_reason: FinishReason
+    model: str
+    """The name of the model that wrote it: of an ensemble, the member."""
+    usage: TokenUsage | None
+    """None when an API does not report it."""

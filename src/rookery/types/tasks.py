@@ -1,0 +1,35 @@
+"""Problems, and the messages they are put in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rookery.types.models import Json
+
+__all__ = [
+    "Message",
+    "Task",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem. `choices` is filled when the answer is one of a few given texts.
+
+    `Task(id="gsm8k/17", prompt="2+2=", reference="4", source="gsm8k")`
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    reference: Json
+    choices: tuple[str, ...] = ()
+    source: str = ""
+    """Name of the taskset it came from: results are averaged per source first."""
