@@ -18,6 +18,8 @@ from rookery.types import (
     Score,
     ScoreRequest,
     Task,
+    TextReply,
+    TextRequest,
 )
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Publisher",
     "Sampler",
     "Scorer",
+    "TextModel",
     "Trainer",
 ]
 
@@ -87,6 +90,17 @@ class Engine(Sampler, Adapters, Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether it computes on other hardware: then candidates are made while it answers."""
+        ...
+
+
+@runtime_checkable
+class TextModel(Protocol):
+    """Messages in, text out, no tokenizer: an external API, an engine behind a chat template, or
+    several of them. Calls may overlap; a call that is cancelled leaves nothing running."""
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        """One reply. A request that cannot be answered (refused, filtered, no server in time)
+        raises an EngineError or a FleetError, and touches no other request."""
         ...
 
 

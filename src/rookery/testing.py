@@ -25,7 +25,10 @@ from rookery.types import (
     Score,
     ScoreRequest,
     Task,
+    TextReply,
+    TextRequest,
     TokenIds,
+    TokenUsage,
     TopLogprobs,
 )
 
@@ -37,6 +40,7 @@ __all__ = [
     "FakePublisher",
     "FakeSampler",
     "FakeScorer",
+    "FakeTextModel",
     "FakeTrainer",
 ]
 
@@ -137,6 +141,35 @@ class FakeSampler:
     def _top(self, model: ModelRef, prefix: TokenIds, num: int) -> TopLogprobs:
         known = [(token, self._logprob(model, prefix, token)) for token in VOCABULARY]
         return tuple(sorted(known, key=lambda pair: -pair[1])[:num])
+
+
+class FakeTextModel:
+    """Replies by a function of the request; None from it is a failure. Keeps what it was asked."""
+
+    def __init__(
+        self, reply: Callable[[TextRequest], str | None], *, name: str = "fake-text"
+    ) -> None:
+        self._reply = reply
+        self._name = name
+        self.requests: list[TextRequest] = []
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        text = self._reply(request)
+        if text is None:
+            raise EngineError(f"{self._name} was told to fail.")
+        words = text.split()
+        prompt_tokens = sum(len(message.content.split()) for message in request.messages)
+        return TextReply(
+            text=" ".join(words[: request.max_tokens]) if len(words) > request.max_tokens else text,
+            finish_reason="length" if len(words) > request.max_tokens else "stop",
+            model=self._name,
+            usage=TokenUsage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=min(len(words), request.max_tokens),
+            ),
+        )
 
 
 class FakeAdapters:

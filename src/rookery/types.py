@@ -29,7 +29,10 @@ __all__ = [
     "Score",
     "ScoreRequest",
     "Task",
+    "TextReply",
+    "TextRequest",
     "TokenIds",
+    "TokenUsage",
     "TopLogprobs",
 ]
 
@@ -149,6 +152,43 @@ class Score:
     logprobs: tuple[float, ...]
     label_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """Ask a TextModel for one reply to a chat.
+
+    None leaves a value to the model: an API's own default, and for engines temperature and top_p
+    of 1 and seed 0. Some APIs refuse a request that sets them.
+    """
+
+    messages: tuple[Message, ...]
+    max_tokens: int = 1024
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    seed: int | None = None
+    """Repeats a reply where the model promises it: engines do, most APIs do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """What a reply cost, in tokens of the model that wrote it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReply:
+    """The text of one reply, who wrote it and what it cost."""
+
+    text: str
+    finish_reason: FinishReason
+    model: str
+    """The name of the model that wrote it: of an ensemble, the member."""
+    usage: TokenUsage | None
+    """None when an API does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

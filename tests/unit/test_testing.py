@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from rookery.errors import EngineError
-from rookery.ports import Adapters, Evaluator, Executor, Publisher, Sampler, Scorer, Trainer
+from rookery.ports import (
+    Adapters,
+    Evaluator,
+    Executor,
+    Publisher,
+    Sampler,
+    Scorer,
+    TextModel,
+    Trainer,
+)
 from rookery.testing import (
     BASE,
     FakeAdapters,
@@ -16,17 +25,21 @@ from rookery.testing import (
     FakePublisher,
     FakeSampler,
     FakeScorer,
+    FakeTextModel,
     FakeTrainer,
 )
 from rookery.types import (
     Adapter,
     Completion,
     Datum,
+    Message,
     ModelRef,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
     Task,
+    TextRequest,
+    TokenUsage,
 )
 
 OTHER = ModelRef(name="poet", version="1")
@@ -47,6 +60,7 @@ def adapter(version: str = "1") -> Adapter:
         (FakeSampler(), Sampler),
         (FakeAdapters(), Adapters),
         (FakePublisher(), Publisher),
+        (FakeTextModel(lambda request: ""), TextModel),
         (FakeTrainer(), Trainer),
         (FakeScorer(lambda task, completion: 1.0), Scorer),
         (FakeEvaluator(lambda model, task: 1.0), Evaluator),
@@ -187,3 +201,16 @@ async def test_an_executor_runs_in_order_and_raises_what_was_raised() -> None:
     assert list(results) == [2.0, 3.0] and executor.num_runs == 3
     with pytest.raises(ZeroDivisionError):
         await executor.run(lambda: 1 / 0)
+
+
+async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:
+    chat = (Message(role="user", content="say two words"),)
+    model = FakeTextModel(lambda request: "two words" if request.seed == 0 else None)
+    reply = await model.reply(TextRequest(messages=chat, seed=0))
+    assert (reply.text, reply.finish_reason, reply.model) == ("two words", "stop", "fake-text")
+    assert reply.usage == TokenUsage(prompt_tokens=3, completion_tokens=2)
+    cut = await model.reply(TextRequest(messages=chat, seed=0, max_tokens=1))
+    assert (cut.text, cut.finish_reason) == ("two", "length")
+    with pytest.raises(EngineError, match="told to fail"):
+        await model.reply(TextRequest(messages=chat, seed=1))
+    assert [request.seed for request in model.requests] == [0, 0, 1]
