@@ -335,9 +335,10 @@ async def _search(
                     )
                 )
 
+        reader = batch.reader.of_chain((batch.index, chain))
         async with room:
             result = await Chain(
-                batch.problem,
+                replace(batch.problem, reader=reader),
                 config=config.search,
                 seed=stream_seed(batch.seed, "chain", chain),
                 speculate=config.speculate,

@@ -4,7 +4,8 @@
     reads = await reader.read([(labels, 0), (labels, 1)])
 
 `PlainReader` asks for every context again, one at a time. Both give the same numbers, so that a
-search takes the same decisions with either.
+search takes the same decisions with either. `ChainReader` is a SharedReader as one chain uses it:
+its contexts differ little from one iteration to the next, so they go to one server if possible.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -14,8 +15,8 @@ When nothing is answered the engine is gone: that is an error, and nothing is st
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -29,7 +30,7 @@ from rookery.search.orders import Order
 from rookery.search.prefixes import PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 
-__all__ = ["Context", "PlainReader", "Reader", "ScoreStore", "SharedReader"]
+__all__ = ["ChainReader", "Context", "PlainReader", "Reader", "ScoreStore", "SharedReader"]
 
 Context = tuple[Labels, int]
 """All labels and the item that is asked for: its own label is not shown."""
@@ -126,7 +127,15 @@ class ScoreStore:
 class Reader(Protocol):
     """Reads contexts of one batch of items under one model."""
 
-    naive_tokens: int
+    @property
+    def naive_tokens(self) -> int:
+        """Prompt tokens of all reads, had nothing been shared."""
+        ...
+
+    def of_chain(self, affinity: Hashable) -> "Reader":
+        """The same reader for one chain: what it asks for goes to one server where that is as
+        quick."""
+        ...
 
     async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
         """The reads, in order; None for a context that the engine cannot answer."""
@@ -152,6 +161,10 @@ class PlainReader:
         self._order = order
         self._model = model
         self.naive_tokens = 0
+
+    def of_chain(self, affinity: Hashable) -> "PlainReader":
+        del affinity
+        return self
 
     def known(self, context: Context) -> Read | None:
         del context
@@ -195,24 +208,29 @@ class SharedReader:
         self._room = asyncio.Semaphore(NUM_BLOCKS)
         self.naive_tokens = 0
 
+    def of_chain(self, affinity: Hashable) -> "ChainReader":
+        return ChainReader(self, affinity=affinity)
+
     def known(self, context: Context) -> Read | None:
         return self._store.find(self._key(context))
 
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        await self._fetch({self._key(context): context for context in contexts})
+    async def prefetch(self, contexts: Sequence[Context], *, affinity: Hashable = None) -> None:
+        await self._fetch({self._key(context): context for context in contexts}, affinity)
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+    async def read(
+        self, contexts: Sequence[Context], *, affinity: Hashable = None
+    ) -> list[Read | None]:
         """Each context's read, in order; none is ever asked for twice."""
         keys = [self._key(context) for context in contexts]
         for labels, target in contexts:
             self.naive_tokens += self._prompts.num_tokens(
                 labels, target, order=self._order.of(target)
             )
-        await self._fetch(dict(zip(keys, contexts, strict=True)))
+        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity)
         assert all(key in self._store for key in keys)
         return [self._store.find(key) for key in keys]
 
-    async def _fetch(self, contexts: dict[str, Context]) -> None:
+    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable) -> None:
         missing = {key: c for key, c in contexts.items() if key not in self._store}
         waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
         own = [key for key in missing if key not in self._in_flight]
@@ -225,17 +243,23 @@ class SharedReader:
                 for block in blocks:
                     done = asyncio.get_running_loop().create_future()
                     self._in_flight.update(dict.fromkeys(block, done))
-                    group.create_task(self._send({key: missing[key] for key in block}, done))
+                    part = {key: missing[key] for key in block}
+                    group.create_task(self._send(part, done, affinity))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         for future in waiting:
             await asyncio.shield(future)
 
-    async def _send(self, block: dict[str, Context], done: asyncio.Future[None]) -> None:
+    async def _send(
+        self, block: dict[str, Context], done: asyncio.Future[None], affinity: Hashable
+    ) -> None:
         try:
             async with self._room:
                 requests = [
-                    _request(self._prompts, self._order, self._model, context)
+                    replace(
+                        _request(self._prompts, self._order, self._model, context),
+                        affinity=affinity,
+                    )
                     for context in block.values()
                 ]
                 plans = [self._store.plan(request) for request in requests]
@@ -282,6 +306,30 @@ class SharedReader:
         return self._prompts.digest(
             labels, target, order=self._order.of(target), salt=self._model.served_name
         )
+
+
+class ChainReader:
+    """What one chain asks of the reader that it shares with the other chains of its batch."""
+
+    def __init__(self, reader: SharedReader, *, affinity: Hashable) -> None:
+        self._reader = reader
+        self._affinity = affinity
+
+    @property
+    def naive_tokens(self) -> int:
+        return self._reader.naive_tokens
+
+    def of_chain(self, affinity: Hashable) -> "ChainReader":
+        return ChainReader(self._reader, affinity=affinity)
+
+    def known(self, context: Context) -> Read | None:
+        return self._reader.known(context)
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        await self._reader.prefetch(contexts, affinity=self._affinity)
+
+    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+        return await self._reader.read(contexts, affinity=self._affinity)
 
 
 def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:
