@@ -67,6 +67,8 @@ class Stub:
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
+    is_silent: bool = False
+    """It answers neither /health nor /metrics."""
     reads_folders: bool = False
     """Reads an adapter's folder when it is loaded and for every call: none stays in memory."""
     num_dead_reads: int = 0
@@ -174,7 +176,12 @@ class Stub:
         await self._runner.cleanup()
         self.adapters.clear()
 
+    async def _be_silent(self) -> None:
+        if self.is_silent:
+            await asyncio.Event().wait()
+
     async def _health(self, _: web.Request) -> web.Response:
+        await self._be_silent()
         return web.Response(status=200 if self.healthy and not self.has_crashed else 503)
 
     async def _openapi(self, _: web.Request) -> web.Response:
@@ -192,6 +199,7 @@ class Stub:
         return web.json_response({"data": [base, *adapters]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        await self._be_silent()
         page = (
             f'vllm:num_requests_running{{engine="0"}} {sum(self.in_flight.values())}.0\n'
             'vllm:num_requests_waiting{engine="0"} 0.0\n'

@@ -242,11 +242,13 @@ class Replica:
         await self._residency.leave(model=self.capabilities.model)
 
     async def measure(self) -> None:
-        """See what other clients have running there."""
+        """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
         if metrics is not None:
             busy = metrics.num_running + metrics.num_waiting
             self.load.foreign = max(0, busy - self.load.num_sequences)
+        elif not await self.client.is_healthy():
+            raise ServerLost(f"{self.url} answers neither /metrics nor /health.", is_broken=False)
 
     async def _attach(self, found: Capabilities) -> dict[str, Any]:
         """The worker extension's report; empty where it is not, which only our own servers tell."""
