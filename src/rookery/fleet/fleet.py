@@ -74,6 +74,9 @@ class FleetConfig(Config):
     """Adapters in flight per server, for servers that do not tell theirs."""
     max_lora_rank: int | None = Field(default=None, ge=1)
     """The highest rank, for servers that do not tell theirs."""
+    device: Literal["gpu", "cpu"] | None = None
+    """What the servers of `urls` compute on, for those that do not tell. Where it is not known, the
+    base model and adapters are not computed together."""
     max_in_flight: int | None = Field(default=None, ge=1)
     """Sequences in flight per server; by default as many as it computes together."""
     batch: int = Field(default=32, ge=1)
@@ -329,6 +332,7 @@ async def _open_replicas(
         max_in_flight=config.max_in_flight,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
+        is_on_cpu=None if config.device is None else config.device == "cpu",
         is_folder_shared=config.adapter_folder is not None,
         has_resolver=config.resolver,
     )

@@ -89,6 +89,9 @@ class Stub:
     has_met: bool = False
     """The base model and an adapter were in flight at once."""
     device: str = "cuda"
+    version: str = "0.0-stub"
+    cpu_space: str = ""
+    """What it reports of its cache on the CPU, if it does."""
     most_adapters: int = 0
     """The most distinct adapters that were in flight at once."""
     port: int = 0
@@ -190,7 +193,7 @@ class Stub:
         return web.json_response({"paths": paths, "components": {"schemas": schema}})
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.0-stub"})
+        return web.json_response({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
         base = {"id": self.model, "root": self.root, "parent": None}
@@ -200,12 +203,13 @@ class Stub:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         await self._be_silent()
+        space = f'cpu_kvcache_space_bytes="{self.cpu_space}",' if self.cpu_space else ""
         page = (
             f'vllm:num_requests_running{{engine="0"}} {sum(self.in_flight.values())}.0\n'
             'vllm:num_requests_waiting{engine="0"} 0.0\n'
             'vllm:prefix_cache_queries_total{engine="0"} 100.0\n'
             'vllm:prefix_cache_hits_total{engine="0"} 75.0\n'
-            f'vllm:cache_config_info{{block_size="{self.block}",'
+            f'vllm:cache_config_info{{block_size="{self.block}",{space}'
             'enable_prefix_caching="True"} 1.0\n'
         )
         if self.started_s is not None:
