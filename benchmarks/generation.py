@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rookery.embedded import EmbeddedEngine
 from rookery.fleet import Fleet
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import CandidateLoader
-from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.rollout.asking import Asking
@@ -77,13 +77,13 @@ class WaitingEngine:
 
 @dataclass(frozen=True, slots=True)
 class TimedGeneration:
-    """The candidates `names` of a nursery, all asked for all tasks."""
+    """The candidates `names` of a builder, all asked for all tasks."""
 
     engine: EmbeddedEngine | Fleet | WaitingEngine
     template: Template
     tasksets: Sequence[Taskset]
     tasks: Sequence[Task]
-    nursery: Nursery
+    builder: AdapterBuilder
     names: Sequence[str]
 
     async def through_the_loop(self, *, is_made: bool = False) -> "Timing":
@@ -94,9 +94,9 @@ class TimedGeneration:
         await self.engine.reset_prefix_cache()
         if is_made:
             for name in self.names:
-                self.nursery.adapter(name)
+                self.builder.adapter(name)
         else:
-            self.nursery.keep(())
+            self.builder.keep(())
         with (
             tempfile.TemporaryDirectory() as scratch,
             Run.create(Path(scratch), kind="genome", config={}, name="run") as run,
@@ -107,7 +107,7 @@ class TimedGeneration:
             search = SearchEvaluator(
                 evaluator,
                 loader=CandidateLoader(self.engine, run=run),
-                nursery=self.nursery,
+                builder=self.builder,
                 tasks=self.tasks,
                 weights={taskset.name: taskset.weight for taskset in self.tasksets},
                 race=RaceConfig(),
@@ -127,7 +127,7 @@ class TimedGeneration:
 
     async def requests_alone(self) -> float:
         """Seconds of the same requests in one call, of adapters that are there already."""
-        refs = [await self.engine.load(self.nursery.adapter(name)) for name in self.names]
+        refs = [await self.engine.load(self.builder.adapter(name)) for name in self.names]
         await self._ask(refs, self.tasks[:1])
         await self.engine.reset_prefix_cache()
         seconds = await self._ask(refs, self.tasks)
@@ -139,7 +139,7 @@ class TimedGeneration:
         """The same, each candidate alone on an engine that knows nothing of the others."""
         total = 0.0
         for name in self.names:
-            ref = await self.engine.load(self.nursery.adapter(name))
+            ref = await self.engine.load(self.builder.adapter(name))
             await self._ask([ref], self.tasks[:1])
             await self.engine.reset_prefix_cache()
             total += await self._ask([ref], self.tasks)

@@ -24,8 +24,8 @@ from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, evolve
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.founders import FileInit, read_founders
-from rookery.loops.genome.nursery import Nursery
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import random_plans
@@ -126,11 +126,11 @@ async def overhead(engine: EmbeddedEngine | Fleet, template: Template, args: Any
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     assert isinstance(config.init, FileInit)
     merges = {"sum": LinearConfig(normalise=False)}
-    nursery = Nursery(read_founders(config.init), merges=merges, mutations={}, rank=24)
-    plans = random_plans(nursery.founders, count=args.candidates, seed=1, merge="sum")
-    nursery.plan(plans)
+    builder = AdapterBuilder(read_founders(config.init), merges=merges, mutations={}, rank=24)
+    plans = random_plans(builder.founders, count=args.candidates, seed=1, merge="sum")
+    builder.plan(plans)
     names = [plan.id for plan in plans]
-    timed = TimedGeneration(engine, template, tasksets, tasks, nursery, names)
+    timed = TimedGeneration(engine, template, tasksets, tasks, builder, names)
     together, direct, apart = [], [], []
     for _ in range(3):
         together.append(await timed.through_the_loop())

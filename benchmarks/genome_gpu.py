@@ -8,9 +8,9 @@ of Qwen2.5-7B and weights that the server makes up; the founders are random, ran
 The children are those of the default search: sums, extrapolations, TIES, mutations. Overhead is the
 share of a generation's wall time (making, loading, asking, scoring, writing down) that the same
 requests in one call, of adapters loaded before, do not take. With 256 tasks the server, which
-computes 256 sequences together, is full to the end of that call. `--made-on cpu cuda` makes the
-children on the CPU and, in another generation, on the GPU. One H200: six minutes. With `--waiting`
-the GPU is played by sleeping: what is left is what the loop itself costs here.
+computes 256 sequences together, is full to the end of that call. `--merge-device cpu cuda` makes
+the children on the CPU and, in another generation, on the GPU. One H200: six minutes. With
+`--waiting` the GPU is played by sleeping: what is left is what the loop itself costs here.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from fleet_gpu import make_random, open_7b, server_parser
 from generation import TimedGeneration, Timing, WaitingEngine
 
 from rookery.fleet import Fleet
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS
-from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.stages import GaStage
 from rookery.search import population as ga
 from rookery.search.fitness import Fitness
@@ -51,21 +51,21 @@ def make_taskset(num: int, *, num_new: int) -> Taskset:
     return Taskset(name="sum", tasks=tasks, scorer=ExactConfig(), sampling=params)
 
 
-def make_nursery(num_children: int, *, device: str = "cpu") -> tuple[Nursery, list[str]]:
+def make_builder(num_children: int, *, device: str = "cpu") -> tuple[AdapterBuilder, list[str]]:
     """Random founders, and the children that the default search makes of them."""
     founders = {
         f"f{i}": make_random(f"f{i}", i, device="cpu", rank=RANK) for i in range(NUM_FOUNDERS)
     }
-    nursery = Nursery(founders, merges=MERGES, mutations=MUTATIONS, rank=RANK, device=device)
+    builder = AdapterBuilder(founders, merges=MERGES, mutations=MUTATIONS, rank=RANK, device=device)
     default = GaStage().population
     config = default.model_copy(
         update={"children": default.children.model_copy(update={"count": num_children})}
     )
     fitness = {name: Fitness(score=0.1 * i) for i, name in enumerate(founders)}
     plans = ga.ask(ga.found(fitness, config=config, seed=0), config=config, seed=0)
-    nursery.plan(plans)
+    builder.plan(plans)
     print("children: " + ", ".join(plan.operator for plan in plans))
-    return nursery, [plan.id for plan in plans]
+    return builder, [plan.id for plan in plans]
 
 
 def make_generation(
@@ -74,19 +74,19 @@ def make_generation(
     """With children that were made once, on `device`."""
     template = load_template(options.tokenizer)
     taskset = make_taskset(options.tasks, num_new=options.new_tokens)
-    nursery, names = make_nursery(options.candidates, device=device)
+    builder, names = make_builder(options.candidates, device=device)
     start = time.perf_counter()
     for name in names:
-        nursery.adapter(name)
+        builder.adapter(name)
     print(f"making the children on {device}, alone: {time.perf_counter() - start:.2f} s")
-    return TimedGeneration(engine, template, [taskset], taskset.tasks, nursery, names)
+    return TimedGeneration(engine, template, [taskset], taskset.tasks, builder, names)
 
 
 async def measure(engine: Fleet | WaitingEngine, options: argparse.Namespace) -> None:
     by_device = {
-        device: make_generation(engine, options, device=device) for device in options.made_on
+        device: make_generation(engine, options, device=device) for device in options.merge_device
     }
-    first = by_device[options.made_on[0]]
+    first = by_device[options.merge_device[0]]
     alone: list[float] = []
     found: dict[str, list[Timing]] = {}
     # By turns: a host that slows down for a while slows all of them.
@@ -119,7 +119,7 @@ async def main() -> None:
     parser.add_argument("--tasks", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--made-on", nargs="+", default=["cpu"], choices=("cpu", "cuda"))
+    parser.add_argument("--merge-device", nargs="+", default=["cpu"], choices=("cpu", "cuda"))
     parser.add_argument("--waiting", action="store_true", help="play the GPU by sleeping")
     options = parser.parse_args()
     if options.waiting:

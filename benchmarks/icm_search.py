@@ -37,7 +37,7 @@ from rookery.search.constraints import Constraints, EqualAnswer
 from rookery.search.labelling import UNLABELLED, Labels, relabel
 from rookery.search.orders import IdOrder, TreeOrder
 from rookery.search.prefixes import PrefixCache
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.testing import BASE
 from rookery.types import Completion, SampleRequest, Score, ScoreRequest, TokenIds
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rookery.loops.genome.nursery import Drift, Nursery, rebuild
+from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
 from rookery.loops.icm.verdict import agree
 from rookery.rollout.log import RolloutLog
 from rookery.runs import Run
@@ -29,7 +29,7 @@ from rookery.search import racing
 from rookery.search.candidate import ChildPlan
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
 from rookery.weights.merge import LinearConfig, merge
@@ -112,26 +112,26 @@ def climb(num_steps: int) -> Work:
     start = make_adapter_of(0)
 
     def work() -> None:
-        nursery = Nursery({"start": start}, merges={}, mutations={}, rank=8)
+        builder = AdapterBuilder({"start": start}, merges={}, mutations={}, rank=8)
         parent = "start"
         for step in range(num_steps):
             seeds = tuple(range(16 * step, 16 * step + 16))
             is_chained = step > 0
-            centre = Drift(
+            centre = EsStep(
                 id=f"e{step}", generation=step, parent=parent, seeds=seeds if step else (),
                 amounts=(0.01,) * 16 if step else (), is_chained=is_chained,
             )  # fmt: skip
             trials = [
-                Drift(
+                EsStep(
                     id=f"e{step}-{seed}", generation=step, parent=centre.id, seeds=(seed,),
                     amounts=(0.1,), is_chained=True,
                 )
                 for seed in seeds
             ]  # fmt: skip
-            nursery.plan([*trials, centre])
+            builder.plan([*trials, centre])
             for trial in trials:
-                nursery.adapter(trial.id)
-            nursery.keep(["start", centre.id])
+                builder.adapter(trial.id)
+            builder.keep(["start", centre.id])
             parent = centre.id
 
     return work
@@ -146,7 +146,7 @@ def merge_founders(num_founders: int) -> Work:
 def rebuild_lineage(num_generations: int) -> Work:
     """One mutation after another."""
     founder = make_adapter_of(0)
-    nursery = Nursery(
+    builder = AdapterBuilder(
         {founder.name: founder}, merges={}, mutations={"gaussian": GaussianConfig()}, rank=8
     )
     parent = founder.name
@@ -155,11 +155,11 @@ def rebuild_lineage(num_generations: int) -> Work:
             id=f"g{generation}", generation=generation, merge=None, parents=(parent,),
             weights=(1.0,), mutation="gaussian", sigma=0.1, seed_key=generation,
         )  # fmt: skip
-        nursery.plan([plan])
-        nursery.adapter(plan.id)
-        nursery.keep([plan.id])
+        builder.plan([plan])
+        builder.adapter(plan.id)
+        builder.keep([plan.id])
         parent = plan.id
-    lineage = nursery.lineage()
+    lineage = builder.lineage()
     return lambda: rebuild(lineage, [founder], parent)
 
 

@@ -37,7 +37,7 @@ from rookery.fleet.bridges.reload import Model, require_torch, require_updates, 
 from rookery.fleet.http.client import ClientConfig
 from rookery.fleet.http.tokenize import tokenize
 from rookery.loop_thread import LoopThread
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
 
 __all__ = [

@@ -22,7 +22,7 @@ from rookery.loops.icm.reader import ScoreStore
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import TreeOrder
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "icm_reviews.yaml"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

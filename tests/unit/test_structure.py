@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "model_names"},
+    {"types", "errors", "model_names", "seeding"},
     {"concurrency", "config", "loop_thread"},
     {"ports"},
     {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},

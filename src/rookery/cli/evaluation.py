@@ -287,7 +287,7 @@ def _row(
 ) -> dict[str, Any]:
     """One model's line: mean with interval, and the paired difference to the base model."""
     from rookery.search.statistics import bootstrap_mean, paired_difference, wilson
-    from rookery.search.streams import stream
+    from rookery.seeding import stream
 
     rewards = [evaluation.rewards[t.id] for t in tasks if t.id in evaluation.rewards]
     row: dict[str, Any] = {

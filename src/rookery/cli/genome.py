@@ -105,13 +105,13 @@ class _Inputs:
 
 
 def _read_inputs(config: "GenomeConfig") -> _Inputs:
+    from rookery.loops.genome.adapter_builder import check_device
     from rookery.loops.genome.founders import FileInit, read_founders
-    from rookery.loops.genome.nursery import check_device
     from rookery.tasks.splits import SPLITS
     from rookery.tasks.taskset import load_tasksets
     from rookery.tasks.template import load_template
 
-    check_device(config.made_on)
+    check_device(config.merge_device)
     tasksets = load_tasksets(config.tasksets)
     for taskset in tasksets:
         for name in SPLITS:

@@ -1,6 +1,6 @@
 """Search as pure ask and tell: no I/O, no clock, no global random; every state is a value.
 
-streams     randomness by key              fitness      what is compared
+fitness     what is compared               orders       orders of items
 selection/  who is picked                  candidate    what is planned
 children    plans of children              succession   survivors, moves of a swarm
 population  the generation                 founders     plans without a population

@@ -21,7 +21,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
-from rookery.search.streams import shuffled, stream
+from rookery.seeding import shuffled, stream
 
 __all__ = [
     "Annealing",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from rookery.search.fitness import Fitness
 
-__all__ = ["Candidate", "ChildPlan", "Trail"]
+__all__ = ["Candidate", "ChildPlan", "ParticleState"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trail:
+class ParticleState:
     """What a candidate that moves remembers of the places it has been."""
 
     best: str
@@ -33,7 +33,7 @@ class Candidate:
     sigma: float
     operator: str = "founder"
     parents: tuple[str, ...] = ()
-    trail: Trail | None = None
+    particle: ParticleState | None = None
     """None for a candidate that never moved."""
 
 

@@ -17,7 +17,7 @@ from rookery.config import Config
 from rookery.search.candidate import Candidate, ChildPlan
 from rookery.search.parents import WeightRule, parent_weights
 from rookery.search.selection import SelectionConfig, TournamentConfig, select, shares
-from rookery.search.streams import stream, stream_seed
+from rookery.seeding import stream, stream_seed
 
 __all__ = [
     "Birth",

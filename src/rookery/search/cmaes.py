@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.errors import ConfigError, RunError
 from rookery.search.fitness import Fitness, fitness_ranks
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 __all__ = ["Cmaes", "CmaesConfig", "CmaesState", "CmaesStep"]
 

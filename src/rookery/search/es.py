@@ -17,7 +17,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.search.fitness import Fitness, fitness_ranks
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["Es", "EsConfig", "Perturbation", "SeedWeight", "ask", "tell", "utilities"]
 

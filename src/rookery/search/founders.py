@@ -11,7 +11,7 @@ from itertools import combinations
 from rookery.errors import ConfigError
 from rookery.search.candidate import ChildPlan
 from rookery.search.parents import convex_weights
-from rookery.search.streams import shuffled, stream, stream_seed
+from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = ["pair_plans", "random_plans"]
 

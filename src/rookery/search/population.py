@@ -23,15 +23,15 @@ from rookery.search.children import Birth, ChildrenConfig, plan_children
 from rookery.search.fitness import Fitness, comparable_scores, rank_key
 from rookery.search.pareto import crowded_scores
 from rookery.search.selection import elites
-from rookery.search.streams import stream
 from rookery.search.succession import (
     SurvivalConfig,
     SwarmConfig,
-    Whereabouts,
-    next_trail,
+    SwarmState,
+    next_particle_state,
     plan_moves,
     survivors,
 )
+from rookery.seeding import stream
 
 __all__ = [
     "Mark",
@@ -125,7 +125,7 @@ def ask(population: Population, *, config: PopulationConfig, seed: int) -> tuple
     generation, prefix = population.generation + 1, population.island
     moves: tuple[ChildPlan, ...] = ()
     if config.swarm is not None and population.best is not None and population.worst is not None:
-        at = Whereabouts(
+        at = SwarmState(
             generation=generation,
             best=population.best.id,
             worst=population.worst.id,
@@ -197,11 +197,11 @@ def invite(population: Population, guests: Sequence[Candidate]) -> Population:
 
 def references(population: Population) -> frozenset[str]:
     """Every id that plans of this population may name: what must be kept to carry them out."""
-    trails = [member.trail for member in population.members if member.trail is not None]
+    particles = [member.particle for member in population.members if member.particle is not None]
     marks = [mark for mark in (population.best, population.worst) if mark is not None]
     return frozenset(
         [parent.id for parent in (*population.members, *population.guests)]
-        + [id for trail in trails for id in (trail.best, trail.previous)]
+        + [id for particle in particles for id in (particle.best, particle.previous)]
         + [mark.id for mark in marks]
     )
 
@@ -246,7 +246,7 @@ def _child(plan: ChildPlan, fitness: Fitness, by_id: Mapping[str, Candidate]) ->
         sigma=plan.sigma,
         operator=plan.operator,
         parents=plan.parents,
-        trail=None if source is None else next_trail(source, plan, fitness=fitness),
+        particle=None if source is None else next_particle_state(source, plan, fitness=fitness),
     )
 
 

@@ -44,7 +44,7 @@ from rookery.search.fitness import score_factors
 from rookery.search.floors import FloorTests, violation_of
 from rookery.search.rivals import RivalTests
 from rookery.search.sequential import check_rewards, two_sum
-from rookery.search.streams import shuffled
+from rookery.seeding import shuffled
 
 __all__ = ["Dropped", "Race", "RaceConfig", "start", "tell"]
 

@@ -1,7 +1,7 @@
 """Who lives on, and where the living move: survivors of a pool, and moves of a particle swarm.
 
     kept = survivors(scores, size=16, config=SurvivalConfig(), rng=rng)
-    plans = plan_moves(members, config=SwarmConfig(), at=whereabouts, seed=7)
+    plans = plan_moves(members, config=SwarmConfig(), at=swarm_state, seed=7)
 
 A move is a plan like any other: a linear combination of named candidates, under a new id, to be
 evaluated anew.
@@ -15,16 +15,16 @@ import numpy as np
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.search.candidate import Candidate, ChildPlan, Trail
+from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import Fitness, rank_key
 from rookery.search.selection import SelectionConfig, elites, select
-from rookery.search.streams import stream, stream_seed
+from rookery.seeding import stream, stream_seed
 
 __all__ = [
     "SurvivalConfig",
     "SwarmConfig",
-    "Whereabouts",
-    "next_trail",
+    "SwarmState",
+    "next_particle_state",
     "plan_moves",
     "step_length",
     "survivors",
@@ -61,7 +61,7 @@ class SwarmConfig(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class SwarmState:
     """What all moves of one generation have in common."""
 
     generation: int
@@ -107,7 +107,7 @@ def step_length(config: SwarmConfig, *, generation: int) -> float:
 
 
 def plan_moves(
-    members: Sequence[Candidate], *, config: SwarmConfig, at: Whereabouts, seed: int
+    members: Sequence[Candidate], *, config: SwarmConfig, at: SwarmState, seed: int
 ) -> tuple[ChildPlan, ...]:
     """The next place of every member that did not fail and has somewhere to go.
 
@@ -140,18 +140,20 @@ def plan_moves(
     return tuple(plans)
 
 
-def next_trail(source: Candidate, plan: ChildPlan, *, fitness: Fitness) -> Trail:
+def next_particle_state(source: Candidate, plan: ChildPlan, *, fitness: Fitness) -> ParticleState:
     """What the moved candidate remembers; its own best is the better of here and before."""
     best, best_fitness = source.id, source.fitness
-    if source.trail is not None and rank_key(source.trail.best_fitness) > rank_key(best_fitness):
-        best, best_fitness = source.trail.best, source.trail.best_fitness
+    if source.particle is not None and rank_key(source.particle.best_fitness) > rank_key(
+        best_fitness
+    ):
+        best, best_fitness = source.particle.best, source.particle.best_fitness
     if rank_key(fitness) > rank_key(best_fitness):
         best, best_fitness = plan.id, fitness
-    return Trail(best=best, best_fitness=best_fitness, previous=source.id, step=plan.step)
+    return ParticleState(best=best, best_fitness=best_fitness, previous=source.id, step=plan.step)
 
 
 def _weights(
-    member: Candidate, *, config: SwarmConfig, at: Whereabouts, step: float, seed: int
+    member: Candidate, *, config: SwarmConfig, at: SwarmState, step: float, seed: int
 ) -> dict[str, float]:
     """The weight of every id in the new place; the member's own comes first."""
     rng = stream(seed, "move", at.prefix, at.generation, member.id)
@@ -159,8 +161,8 @@ def _weights(
     inertia, own, best, worst = (pull * float(rng.random()) for pull in pulls)
     total = (inertia + own + best + worst) or 1.0
     terms = [(own, _own_best(member)), (best, at.best), (-worst, at.worst)]
-    if member.trail is not None:
-        terms.append((-inertia / member.trail.step, member.trail.previous))
+    if member.particle is not None:
+        terms.append((-inertia / member.particle.step, member.particle.previous))
     weights = {member.id: 1.0}
     for coefficient, target in terms:
         pull = step * coefficient / total
@@ -170,4 +172,4 @@ def _weights(
 
 
 def _own_best(member: Candidate) -> str:
-    return member.id if member.trail is None else member.trail.best
+    return member.id if member.particle is None else member.particle.best

@@ -6,7 +6,7 @@ step 2 the last one and the first of the second epoch's order, and so on.
 
 from collections.abc import Iterator, Sequence
 
-from rookery.weights.draws import stream
+from rookery.seeding import bulk_stream
 
 __all__ = ["order_batches", "order_rows"]
 
@@ -37,5 +37,5 @@ def order_rows(num_rows: int, *, seed: int, epochs: int | None) -> Iterator[int]
     """Every row once per epoch, each epoch in an order of its own; None goes on for ever."""
     epoch = 0
     while epochs is None or epoch < epochs:
-        yield from stream("order", seed, epoch).permutation(num_rows).tolist()
+        yield from bulk_stream("order", seed, epoch).permutation(num_rows).tolist()
         epoch += 1

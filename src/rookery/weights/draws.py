@@ -1,30 +1,15 @@
-"""Randomness from explicit keys: the same key gives the same bits, whoever draws and when.
+"""Draws for weights: normal numbers, and the places of rare coins.
 
-    stream(seed, generation, child, "model.layers.0.mlp.up_proj").random()
-
-There is no global generator and no order of calls to keep. Keys are hashed to 128 bits, because a
-`torch.Generator` on the CPU keeps only 32 bits of its seed and repeats itself after some ten
-thousand keys.
+normal(bulk_stream("init", layer, seed), [16, 576])
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Key", "bernoulli_positions", "normal", "stream"]
-
-Key = tuple[int | str, ...]
-"""Names one draw, for example (seed, generation, child)."""
-
-
-def stream(*key: int | str) -> np.random.Generator:
-    """A generator of its own for this key. 1 and "1" are different parts of a key."""
-    text = repr([part if isinstance(part, str) else int(part) for part in key])
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
+__all__ = ["bernoulli_positions", "normal"]
 
 
 def normal(rng: np.random.Generator, shape: Sequence[int]) -> torch.Tensor:

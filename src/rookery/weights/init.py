@@ -8,8 +8,9 @@ from math import sqrt
 
 import torch
 
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.draws import Key, normal, stream
+from rookery.weights.draws import normal
 from rookery.weights.stack import LayerShape, Layout
 from rookery.weights.version import make_adapter
 
@@ -39,7 +40,7 @@ def _draw(layout: Layout, *, name: str, seed: Key, size: float) -> Adapter:
 
 
 def _factors(layout: Layout, layer: LayerShape, seed: Key, size: float) -> LoraFactors:
-    rng = stream("init", layer.name, *seed)
+    rng = bulk_stream("init", layer.name, *seed)
     bound = 1 / sqrt(layer.num_in)
     uniform = torch.from_numpy(rng.random((layout.rank, layer.num_in), dtype="float32"))
     a = (uniform * 2 - 1) * bound

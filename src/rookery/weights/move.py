@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 
 from rookery.config import Config
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.draws import Key, stream
 from rookery.weights.merge import Cross, LinearConfig, Space, merge_stack
 from rookery.weights.stack import stack, unstack
 from rookery.weights.version import make_adapter
@@ -65,7 +65,7 @@ def move(
 ) -> Moved:
     """One step. In delta space the results have `rank`, by default the candidate's own."""
     strengths = (method.inertia, method.cognitive, method.social, method.repel)
-    drawn = stream("move", *key).random(4)
+    drawn = bulk_stream("move", *key).random(4)
     i, c, s, r = (float(x) * y for x, y in zip(drawn, strengths, strict=True))
     total = i + c + s + r or 1.0
     pulls = ((r - c - s) / total, i / total, c / total, s / total, -r / total)

@@ -18,9 +18,10 @@ import torch
 from pydantic import Field
 
 from rookery.config import Config
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.delta import singular
-from rookery.weights.draws import Key, bernoulli_positions, normal, stream
+from rookery.weights.draws import bernoulli_positions, normal
 from rookery.weights.version import make_adapter
 
 __all__ = ["GaussianConfig", "MutateConfig", "Mutation", "SvdConfig", "mutate"]
@@ -83,14 +84,14 @@ def mutate(
 
     Every layer draws from its own stream: the change of one does not depend on the others.
     """
-    rng = stream("mutate", *key)
+    rng = bulk_stream("mutate", *key)
     old = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
     if rng.random() >= method.candidate_rate:
         return Mutation(adapter=adapter, sigma=old, is_mutated=False)
     new = _adapted(old, method.adapt, rng)
     change = _CHANGES[method.type]
     factors = {
-        layer: change(method, lora, new, stream("mutate", layer, *key))
+        layer: change(method, lora, new, bulk_stream("mutate", layer, *key))
         for layer, lora in adapter.factors.items()
     }
     changed = make_adapter(adapter.name, base=adapter.base, factors=factors)

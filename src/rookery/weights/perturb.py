@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from rookery.errors import AdapterError
+from rookery.seeding import Key, bulk_stream
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.draws import Key, normal, stream
+from rookery.weights.draws import normal
 from rookery.weights.version import make_adapter
 
 __all__ = ["accumulate", "perturb", "rounded", "unrounded"]
@@ -63,7 +64,7 @@ def _moved(
     for seed, amount in zip(seeds, amounts, strict=True):
         if amount == 0:
             continue
-        rng = stream("perturb", layer, *seed)
+        rng = bulk_stream("perturb", layer, *seed)
         a.add_(normal(rng, a.shape).to(a.device), alpha=amount)
         b.add_(normal(rng, b.shape).to(b.device), alpha=amount)
     return LoraFactors(a=a, b=b, scale=lora.scale)

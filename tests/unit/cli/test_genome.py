@@ -106,6 +106,6 @@ def test_founders_made_of_nothing(rookery: Command, config: Path) -> None:
 def test_a_gpu_that_is_not_there_is_missed_before_the_run_is_made(
     rookery: Command, config: Path
 ) -> None:
-    ended = rookery("genome", "run", "g.yaml", "--made-on", "cuda", "--name", "x")
-    assert ended.code == 2 and "write made_on: cpu" in ended.err
+    ended = rookery("genome", "run", "g.yaml", "--merge-device", "cuda", "--name", "x")
+    assert ended.code == 2 and "write merge_device: cpu" in ended.err
     assert not (config / "runs/x").exists()

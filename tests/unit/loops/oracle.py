@@ -14,7 +14,7 @@ from typing import Any
 
 from rookery.loops.icm import Bench, IcmConfig
 from rookery.loops.icm.prompts import Encoder
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.testing import BASE, FakeSampler
 from rookery.types import ModelRef, TokenIds
 

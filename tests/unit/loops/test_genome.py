@@ -314,7 +314,7 @@ async def test_islands_race_apart() -> None:
 
     class Context:
         seed, prefix = 0, ""
-        nursery = SimpleNamespace(keep=list)
+        builder = SimpleNamespace(keep=list)
 
         def fitness(self) -> dict[str, Fitness]:
             return fitness

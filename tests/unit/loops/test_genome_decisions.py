@@ -240,7 +240,7 @@ async def test_the_vote_counts_answers_and_not_their_wording(
         rollout = Rollout(task=task, completion=completion, reward=reward)
         return [Group(task=task, model=BASE, rollouts=(rollout,))]
 
-    final = FinalReport(evaluator, loader=None, base=BASE, nursery=None, search=None, weights={})  # type: ignore[arg-type]
+    final = FinalReport(evaluator, loader=None, base=BASE, builder=None, search=None, weights={})  # type: ignore[arg-type]
     texts = {"I get 7": 0.0, "The answer is 12": 1.0, "#### 12": 1.0}
     assert final.vote([ballot(text, reward) for text, reward in texts.items()]) == {"t/0": 1.0}
     unread = [ballot("no number", 0.0), ballot("none either", 0.0)]

@@ -12,8 +12,8 @@ import torch
 
 from rookery.errors import EngineDownError, FleetError
 from rookery.loops.genome import search_evaluator
+from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep
 from rookery.loops.genome.loading import CandidateLoader
-from rookery.loops.genome.nursery import Drift, Nursery
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.runs import Run
 from rookery.search.candidate import ChildPlan
@@ -36,7 +36,7 @@ def make(name: str) -> Adapter:
 
 
 class Makers:
-    """A nursery that makes by a function."""
+    """A builder that makes by a function."""
 
     def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
         self._make, self._slow = make, slow
@@ -93,7 +93,7 @@ def open_search(
     return SearchEvaluator(
         evaluator,  # type: ignore[arg-type]
         loader=CandidateLoader(adapters or FakeAdapters(), run=run),
-        nursery=Makers(make, slow),  # type: ignore[arg-type]
+        builder=Makers(make, slow),  # type: ignore[arg-type]
         tasks=TASKS,
         weights={"t": 1.0},
         race=race,
@@ -119,7 +119,7 @@ async def test_candidates_are_made_the_slow_ones_last_and_unloaded_at_the_end(ru
 
 def test_what_takes_longer_to_make_has_the_greater_effort() -> None:
     founders = {name: make(name) for name in NAMES}
-    nursery = Nursery(
+    builder = AdapterBuilder(
         founders,
         merges={"linear": LinearConfig(), "ties": TiesConfig()},
         mutations={"gaussian": GaussianConfig()},
@@ -128,19 +128,19 @@ def test_what_takes_longer_to_make_has_the_greater_effort() -> None:
     plan = partial(
         ChildPlan, generation=1, parents=NAMES[:2], weights=(0.5, 0.5), sigma=0.1, seed_key=1
     )
-    nursery.plan(
+    builder.plan(
         [
             plan(id="ties", merge="ties", mutation=None),
             plan(id="linear", merge="linear", mutation="gaussian"),
             plan(id="move", merge="move", mutation=None),
             replace(plan(id="mutant", merge=None, mutation="gaussian"), parents=NAMES[:1]),
-            Drift(id="drift", generation=1, parent="first", seeds=(1,), amounts=(0.1,)),
+            EsStep(id="step", generation=1, parent="first", seeds=(1,), amounts=(0.1,)),
         ]
     )
-    names = ("first", "drift", "mutant", "move", "linear", "ties")
-    assert [nursery.effort(name) for name in names] == [0, 1, 1, 2, 2, 3]
-    nursery.adapter("ties")
-    assert nursery.effort("ties") == 0
+    names = ("first", "step", "mutant", "move", "linear", "ties")
+    assert [builder.effort(name) for name in names] == [0, 1, 1, 2, 2, 3]
+    builder.adapter("ties")
+    assert builder.effort("ties") == 0
 
 
 async def test_leaving_early_makes_no_more_and_unloads_what_arrived(run: Run) -> None:
@@ -291,7 +291,7 @@ async def test_a_race_drops_the_hopeless_and_keeps_servers_full(
     search = SearchEvaluator(
         evaluator,  # type: ignore[arg-type]
         loader=CandidateLoader(FakeAdapters(), run=run),
-        nursery=Makers(),  # type: ignore[arg-type]
+        builder=Makers(),  # type: ignore[arg-type]
         tasks=tasks,
         weights={"t": 1.0},
         race=RaceConfig(block=4),
@@ -330,7 +330,7 @@ async def test_a_failure_while_the_next_wave_is_out_fails_the_candidate_alone(
     search = SearchEvaluator(
         Failing({"first": 1.0, "second": 0.9, "third": 0.8}),  # type: ignore[arg-type]
         loader=CandidateLoader(FakeAdapters(), run=run),
-        nursery=Makers(),  # type: ignore[arg-type]
+        builder=Makers(),  # type: ignore[arg-type]
         tasks=tasks,
         weights={"t": 1.0},
         race=RaceConfig(block=4),
@@ -357,7 +357,7 @@ async def test_a_dropped_candidate_that_did_not_see_every_taskset_keeps_its_viol
     search = SearchEvaluator(
         evaluator,  # type: ignore[arg-type]
         loader=CandidateLoader(FakeAdapters(), run=run),
-        nursery=Makers(),  # type: ignore[arg-type]
+        builder=Makers(),  # type: ignore[arg-type]
         tasks=tasks,
         weights={"a": 1.0, "b": 1.0},
         race=RaceConfig(block=4),

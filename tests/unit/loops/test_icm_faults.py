@@ -22,7 +22,7 @@ from loops.oracle import Oracle, make_config, write_items
 from rookery.errors import EngineError
 from rookery.loops.icm import IcmConfig, label, read_gold, read_items
 from rookery.runs import EventLog, NewEvent, Run
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.types import Score, ScoreRequest
 
 FAULTS = ("none", "raise", "nan", "both")

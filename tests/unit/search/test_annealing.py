@@ -22,7 +22,7 @@ from rookery.search.annealing import (
 )
 from rookery.search.constraints import Constraints, Exclusive
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
-from rookery.search.streams import stream, stream_seed
+from rookery.seeding import stream, stream_seed
 
 CONFIG = AnnealingConfig(iterations=400, num_start=4)
 

@@ -16,7 +16,7 @@ from rookery.search.archive import (
     sample,
 )
 from rookery.search.state import dump, load
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 GRID = ArchiveConfig(
     features=(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rookery.search.es import Es, EsConfig, ask, tell, utilities
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.state import dump, load
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 DIM = 10
 TARGET = np.linspace(-1, 1, DIM)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.pareto import crowded_scores, crowding, dominates, fronts, nsga2
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 points = st.lists(
     st.just(FAILED)

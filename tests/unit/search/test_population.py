@@ -34,8 +34,8 @@ from rookery.search.population import (
 )
 from rookery.search.selection import RouletteConfig, TruncationConfig
 from rookery.search.state import dump, load
-from rookery.search.streams import stream
 from rookery.search.succession import SurvivalConfig, SwarmConfig
+from rookery.seeding import stream
 
 TARGET = np.array([0.8, 1.4, 0.6, -0.5])
 FOUNDERS = {f"a{i}": np.eye(4)[i] * 0.5 for i in range(4)}
@@ -167,8 +167,8 @@ def test_a_moved_candidate_is_replaced_unless_it_is_an_elite() -> None:
     assert best in ids
     for source, target in moves.items():
         assert source == best or source not in ids
-        trail = next((m.trail for m in following.members if m.id == target), None)
-        assert trail is None or (trail.previous, trail.best) == (source, source)
+        particle = next((m.particle for m in following.members if m.id == target), None)
+        assert particle is None or (particle.previous, particle.best) == (source, source)
 
 
 def test_told_exactly_what_was_asked() -> None:

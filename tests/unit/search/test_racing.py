@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rookery.errors import ConfigError, TaskError
 from rookery.search.racing import Dropped, Race, RaceConfig, start, tell
 from rookery.search.sequential import STAKES
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]
 

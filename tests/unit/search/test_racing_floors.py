@@ -4,7 +4,7 @@ import pytest
 
 from rookery.search.fitness import fitness_of, rank_key
 from rookery.search.racing import Race, RaceConfig, start, tell
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]
 

@@ -18,7 +18,7 @@ from rookery.search.selection import (
     select,
     shares,
 )
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 ALL = [
     TournamentConfig(),

@@ -12,7 +12,7 @@ from rookery.search.statistics import (
     paired_difference,
     wilson,
 )
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 QUICK = Bootstrap(num_resamples=400)
 

@@ -5,25 +5,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.search.candidate import Candidate, ChildPlan, Trail
+from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import FAILED, Fitness
 from rookery.search.selection import RankConfig, RouletteConfig, TournamentConfig
-from rookery.search.streams import stream
 from rookery.search.succession import (
     SurvivalConfig,
     SwarmConfig,
-    Whereabouts,
-    next_trail,
+    SwarmState,
+    next_particle_state,
     plan_moves,
     step_length,
     survivors,
 )
+from rookery.seeding import stream
 
-AT = Whereabouts(generation=1, best="b", worst="w")
+AT = SwarmState(generation=1, best="b", worst="w")
 
 
-def candidate(id: str, score: float | None = 0.5, trail: Trail | None = None) -> Candidate:
-    return Candidate(id=id, generation=0, fitness=Fitness(score=score), sigma=0.1, trail=trail)
+def candidate(
+    id: str, score: float | None = 0.5, particle: ParticleState | None = None
+) -> Candidate:
+    return Candidate(
+        id=id, generation=0, fitness=Fitness(score=score), sigma=0.1, particle=particle
+    )
 
 
 @given(
@@ -53,15 +57,15 @@ def test_the_step_shrinks_per_generation_not_per_candidate() -> None:
     assert [step_length(config, generation=g) for g in (1, 2, 3, 4)] == [0.5, 0.25, 0.125, 0.1]
     members = [candidate(f"c{i}") for i in range(6)]
     for generation, step in ((1, 0.5), (2, 0.25)):
-        at = Whereabouts(generation=generation, best="b", worst="w")
+        at = SwarmState(generation=generation, best="b", worst="w")
         plans = plan_moves(members, config=config, at=at, seed=0)
         assert {plan.step for plan in plans} == {step}
 
 
 def test_a_move_is_the_velocity_formula() -> None:
-    trail = Trail(best="p", best_fitness=Fitness(score=0.6), previous="q", step=0.4)
+    particle = ParticleState(best="p", best_fitness=Fitness(score=0.6), previous="q", step=0.4)
     config = SwarmConfig(inertia=0.2, own_best=0.3, global_best=0.4, global_worst=0.1)
-    (plan,) = plan_moves([candidate("x", trail=trail)], config=config, at=AT, seed=5)
+    (plan,) = plan_moves([candidate("x", particle=particle)], config=config, at=AT, seed=5)
     r = stream(5, "move", "", 1, "x").random(4) * [0.2, 0.3, 0.4, 0.1]
     place = {name: stream(9, name).normal(size=3) for name in "xpqbw"}
     velocity = (place["x"] - place["q"]) / 0.4
@@ -90,7 +94,7 @@ def test_coefficients_are_drawn_per_candidate_and_per_generation() -> None:
     later = plan_moves(
         members,
         config=SwarmConfig(decay=1.0),
-        at=Whereabouts(generation=2, best="b", worst="w"),
+        at=SwarmState(generation=2, best="b", worst="w"),
         seed=0,
     )
     assert first == again
@@ -107,21 +111,21 @@ def test_moves_go_to_the_best_and_away_from_the_worst() -> None:
 
 
 def test_failed_and_lonely_candidates_stay() -> None:
-    at = Whereabouts(generation=1, best="x", worst="x")
+    at = SwarmState(generation=1, best="x", worst="x")
     members = [candidate("f", score=None), candidate("x")]
     assert plan_moves(members, config=SwarmConfig(), at=at, seed=0) == ()
 
 
 def test_the_own_best_is_remembered() -> None:
     (plan,) = plan_moves([candidate("x", 0.5)], config=SwarmConfig(), at=AT, seed=0)
-    worse = next_trail(candidate("x", 0.5), plan, fitness=Fitness(score=0.4))
+    worse = next_particle_state(candidate("x", 0.5), plan, fitness=Fitness(score=0.4))
     assert (worse.best, worse.previous, worse.step) == ("x", "x", plan.step)
-    better = next_trail(candidate("x", 0.5), plan, fitness=Fitness(score=0.6))
+    better = next_particle_state(candidate("x", 0.5), plan, fitness=Fitness(score=0.6))
     assert better.best == plan.id
-    failed = next_trail(candidate("x", 0.5, trail=worse), plan, fitness=FAILED)
+    failed = next_particle_state(candidate("x", 0.5, particle=worse), plan, fitness=FAILED)
     assert failed.best == "x"
-    old = Trail(best="old", best_fitness=Fitness(score=0.9), previous="y", step=0.5)
-    kept = next_trail(candidate("x", 0.5, trail=old), plan, fitness=Fitness(score=0.6))
+    old = ParticleState(best="old", best_fitness=Fitness(score=0.9), previous="y", step=0.5)
+    kept = next_particle_state(candidate("x", 0.5, particle=old), plan, fitness=Fitness(score=0.6))
     assert (kept.best, kept.best_fitness.score) == ("old", 0.9)
 
 

@@ -9,7 +9,7 @@ from weights.made import best_of_rank, dense, made
 
 from rookery.errors import AdapterError
 from rookery.search.parents import WeightRule, may_be_negative, parent_weights
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
 from rookery.weights.delta import low_rank

@@ -4,8 +4,8 @@ import pytest
 import torch
 from weights.made import dense, made
 
+from rookery.seeding import bulk_stream
 from rookery.types import Adapter
-from rookery.weights.draws import stream
 from rookery.weights.move import Guides, MoveConfig, move
 
 X, OWN, BEST, WORST = made(0), made(1), made(2), made(3)
@@ -13,7 +13,7 @@ X, OWN, BEST, WORST = made(0), made(1), made(2), made(3)
 
 def strengths(method: MoveConfig, key: tuple[int, ...]) -> list[float]:
     """The four strengths times their draws, divided by the sum."""
-    drawn = stream("move", *key).random(4)
+    drawn = bulk_stream("move", *key).random(4)
     four = [method.inertia, method.cognitive, method.social, method.repel]
     parts = [float(d) * s for d, s in zip(drawn, four, strict=True)]
     return [part / sum(parts) for part in parts]

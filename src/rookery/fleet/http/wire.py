@@ -17,7 +17,7 @@ from typing import Any
 
 from rookery.errors import FleetError
 from rookery.fleet.http.capabilities import Capabilities
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import (
     Completion,
     ModelRef,

@@ -3,7 +3,7 @@
 config.py            what a run is told
 founders.py          where the first adapters come from: files, zero, random
 checks.py            what is refused before the first question
-nursery.py           plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
+adapter_builder.py   plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
 loading.py           adapters on their way into the engine
 search_evaluator.py  adapters -> fitness: all together, in one batch, with racing
 stages/              the ways to search: ga, es, cmaes
@@ -14,9 +14,9 @@ documents.py         what is left behind, and the warnings
 loop.py              the loop
 """
 
+from rookery.loops.genome.adapter_builder import rebuild
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.generation_log import Generation, Watcher
 from rookery.loops.genome.loop import GenomeResult, evolve
-from rookery.loops.genome.nursery import rebuild
 
 __all__ = ["Generation", "GenomeConfig", "GenomeResult", "Watcher", "evolve", "rebuild"]

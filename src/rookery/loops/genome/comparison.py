@@ -12,7 +12,7 @@ from typing import Any
 
 from rookery.rollout import mean_by_source
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.types import Task
 
 __all__ = ["compare", "complete_means"]

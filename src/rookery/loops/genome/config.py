@@ -66,7 +66,7 @@ class GenomeConfig(Config):
     """Changes and additions to the crossovers by name."""
     mutations: dict[str, MutateConfig] = Field(default_factory=dict)
     """Changes and additions to the mutations by name."""
-    made_on: Literal["cpu", "cuda"] = "cpu"
+    merge_device: Literal["cpu", "cuda"] = "cpu"
     """Where children are made. `cuda`, the first GPU here, is for servers on this machine: whole
     layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
     2 GB there beside them. The last bits of a child depend on it."""

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
-from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.parts import RunParts
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.runs import Run
@@ -31,14 +31,14 @@ class Ending:
 
 def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
     """Leave everything in the run directory; the report is also the result."""
-    nursery, search, run = parts.nursery, parts.search, parts.run
+    builder, search, run = parts.builder, parts.search, parts.run
     winner = ending.choice.ranked[0]
     population = list(dict.fromkeys(ending.population or [winner]))
-    run.write_folder("winner", lambda path: write_adapter(nursery.adapter(winner), path))
-    _save_all(run, "founders", nursery, nursery.founders)
-    _save_all(run, "population", nursery, population)
-    run.write_json("lineage.json", nursery.lineage())
-    run.append("winner", {"id": winner, "version": nursery.version(winner)}, key="winner")
+    run.write_folder("winner", lambda path: write_adapter(builder.adapter(winner), path))
+    _save_all(run, "founders", builder, builder.founders)
+    _save_all(run, "population", builder, population)
+    run.write_json("lineage.json", builder.lineage())
+    run.append("winner", {"id": winner, "version": builder.version(winner)}, key="winner")
     report = {
         "kind": "genome",
         "run": run.name,
@@ -47,12 +47,12 @@ def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
         "tasksets": [_describe_taskset(taskset) for taskset in parts.tasksets],
         "rows": ending.rows,
         "generations": [asdict(generation) for generation in parts.log.generations],
-        "lineage": _draw_lineage(nursery, search, ending.searched, winner),
+        "lineage": _draw_lineage(builder, search, ending.searched, winner),
         "winner": winner,
         "population": _describe_all(search, population),
         "front": _describe_all(search, _find_front(search, ending.searched)),
         "floors": dict(search.floors),
-        "num_candidates": nursery.num_distinct(ending.searched),
+        "num_candidates": builder.num_distinct(ending.searched),
         "num_rollouts": parts.evaluator.num_rollouts,
         "num_tokens": parts.evaluator.num_tokens,
         "seconds": run.worked_s,
@@ -62,10 +62,10 @@ def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
     return report
 
 
-def _save_all(run: Run, folder: str, nursery: Nursery, names: Iterable[str]) -> None:
+def _save_all(run: Run, folder: str, builder: AdapterBuilder, names: Iterable[str]) -> None:
     def write(path: Path) -> None:
         for name in names:
-            write_adapter(nursery.adapter(name), path / name)
+            write_adapter(builder.adapter(name), path / name)
 
     run.write_folder(folder, write)
 
@@ -96,18 +96,18 @@ def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
 
 
 def _draw_lineage(
-    nursery: Nursery, search: SearchEvaluator, searched: Sequence[str], winner: str
+    builder: AdapterBuilder, search: SearchEvaluator, searched: Sequence[str], winner: str
 ) -> list[dict[str, Any]]:
     """The searched candidates as nodes: founders first, then as they were made."""
     ancestors, queue = {winner}, [winner]
     while queue:
-        recipe = nursery.recipes.get(queue.pop())
+        recipe = builder.recipes.get(queue.pop())
         parents = recipe.parents if recipe is not None else ()
         queue.extend(p for p in parents if p not in ancestors)
         ancestors.update(parents)
     graph = []
     for name in searched:
-        recipe = nursery.recipes.get(name)
+        recipe = builder.recipes.get(name)
         graph.append(
             {
                 "id": name,
@@ -145,7 +145,7 @@ def _warn_of_better_baselines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
     winner, warnings = ending.choice.ranked[0], []
-    if winner in parts.nursery.founders:
+    if winner in parts.builder.founders:
         warnings.append(
             f"The search improved on no founder: the winner is the founder {winner} itself."
         )

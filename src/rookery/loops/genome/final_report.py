@@ -15,16 +15,16 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import TaskError
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.comparison import compare, complete_means
 from rookery.loops.genome.generation_log import Cost
 from rookery.loops.genome.loading import CandidateLoader, LoadFailure
-from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
-from rookery.search.streams import stream_seed
 from rookery.search.vote import vote
+from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
 from rookery.weights.merge import LinearConfig, merge
 
@@ -72,14 +72,14 @@ class FinalReport:
         *,
         loader: CandidateLoader,
         base: ModelRef,
-        nursery: Nursery,
+        builder: AdapterBuilder,
         search: SearchEvaluator,
         weights: Mapping[str, float],
     ) -> None:
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
-        self._nursery = nursery
+        self._builder = builder
         self._search = search
         self._weights = dict(weights)
 
@@ -97,7 +97,7 @@ class FinalReport:
     def founders(self) -> list[str]:
         """The founders that did not fail, best first by the search split."""
         measured = self._search.measured
-        alive = [f for f in self._nursery.founders if f in measured and not measured[f].error]
+        alive = [f for f in self._builder.founders if f in measured and not measured[f].error]
         return sorted(alive, key=lambda f: rank_key(measured[f].fitness), reverse=True)
 
     async def choose(
@@ -118,7 +118,7 @@ class FinalReport:
         if not tasks:
             return Choice(ranked=tuple(by_search))
         names = list(dict.fromkeys([*by_search, *floor_holders.values()]))
-        makers = {name: self._nursery.maker(name) for name in names}
+        makers = {name: self._builder.maker(name) for name in names}
         groups = await self._rollout(makers, tasks, phase=phase)
         means = {name: self._means(name, groups[name], tasks) for name in names}
         floors = dict(self._search.floors)
@@ -151,21 +151,21 @@ class FinalReport:
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
-        plans = random_plans(self._nursery.founders, count=count, seed=seed, merge="sum")
-        self._nursery.plan(plans)
+        plans = random_plans(self._builder.founders, count=count, seed=seed, merge="sum")
+        self._builder.plan(plans)
         measured = self._search.measured
         names = [plan.id for plan in plans]
         for first in range(0, count, 16):
             drawn = [name for name in names[:first] if measured[name].is_complete]
             part, key = names[first : first + 16], stream_seed(seed, "random", first)
             await self._search.measure(part, rivals=drawn, seed=key, keep=keep)
-            self._nursery.keep(())
+            self._builder.keep(())
         complete = [name for name in names if measured[name].is_complete]
         return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:keep]
 
     def merged(self, max_rank: int) -> list[ReportEntry]:
         """The average and the sum of all founders, exact as far as the rank allows."""
-        parents = [self._nursery.adapter(f) for f in self._nursery.founders]
+        parents = [self._builder.adapter(f) for f in self._builder.founders]
         if len(parents) < 2:
             return []
         rank = min(max_rank, sum(parent.rank for parent in parents))
@@ -192,7 +192,7 @@ class FinalReport:
         from."""
         # A founder may be called like an entry: their names are told apart.
         makers = {
-            f"voter {voter}": self._nursery.maker(voter)
+            f"voter {voter}": self._builder.maker(voter)
             for entry in entries
             for voter in entry.voters
         }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from rookery.loops.genome.nursery import Nursery
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
@@ -72,13 +72,13 @@ class GenerationLog:
         self,
         run: Run,
         *,
-        nursery: Nursery,
+        builder: AdapterBuilder,
         evaluator: TasksetEvaluator,
         watcher: Watcher,
     ) -> None:
         self.generations: list[Generation] = []
         self._run = run
-        self._nursery = nursery
+        self._builder = builder
         self._evaluator = evaluator
         self._watcher = watcher
         self._best: float | None = None
@@ -149,10 +149,10 @@ class GenerationLog:
         )
 
     def _describe(self, name: str, result: Measured) -> dict[str, object]:
-        recipe = self._nursery.recipes.get(name)
+        recipe = self._builder.recipes.get(name)
         return {
             "id": name,
-            "version": self._nursery.version(name),
+            "version": self._builder.version(name),
             "operator": recipe.operator if recipe is not None else "founder",
             "parents": list(recipe.parents) if recipe is not None else [],
             "score": result.fitness.score,

@@ -76,22 +76,22 @@ async def evolve(
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
     ending = Ending(searched=searched, population=tuple(population), choice=choice, rows=rows)
     report = await asyncio.to_thread(write_report, parts, ending)
-    return GenomeResult(winner=parts.nursery.adapter(choice.ranked[0]), report=report)
+    return GenomeResult(winner=parts.builder.adapter(choice.ranked[0]), report=report)
 
 
 async def _measure_founders(parts: RunParts) -> dict[str, str]:
     """Founders see every task: they are the baseline. The founders that hold a floor, by source."""
-    config, names = parts.config, list(parts.nursery.founders)
+    config, names = parts.config, list(parts.builder.founders)
     if isinstance(config.init, FileInit) and config.init.use != "adapters":
         plans = pair_plans(names, count=config.init.num_pairs, seed=config.seed)
-        parts.nursery.plan(plans)
+        parts.builder.plan(plans)
         names = [*names, *(plan.id for plan in plans)]
     with parts.log.phase("founders") as cost:
         await parts.search.measure(names, rivals=(), seed=config.seed, keep=len(names))
         holders = _set_floors(parts)
         measured = {name: parts.search.measured[name] for name in names}
         parts.log.record("founders", measured, cost())
-    errors = [measured[founder].error for founder in parts.nursery.founders]
+    errors = [measured[founder].error for founder in parts.builder.founders]
     if all(errors):
         raise TaskError(f"All {len(errors)} founders failed. The first error: {errors[0]}")
     return holders
@@ -101,7 +101,7 @@ def _set_floors(parts: RunParts) -> dict[str, str]:
     """Everybody is judged by the floors, the founders too."""
     search, floors, holders = parts.search, parts.config.floors, {}
     values = {source: floor for source, floor in floors.items() if floor != "founder"}
-    alive = [f for f in parts.nursery.founders if not search.measured[f].error]
+    alive = [f for f in parts.builder.founders if not search.measured[f].error]
     for source in floors:
         if source not in values and alive:
             holders[source] = max(alive, key=lambda f: search.means(f)[source])
@@ -114,20 +114,20 @@ def _context(parts: RunParts, index: int) -> StageContext:
     init = parts.config.init
     begins_with_pairs = isinstance(init, FileInit) and init.use == "pairs"
     return StageContext(
-        nursery=parts.nursery,
+        builder=parts.builder,
         search=parts.search,
         log=parts.log,
         seed=parts.config.seed,
         index=index,
-        baselines=frozenset(parts.nursery.founders if begins_with_pairs else ()),
+        baselines=frozenset(parts.builder.founders if begins_with_pairs else ()),
     )
 
 
 async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, list[ReportEntry]]:
     """Choose on `select`; who is compared on `report`: the winner first, then the best founder."""
-    final, nursery, log = parts.final, parts.nursery, parts.log
+    final, builder, log = parts.final, parts.builder, parts.log
     settings, select = parts.config.finals, parts.split("select")
-    num_searched = nursery.num_distinct(parts.search.measured)
+    num_searched = builder.num_distinct(parts.search.measured)
     with log.phase("select") as cost:
         finalists = final.finalists(settings.num_finalists)
         choice = await final.choose(finalists, select, floor_holders=holders)
@@ -137,11 +137,11 @@ async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, l
     measuring = log.founders()
     winner, best = choice.ranked[0], founders[0]
     entries = [
-        ReportEntry(name="evolved", adapter=nursery.adapter(winner), note=winner, cost=spent),
-        ReportEntry(name="best founder", adapter=nursery.adapter(best), note=best, cost=measuring),
+        ReportEntry(name="evolved", adapter=builder.adapter(winner), note=winner, cost=spent),
+        ReportEntry(name="best founder", adapter=builder.adapter(best), note=best, cost=measuring),
         *await asyncio.to_thread(final.merged, parts.engine.max_rank),
     ]
-    if settings.random_search and len(nursery.founders) > 1:
+    if settings.random_search and len(builder.founders) > 1:
         entries += await _search_randomly(parts, holders, count=num_searched)
     panels = {
         "vote of founders": (founders[: settings.num_voters], measuring),
@@ -169,7 +169,7 @@ async def _search_randomly(
     return [
         ReportEntry(
             name="random search",
-            adapter=parts.nursery.adapter(choice.ranked[0]),
+            adapter=parts.builder.adapter(choice.ranked[0]),
             note=f"best of {count}",
             cost=replace(spent, num_candidates=count),
         )

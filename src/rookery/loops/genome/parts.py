@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.config import MERGES, MUTATIONS, GenomeConfig
 from rookery.loops.genome.final_report import FinalReport
 from rookery.loops.genome.generation_log import GenerationLog, Watcher
 from rookery.loops.genome.loading import CandidateLoader
-from rookery.loops.genome.nursery import Nursery
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
@@ -27,7 +27,7 @@ class RunParts:
     tasksets: Sequence[Taskset]
     engine: Engine
     evaluator: TasksetEvaluator
-    nursery: Nursery
+    builder: AdapterBuilder
     search: SearchEvaluator
     final: FinalReport
     log: GenerationLog
@@ -48,12 +48,12 @@ def assemble(
     watcher: Watcher,
 ) -> RunParts:
     """Everything a run needs, ready to measure the founders."""
-    nursery = Nursery(
+    builder = AdapterBuilder(
         founders,
         merges={**MERGES, **config.merges},
         mutations={**MUTATIONS, **config.mutations},
         rank=config.rank or max(adapter.rank for adapter in founders.values()),
-        device=config.made_on,
+        device=config.merge_device,
     )
     loader = CandidateLoader(engine, run=run)
     weights = {taskset.name: taskset.weight for taskset in tasksets}
@@ -61,7 +61,7 @@ def assemble(
     search = SearchEvaluator(
         evaluator,
         loader=loader,
-        nursery=nursery,
+        builder=builder,
         tasks=[task for taskset in tasksets for task in taskset.split("search")],
         weights={name: weight for name, weight in weights.items() if name in searched},
         race=config.race,
@@ -72,16 +72,16 @@ def assemble(
         tasksets=tasksets,
         engine=engine,
         evaluator=evaluator,
-        nursery=nursery,
+        builder=builder,
         search=search,
         final=FinalReport(
             evaluator,
             loader=loader,
             base=engine.base,
-            nursery=nursery,
+            builder=builder,
             search=search,
             weights=weights,
         ),
-        log=GenerationLog(run, nursery=nursery, evaluator=evaluator, watcher=watcher),
+        log=GenerationLog(run, builder=builder, evaluator=evaluator, watcher=watcher),
         run=run,
     )

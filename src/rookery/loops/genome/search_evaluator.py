@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.concurrency import task_group, together
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
-from rookery.loops.genome.nursery import Nursery
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
 from rookery.search.racing import Race, RaceConfig
-from rookery.search.streams import stream
+from rookery.seeding import stream
 from rookery.types import ModelRef, Task
 
 __all__ = ["Measured", "SearchEvaluator"]
@@ -55,7 +55,7 @@ class SearchEvaluator:
         evaluator: TasksetEvaluator,
         *,
         loader: CandidateLoader,
-        nursery: Nursery,
+        builder: AdapterBuilder,
         tasks: Sequence[Task],
         weights: Mapping[str, float],
         race: RaceConfig,
@@ -63,7 +63,7 @@ class SearchEvaluator:
     ) -> None:
         self._evaluator = evaluator
         self._loader = loader
-        self._nursery = nursery
+        self._builder = builder
         self._is_remote = is_remote
         self._tasks = {task.id: task for task in tasks}
         self._weights = dict(weights)
@@ -101,14 +101,14 @@ class SearchEvaluator:
             await self._measure_cohort(cohort, rivals=before, seed=seed, keep=keep)
             before += [name for name in cohort if self.measured[name].is_complete]
             if len(candidates) > COHORT:
-                self._nursery.forget(cohort)
+                self._builder.forget(cohort)
         return {name: self.measured[name] for name in candidates}
 
     async def _measure_cohort(
         self, names: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> None:
-        in_turn = sorted(names, key=self._nursery.effort)  # cheapest first: the engine has work
-        makers = {name: self._nursery.maker(name) for name in in_turn}
+        in_turn = sorted(names, key=self._builder.effort)  # cheapest first: the engine has work
+        makers = {name: self._builder.maker(name) for name in in_turn}
         known = {r: self.measured[r].rewards for r in rivals if self.measured[r].is_complete}
         async with self._loader.load(makers, phase="search") as arrivals:
             race = await self._run(names, arrivals, known=known, seed=seed, keep=keep)
@@ -192,7 +192,7 @@ class SearchEvaluator:
             loaded = await arrivals[name]
             if isinstance(loaded, LoadFailure):
                 self._errors.setdefault(name, {}).update(dict.fromkeys(tasks, loaded.error))
-                self._nursery.learn(name, loaded.version)
+                self._builder.learn(name, loaded.version)
             else:
                 refs[name] = loaded
         evaluations = await self._evaluator.evaluate(

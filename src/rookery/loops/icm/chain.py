@@ -28,7 +28,7 @@ from rookery.search.annealing import (
 )
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["Chain", "ChainResult", "Problem", "Step"]
 

@@ -41,7 +41,7 @@ from rookery.runs import Run
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import IdOrder, TreeOrder
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.train.sft import SftConfig
 from rookery.types import Datum, ModelRef
 

@@ -17,7 +17,7 @@ from rookery.loops.icm.objective import Read, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
-from rookery.search.streams import shuffled, stream, stream_seed
+from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = ["Siblings", "SiblingsConfig", "calibrated", "invert", "most_likely", "surest"]
 

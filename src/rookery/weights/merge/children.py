@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from rookery.errors import AdapterError
+from rookery.seeding import Key
 from rookery.types import Adapter
 from rookery.weights.delta import inner_products, low_rank, truncate, truncate_dense
-from rookery.weights.draws import Key
 from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rookery.errors import AdapterError
-from rookery.weights.draws import Key
+from rookery.seeding import Key
 
 __all__ = ["Cross", "Space", "Takes", "normalised", "require_parents", "shares"]
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.weights.draws import Key, stream
+from rookery.seeding import Key, bulk_stream
 from rookery.weights.merge.blend import Blend, Drop, Floats, Integers
 from rookery.weights.merge.blocks import BLOCK, blocks, each
 from rookery.weights.merge.cross import Cross, Space, Takes, normalised
@@ -88,7 +88,7 @@ def drop_rows(
 
 def _draw(bounds: Integers, *, density: float, gain: float, key: Key) -> tuple[Floats, Integers]:
     """Factors of one parent, `gain` / p with probability p, else 0; and where each block starts."""
-    rng = stream("dare", *key)
+    rng = bulk_stream("dare", *key)
     length = int(bounds[-1, 1]) if len(bounds) else 0
     size = min(length, _NUM_DECISIONS)
     num_kept = round(density * _STEPS)

@@ -4,7 +4,7 @@ import re
 from typing import ClassVar, Literal
 
 from rookery.config import Config
-from rookery.weights.draws import stream
+from rookery.seeding import bulk_stream
 from rookery.weights.merge.cross import Cross, Space, Takes, shares
 from rookery.weights.merge.gram import Gram
 
@@ -29,7 +29,7 @@ def layerwise(method: LayerwiseConfig, *, cross: Cross, gram: Gram) -> tuple[flo
     parts = shares(cross)
     block = _BLOCK.match(gram.layer)
     unit = block[0] if method.unit == "block" and block else gram.layer
-    rng = stream("layerwise", unit, *cross.key)
+    rng = bulk_stream("layerwise", unit, *cross.key)
     if method.mode == "pick":
         chosen = int(rng.choice(len(parts), p=parts))
         return tuple(float(index == chosen) for index in range(len(parts)))

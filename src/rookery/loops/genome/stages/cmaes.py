@@ -12,7 +12,7 @@ from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, CmaesState
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["CmaesStage", "run_cmaes"]
 
@@ -31,7 +31,7 @@ class CmaesStage(CmaesConfig, Config):
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     """Search the coefficients of the founders; the last generation is the population."""
-    founders = context.nursery.founders
+    founders = context.builder.founders
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
@@ -66,5 +66,5 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
         )
         search.tell([fitness[plan.id] for plan in plans])
         population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
-        context.nursery.keep([best] if best else [])
+        context.builder.keep([best] if best else [])
     return population

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rookery.concurrency import together
+from rookery.loops.genome.adapter_builder import AdapterBuilder, Recipe
 from rookery.loops.genome.generation_log import GenerationLog
-from rookery.loops.genome.nursery import Nursery, Recipe
 from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
 from rookery.search.fitness import Fitness, rank_key
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 
 __all__ = ["StageContext"]
 
@@ -17,7 +17,7 @@ __all__ = ["StageContext"]
 class StageContext:
     """One stage's view of the run."""
 
-    nursery: Nursery
+    builder: AdapterBuilder
     search: SearchEvaluator
     log: GenerationLog
     seed: int
@@ -66,7 +66,7 @@ class StageContext:
     async def _race(
         self, recipes: Sequence[Recipe], rivals: Iterable[str], *, keep: int, key: tuple[int, ...]
     ) -> dict[str, Measured]:
-        self.nursery.plan(recipes)
+        self.builder.plan(recipes)
         known = [name for name in rivals if name in self.search.measured]
         return await self.search.measure(
             [recipe.id for recipe in recipes],

@@ -15,11 +15,11 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.loops.genome.nursery import Drift
+from rookery.loops.genome.adapter_builder import EsStep
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
 from rookery.search.es import Es, EsConfig
-from rookery.search.streams import stream_seed
+from rookery.seeding import stream_seed
 from rookery.types import Adapter
 
 __all__ = ["EsStage", "run_es"]
@@ -43,14 +43,14 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
     start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
-    scale = _spread(context.nursery.adapter(start))
+    scale = _spread(context.builder.adapter(start))
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
     es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
-    centre = _drift(context, "e000-centre", start, terms=(), is_chained=False)
+    centre = _es_step(context, "e000-centre", start, terms=(), is_chained=False)
     for _ in range(config.steps):
         trials = strategy.ask(es)
         recipes = [
-            _drift(
+            _es_step(
                 context,
                 trial.id,
                 centre.id,
@@ -61,24 +61,24 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
         fitness = await context.measure(
             [*recipes, centre], rivals=[start], keep=len(recipes) + 2, stage="es"
         )
-        context.nursery.keep([start, centre.id])
+        context.builder.keep([start, centre.id])
         es = strategy.tell(es, {trial.id: fitness[context.prefix + trial.id] for trial in trials})
         terms = [(term.seed, term.weight * scale) for term in es.updates[-1]]
-        centre = _drift(context, f"e{es.generation:03d}-centre", centre.id, terms=terms)
+        centre = _es_step(context, f"e{es.generation:03d}-centre", centre.id, terms=terms)
     last = await context.measure([centre], rivals=[start], keep=2, stage="es")
     return [start] if last[centre.id].is_failed else [centre.id]
 
 
-def _drift(
+def _es_step(
     context: StageContext,
     name: str,
     parent: str,
     *,
     terms: Sequence[tuple[int, float]],
     is_chained: bool = True,
-) -> Drift:
+) -> EsStep:
     """The parent plus the terms, each a seed and how much of its noise."""
-    return Drift(
+    return EsStep(
         id=context.prefix + name,
         generation=len(context.log.generations),
         parent=parent,

@@ -22,7 +22,7 @@ from rookery.search.children import ChildrenConfig, CrossoverConfig, MutationCon
 from rookery.search.fitness import comparable_scores
 from rookery.search.islands import Islands, IslandsConfig
 from rookery.search.population import Population, PopulationConfig
-from rookery.search.streams import stream
+from rookery.seeding import stream
 
 __all__ = ["GaStage", "run_ga"]
 
@@ -96,7 +96,7 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         if archive is not None:
             archive = _archive(archive, list(fitness), context)
             populations = _recall(archive, populations, config, context, generation)
-        context.nursery.keep(id for p in populations for id in ga.references(p))
+        context.builder.keep(id for p in populations for id in ga.references(p))
     return [m.id for p in populations for m in p.members if not m.fitness.is_failed]
 
 

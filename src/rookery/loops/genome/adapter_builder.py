@@ -1,8 +1,8 @@
 """Plans -> adapters. Every adapter is its recipe: what is not in memory is made again.
 
-nursery = Nursery(founders, merges=..., mutations=..., rank=8)
-nursery.plan([ChildPlan(...), Drift(...)])
-adapter = nursery.adapter("g003-c07")        # the same bits every time
+builder = AdapterBuilder(founders, merges=..., mutations=..., rank=8)
+builder.plan([ChildPlan(...), EsStep(...)])
+adapter = builder.adapter("g003-c07")        # the same bits every time
 rebuild(lineage_document, founders, "g003-c07")
 """
 
@@ -21,21 +21,21 @@ from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
 from rookery.weights.mutate import MutateConfig, mutate
 from rookery.weights.perturb import rounded, unrounded
 
-__all__ = ["Drift", "Nursery", "Recipe", "check_device", "rebuild"]
+__all__ = ["AdapterBuilder", "EsStep", "Recipe", "check_device", "rebuild"]
 
 _MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
 _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
 _NO_MEMORY: Mapping[type[Exception], str] = {
-    torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write made_on: cpu"
+    torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
 }
-_FORMAT = 2
+_FORMAT = 3
 """Of lineage documents. In those without one a mutation's sigma was written and not used."""
 _MOVE = LinearConfig(normalise=False)
 """A move of a swarm is a linear combination whose weights mean what they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class EsStep:
     """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES.
 
     A centre is the centre before it plus one update, a trial is a centre plus one noise: the chain
@@ -48,8 +48,8 @@ class Drift:
     seeds: tuple[int, ...]
     amounts: tuple[float, ...]
     is_chained: bool = False
-    """The parent is a drift, and its numbers are taken before they are rounded to its dtype: small
-    updates add up as if they were made at once."""
+    """The parent is an ES step, and its numbers are taken before they are rounded to its dtype:
+    small updates add up as if they were made at once."""
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -64,15 +64,16 @@ class Drift:
         return "es"
 
 
-Recipe = ChildPlan | Drift
+Recipe = ChildPlan | EsStep
 
 _RECIPES: Mapping[str, TypeAdapter[Any]] = {
     "ChildPlan": TypeAdapter(ChildPlan),
-    "Drift": TypeAdapter(Drift),
+    "EsStep": TypeAdapter(EsStep),
+    "Drift": TypeAdapter(EsStep),  # its name in lineages of format 2
 }
 
 
-class Nursery:
+class AdapterBuilder:
     """Makes candidates and keeps the adapters that are needed."""
 
     def __init__(
@@ -94,9 +95,9 @@ class Nursery:
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, Adapter] = {}
         self._unrounded: dict[str, Mapping[str, LoraFactors]] = {}
-        """In float32, the drifts that others are chained to."""
+        """In float32, the ES steps that others are chained to."""
         self._chained: set[str] = set()
-        """Drifts that others are chained to."""
+        """ES steps that others are chained to."""
         self._versions = {name: adapter.version for name, adapter in founders.items()}
 
     @property
@@ -112,7 +113,7 @@ class Nursery:
         """Learn how to make candidates; nothing is made yet."""
         for recipe in recipes:
             self._recipes[recipe.id] = recipe
-            if isinstance(recipe, Drift) and recipe.is_chained:
+            if isinstance(recipe, EsStep) and recipe.is_chained:
                 self._chained.add(recipe.parent)
 
     def adapter(self, candidate: str) -> Adapter:
@@ -204,8 +205,8 @@ class Nursery:
 
     def _make(self, recipe: Recipe) -> Adapter:
         parents = [self.adapter(parent) for parent in recipe.parents]
-        if isinstance(recipe, Drift):
-            return self._drift(recipe, parents[0])
+        if isinstance(recipe, EsStep):
+            return self._es_step(recipe, parents[0])
         adapter = parents[0]
         if recipe.merge is not None:
             method = _MOVE if recipe.merge == "move" else self._merge(recipe.merge)
@@ -225,7 +226,7 @@ class Nursery:
             adapter = mutate(adapter, method=change, key=key, sigma=recipe.sigma).adapter
         return replace(adapter, name=recipe.id)
 
-    def _drift(self, recipe: Drift, parent: Adapter) -> Adapter:
+    def _es_step(self, recipe: EsStep, parent: Adapter) -> Adapter:
         start = self._unrounded[recipe.parent] if recipe.is_chained else parent.factors
         seeds = [(seed,) for seed in recipe.seeds]
         moved = unrounded(start, seeds=seeds, amounts=recipe.amounts)
@@ -246,7 +247,7 @@ def check_device(device: str) -> None:
     if device != "cpu" and not torch.cuda.is_available():
         raise AdapterError(
             f"Candidates were to be made on {device}, and torch sees no GPU here: write "
-            "made_on: cpu. A run that began on a GPU goes on only on one."
+            "merge_device: cpu. A run that began on a GPU goes on only on one."
         )
 
 
@@ -261,7 +262,7 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
     unused = {} if "format" in lineage else {"sigma": None}
-    nursery = Nursery(
+    builder = AdapterBuilder(
         known,
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
         mutations={
@@ -274,10 +275,10 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
     for entry in lineage["candidates"]:
         fields = dict(entry)
         versions[fields["id"]] = fields.pop("version")
-        nursery.plan([_RECIPES[fields.pop("kind")].validate_python(fields)])
+        builder.plan([_RECIPES[fields.pop("kind")].validate_python(fields)])
     if candidate not in versions:
         raise AdapterError(f"{candidate!r} is not in this lineage of {len(versions)} candidates.")
-    adapter = _make_alone(nursery, candidate)
+    adapter = _make_alone(builder, candidate)
     if adapter.version != versions[candidate]:
         raise AdapterError(
             f"{candidate} came out as {adapter.version}, the run recorded {versions[candidate]}: "
@@ -286,11 +287,11 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
     return adapter
 
 
-def _make_alone(nursery: Nursery, candidate: str) -> Adapter:
+def _make_alone(builder: AdapterBuilder, candidate: str) -> Adapter:
     """The candidate, each ancestor let go after the last one that needs it was made."""
-    order = nursery.missing(candidate)
-    last_use = {p: name for name in order for p in nursery.recipes[name].parents}
+    order = builder.missing(candidate)
+    last_use = {p: name for name in order for p in builder.recipes[name].parents}
     for name in order:
-        nursery.adapter(name)
-        nursery.forget(p for p in nursery.recipes[name].parents if last_use[p] == name)
-    return nursery.adapter(candidate)
+        builder.adapter(name)
+        builder.forget(p for p in builder.recipes[name].parents if last_use[p] == name)
+    return builder.adapter(candidate)

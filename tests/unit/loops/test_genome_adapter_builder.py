@@ -7,8 +7,8 @@ import torch
 from weights.made import made
 
 from rookery.errors import AdapterError
-from rookery.loops.genome import nursery as nursery_module
-from rookery.loops.genome.nursery import Drift, Nursery, rebuild
+from rookery.loops.genome import adapter_builder as builder_module
+from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
 from rookery.search.candidate import ChildPlan
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
@@ -28,49 +28,51 @@ PLAN = ChildPlan(
 )
 
 
-def open_nursery(device: str = "cpu") -> Nursery:
+def open_builder(device: str = "cpu") -> AdapterBuilder:
     founders = {"x": made(1), "y": made(2)}
-    nursery = Nursery(founders, merges={"ties": TiesConfig()}, mutations={}, rank=3, device=device)
-    nursery.plan([PLAN])
-    return nursery
+    builder = AdapterBuilder(
+        founders, merges={"ties": TiesConfig()}, mutations={}, rank=3, device=device
+    )
+    builder.plan([PLAN])
+    return builder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_made_on_one() -> None:
-    with pytest.raises(AdapterError, match="no GPU here: write made_on: cpu"):
-        open_nursery("cuda")
+    with pytest.raises(AdapterError, match="no GPU here: write merge_device: cpu"):
+        open_builder("cuda")
 
 
 def test_a_full_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(nursery_module, "merge", full)
-    with pytest.raises(AdapterError, match=r"Making g001-c00: Tried .* write made_on: cpu"):
-        open_nursery().adapter("g001-c00")
+    monkeypatch.setattr(builder_module, "merge", full)
+    with pytest.raises(AdapterError, match=r"Making g001-c00: Tried .* write merge_device: cpu"):
+        open_builder().adapter("g001-c00")
 
 
 def test_the_device_is_part_of_the_lineage() -> None:
-    nursery = open_nursery()
-    child = nursery.adapter("g001-c00")
-    lineage = nursery.lineage()
+    builder = open_builder()
+    child = builder.adapter("g001-c00")
+    lineage = builder.lineage()
     assert lineage["device"] == "cpu"
-    founders = [nursery.adapter("x"), nursery.adapter("y")]
+    founders = [builder.adapter("x"), builder.adapter("y")]
     assert rebuild(lineage, founders, "g001-c00").version == child.version
     del lineage["device"]
     assert rebuild(lineage, founders, "g001-c00").version == child.version, "of older runs"
 
 
-def drifts(num_steps: int) -> list[Drift]:
+def es_steps(num_steps: int) -> list[EsStep]:
     """Centres of an ES, each the one before plus an update of three, with a trial around each."""
     chain, parent = [], "x"
     for step in range(num_steps):
         seeds = tuple(range(3 * step, 3 * step + 3))
-        centre = Drift(
+        centre = EsStep(
             id=f"e{step}-centre", generation=step, parent=parent, seeds=seeds,
             amounts=(0.001, -0.002, 0.003), is_chained=step > 0,
         )  # fmt: skip
-        trial = Drift(
+        trial = EsStep(
             id=f"e{step}-trial", generation=step, parent=centre.id, seeds=(1000 + step,),
             amounts=(0.1,), is_chained=True,
         )  # fmt: skip
@@ -90,35 +92,35 @@ def change_dtype(adapter: Adapter, dtype: torch.dtype) -> Adapter:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_of_updates_has_the_bits_of_their_sum(dtype: torch.dtype) -> None:
     start = change_dtype(made(1), dtype)
-    nursery = Nursery({"x": start}, merges={}, mutations={}, rank=3)
-    nursery.plan(drifts(20))
+    builder = AdapterBuilder({"x": start}, merges={}, mutations={}, rank=3)
+    builder.plan(es_steps(20))
     seeds = [*((seed,) for seed in range(60)), (1019,)]
     amounts = [0.001, -0.002, 0.003] * 20 + [0.1]
     assert (
-        nursery.adapter("e19-trial").version
+        builder.adapter("e19-trial").version
         == accumulate(start, seeds=seeds, amounts=amounts).version
     )
-    lineage = nursery.lineage()
-    again = rebuild(lineage, [nursery.adapter("x")], "e19-trial")
-    assert again.version == nursery.adapter("e19-trial").version
+    lineage = builder.lineage()
+    again = rebuild(lineage, [builder.adapter("x")], "e19-trial")
+    assert again.version == builder.adapter("e19-trial").version
 
 
 def test_the_next_trial_costs_one_noise_however_many_steps_there_were() -> None:
-    nursery = Nursery({"x": made(1)}, merges={}, mutations={}, rank=3)
-    recipes = drifts(30)
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations={}, rank=3)
+    recipes = es_steps(30)
     for centre, trial in zip(recipes[::2], recipes[1::2], strict=True):
-        nursery.plan([trial, centre])
-        assert nursery.missing(trial.id) == [centre.id, trial.id]
+        builder.plan([trial, centre])
+        assert builder.missing(trial.id) == [centre.id, trial.id]
         assert (len(centre.seeds), len(trial.seeds)) == (3, 1)
-        nursery.adapter(trial.id)
-        nursery.keep(["x", centre.id])
-    nursery.keep([])
-    assert len(nursery.missing("e29-trial")) == 31, "each centre once, then the trial"
+        builder.adapter(trial.id)
+        builder.keep(["x", centre.id])
+    builder.keep([])
+    assert len(builder.missing("e29-trial")) == 31, "each centre once, then the trial"
 
 
 def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
     founders = {"x": made(1, rank=1), "y": made(2, rank=1)}
-    nursery = Nursery(
+    builder = AdapterBuilder(
         founders, merges={"ties": TiesConfig()}, mutations={"gaussian": GaussianConfig()}, rank=1
     )
     parent = "x"
@@ -127,21 +129,21 @@ def test_a_long_lineage_is_rebuilt_bit_for_bit() -> None:
             id=f"g{generation}", generation=generation, parents=(parent,), weights=(1.0,),
             merge=None, mutation="gaussian", sigma=0.1, seed_key=generation,
         )  # fmt: skip
-        nursery.plan([plan])
-        nursery.adapter(plan.id)
-        nursery.keep([plan.id])
+        builder.plan([plan])
+        builder.adapter(plan.id)
+        builder.keep([plan.id])
         parent = plan.id
-    again = rebuild(nursery.lineage(), [nursery.adapter(f) for f in founders], parent)
-    assert again.version == nursery.adapter(parent).version
+    again = rebuild(builder.lineage(), [builder.adapter(f) for f in founders], parent)
+    assert again.version == builder.adapter(parent).version
 
 
 def test_lineages_written_before_a_mutation_obeyed_its_sigma_are_rebuilt() -> None:
     mutations = {"gaussian": GaussianConfig()}
-    nursery = Nursery({"x": made(1)}, merges={}, mutations=mutations, rank=3)
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations=mutations, rank=3)
     plan = replace(PLAN, merge=None, mutation="gaussian", parents=("x",), weights=(1.0,), sigma=0.3)
-    nursery.plan([plan])
-    nursery.adapter(plan.id)
-    lineage = nursery.lineage()
+    builder.plan([plan])
+    builder.adapter(plan.id)
+    lineage = builder.lineage()
     del lineage["format"]
     lineage["mutations"]["gaussian"]["sigma"] = 0.1
-    rebuild(lineage, [nursery.adapter("x")], plan.id)
+    rebuild(lineage, [builder.adapter("x")], plan.id)
