@@ -16,6 +16,7 @@ import torch
 from rookery.embedded.decode import DecodeBatch
 from rookery.embedded.prefill import Prefill, Prompt
 from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
+from rookery.embedded.stop_search import StopSearch
 from rookery.errors import EngineError
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.types import (
@@ -66,6 +67,7 @@ class _Sequence:
 
     job: SampleJob
     index: int
+    stops: StopSearch
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
@@ -244,7 +246,8 @@ class Batcher:
         started: list[_Sequence] = []
         while self._ready and len(started) < self._decode.num_free:
             job = self._ready[0]
-            started.append(_Sequence(job=job, index=job.num_started))
+            stops = StopSearch(job.request.params.stop, detokenize=self._detokenize)
+            started.append(_Sequence(job=job, index=job.num_started, stops=stops))
             job.num_started += 1
             if job.num_started == job.request.params.n:
                 self._ready.pop(0)
@@ -317,11 +320,9 @@ class Batcher:
         is_eos = not params.ignore_eos and token in self._model.shape.eos_tokens
         if is_eos or token in params.stop_tokens:
             return "stop", self._detokenize(sequence.tokens[:-1])
-        if params.stop:
-            text = self._detokenize(sequence.tokens)
-            places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
-            if places:
-                return "stop", text[: min(places)]
+        text = sequence.stops.find(sequence.tokens)
+        if text is not None:
+            return "stop", text
         if len(sequence.tokens) >= sequence.job.max_tokens:
             return "length", self._detokenize(sequence.tokens)
         return None, ""
