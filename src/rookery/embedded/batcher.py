@@ -44,6 +44,12 @@ class ScoreJob:
     request: ScoreRequest
     prompt: Prompt
     result: Score | EngineError | None = None
+    is_second_try: bool = False
+
+    def restart(self) -> None:
+        """Begin anew, in an empty batcher."""
+        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.result, self.is_second_try = None, True
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +62,13 @@ class SampleJob:
     completions: dict[int, Completion] = field(default_factory=dict)
     num_started: int = 0
     result: tuple[Completion, ...] | EngineError | None = None
+    is_second_try: bool = False
+
+    def restart(self) -> None:
+        """Begin anew, in an empty batcher."""
+        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.completions, self.num_started = {}, 0
+        self.result, self.is_second_try = None, True
 
 
 Job = ScoreJob | SampleJob
@@ -91,6 +104,8 @@ class Batcher:
         self._detokenize = detokenize
         self._prefill_tokens = prefill_tokens
         self._max_rows = max_rows
+        self._share = 1
+        """What is computed at a time, one part in so many: 2 while a job has its second try."""
         self._decode = DecodeBatch(model, max_rows=max_rows)
         self._waiting: list[Job] = []
         self._ready: list[SampleJob] = []
@@ -122,6 +137,16 @@ class Batcher:
         self.prefill.set_cut(self.prefill.cut)
 
     @torch.inference_mode()
+    def retry(self, jobs: Sequence[Job]) -> None:
+        """Memory was short: forget everything but these jobs, which begin anew, and compute half as
+        much at a time until they are done. Their answers do not depend on that."""
+        self._share = 2
+        self.reset()
+        for job in jobs:
+            job.restart()
+        self._waiting = sorted(jobs, key=lambda job: job.prompt.tokens)
+
+    @torch.inference_mode()
     def clear(self) -> None:
         """Forget every prefix that no job needs."""
         self.prefill.clear()
@@ -140,6 +165,14 @@ class Batcher:
         self.prefill.set_cut(cut)
 
     @property
+    def _num_free(self) -> int:
+        """Rows that sequences may begin in."""
+        return max(0, max(1, self._max_rows // self._share) - len(self._decoding))
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *self._ready, *(sequence.job for sequence in self._decoding)]
+
+    @property
     def is_idle(self) -> bool:
         return not (self._waiting or self._ready or self._decoding)
 
@@ -150,12 +183,15 @@ class Batcher:
         An answered job has left: it holds no memory and no row.
         """
         self._left = []
+        if self._share > 1 and not any(job.is_second_try for job in self._jobs()):
+            self._share = 1
         self._add(added)
         if dropped:
             self._drop(dropped)
         if self._waiting:
             self.prefill.advance(
-                [job.prompt for job in self._admissible()], budget=self._prefill_tokens
+                [job.prompt for job in self._admissible()],
+                budget=max(1, self._prefill_tokens // self._share),
             )
             self._leave_waiting()
         self._start_sequences()
@@ -168,7 +204,7 @@ class Batcher:
 
     def _admissible(self) -> list[Job]:
         """Waiting jobs worth computing now: all scores, and samples that will find rows."""
-        room = self._decode.num_free - len(self._ready)
+        room = self._num_free - len(self._ready)
         jobs: list[Job] = []
         for job in self._waiting:
             if isinstance(job, SampleJob):
@@ -244,7 +280,8 @@ class Batcher:
     def _start_sequences(self) -> None:
         """Give free rows to ready jobs and draw their first tokens."""
         started: list[_Sequence] = []
-        while self._ready and len(started) < self._decode.num_free:
+        num_free = self._num_free
+        while self._ready and len(started) < num_free:
             job = self._ready[0]
             stops = StopSearch(job.request.params.stop, detokenize=self._detokenize)
             started.append(_Sequence(job=job, index=job.num_started, stops=stops))
