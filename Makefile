@@ -11,20 +11,21 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.1
 comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-real check bench clean
+.PHONY: help demo test test-real check docs bench clean
 
 help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests, with real parts that run on any CPU in minutes"
 	@echo "make test-real  everything against real vLLM too (installs it into .venv-vllm)"
 	@echo "make check      format, lint, types"
+	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
 
 demo: $(VENV)/.ready
 	$(BIN)/rookery genome run configs/demo.yaml $(ARGS)
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov tests/unit $(ARGS)
 	$(BIN)/pytest tests/real $(ARGS)
 
 test-real: $(VENV)/.ready .venv-vllm/.ready
@@ -35,13 +36,18 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.ready
+	$(PIP) --group docs
+	$(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
+
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"

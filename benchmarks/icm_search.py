@@ -11,7 +11,7 @@ tokens.
 
 Two searches: `ours`, and `published`, as its authors' code does it (another repair, which asks for
 much twice, and other random numbers). Each runs twice: as a plain loop in id order, one context
-after another, nothing remembered; and through the loop's reader, which remembers, on the tree.
+after another, nothing remembered; and through the loop's scorer, which remembers, on the tree.
 """
 
 import argparse
@@ -29,9 +29,14 @@ from numpy.typing import NDArray
 from rookery.embedded import resolve_model
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.items import DataConfig, Item
+from rookery.loops.icm.label_scorer import (
+    LabelScorer,
+    PlainLabelScorer,
+    ScoreStore,
+    SharedLabelScorer,
+)
 from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.loops.icm.reader import PlainReader, Reader, ScoreStore, SharedReader
 from rookery.search.annealing import AnnealingConfig, temperature
 from rookery.search.constraints import Constraints, EqualAnswer
 from rookery.search.labelling import UNLABELLED, Labels, relabel
@@ -155,9 +160,9 @@ class Published:
     again up to ten times while pairs are broken.
     """
 
-    def __init__(self, oracle: OracleSampler, reader: Reader, *, seed: int) -> None:
+    def __init__(self, oracle: OracleSampler, scorer: LabelScorer, *, seed: int) -> None:
         self._oracle = oracle
-        self._reader = reader
+        self._scorer = scorer
         self._rng = stream(seed, "published")
         self._num_evaluations = 0
 
@@ -226,7 +231,7 @@ class Published:
 
     async def _odds(self, signs: NDArray[np.int64], items: Sequence[int]) -> NDArray[np.float64]:
         labels = _labels(signs)
-        reads = await self._reader.read([(labels, item) for item in items])
+        reads = await self._scorer.score([(labels, item) for item in items])
         return np.array([read[0] - read[1] for read in reads if read is not None])
 
     async def _utility(self, signs: NDArray[np.int64]) -> float:
@@ -245,7 +250,7 @@ def _labels(signs: NDArray[np.int64]) -> Labels:
 
 
 async def run_oracle(name: str, setting: Setting, *, prompts: Prompts, seed: int = 1) -> None:
-    """Each search as a plain loop in id order, then through the reader on the tree."""
+    """Each search as a plain loop in id order, then through the scorer on the tree."""
     for search in (run_ours, run_published):
         plain = OracleSampler(setting, real=prompts, seed=seed)
         expected = await search(plain, way="plain", seed=seed)
@@ -268,7 +273,7 @@ async def run_oracle(name: str, setting: Setting, *, prompts: Prompts, seed: int
 
 
 async def run_published(sampler: OracleSampler, *, way: str, seed: int) -> Found:
-    return await Published(sampler, _reader(sampler, way=way), seed=seed).run()
+    return await Published(sampler, _scorer(sampler, way=way), seed=seed).run()
 
 
 async def run_ours(sampler: OracleSampler, *, way: str, seed: int) -> Found:
@@ -282,7 +287,7 @@ async def run_ours(sampler: OracleSampler, *, way: str, seed: int) -> Found:
         num_labels=2,
         groups=tuple(i // 4 for i in range(size)),
         constraints=Constraints(tied, num_items=size, num_labels=2),
-        reader=_reader(sampler, way=way),
+        scorer=_scorer(sampler, way=way),
         objective=ObjectiveConfig(),
     )
     start: Labels | None = None
@@ -299,15 +304,15 @@ def _groups(size: int) -> list[tuple[int, ...]]:
     return [tuple(range(first, min(first + 4, size))) for first in range(0, size, 4)]
 
 
-def _reader(sampler: OracleSampler, *, way: str) -> Reader:
+def _scorer(sampler: OracleSampler, *, way: str) -> LabelScorer:
     size = len(sampler.truth)
     items = [Item(id=str(i), text=f"#{i}", group=str(i // 4), fields={}) for i in range(size)]
     data = DataConfig(path=Path("items.jsonl"), prompt="#{{ n }}")
     prompts = Prompts(items, encoder=Encoder(encode=encode), data=data)
     if way == "plain":
-        return PlainReader(sampler, prompts=prompts, order=IdOrder(size), model=BASE)
+        return PlainLabelScorer(sampler, prompts=prompts, order=IdOrder(size), model=BASE)
     tree = TreeOrder(_groups(size))
-    return SharedReader(sampler, prompts=prompts, order=tree, model=BASE, store=ScoreStore())
+    return SharedLabelScorer(sampler, prompts=prompts, order=tree, model=BASE, store=ScoreStore())
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ from icm import embedded, server
 from rookery.config import load_config
 from rookery.embedded import resolve_model
 from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.exports import ExportsConfig
+from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.reader import ScoreStore
-from rookery.loops.icm.siblings import Siblings, SiblingsConfig
 from rookery.loops.icm.verdict import agree
 from rookery.runs import Run
 
@@ -77,8 +77,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         )
         for name in arguments.parts:
             config = made[name]()
-            siblings = SiblingsConfig(num_shots=arguments.shots, num_rounds=2, inverted=False)
-            config = config.model_copy(update={"siblings": siblings})
+            baselines = BaselinesConfig(num_shots=arguments.shots, num_rounds=2, inverted=False)
+            config = config.model_copy(update={"baselines": baselines})
             print(f"\n{name}: {config.data.path.name}", flush=True)
             if arguments.items:
                 await label_plainly(limited(config, arguments.items), bench)
@@ -140,14 +140,14 @@ async def label_plainly(config: IcmConfig, bench: Bench) -> None:
     # Few demonstrations at a time: that all items together pass the context matters to none.
     unlimited = Bench(sampler=bench.sampler, model=bench.model, encoder=bench.encoder)
     problem = open_problem(config, items, bench=unlimited, store=ScoreStore())
-    siblings = Siblings(problem, config=config.siblings, seed=config.seed)
+    baselines = Baselines(problem, config=config.baselines, seed=config.seed)
     gold = read_gold(config.data, items)
     truth = {place: gold[item.id] for place, item in enumerate(items)}
     found = {
-        "zero-shot": await siblings.zero_shot(),
-        "random few-shot": await siblings.random_few_shot(),
-        "bootstrap": await siblings.bootstrap(),
-        "golden few-shot": await siblings.golden_few_shot(truth),
+        "zero-shot": await baselines.zero_shot(),
+        "random few-shot": await baselines.random_few_shot(),
+        "bootstrap": await baselines.bootstrap(),
+        "golden few-shot": await baselines.golden_few_shot(truth),
     }
     for name, labels in found.items():
         agreement = agree(dict(enumerate(labels)), truth, tied=problem.constraints.components)

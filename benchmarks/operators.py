@@ -40,9 +40,8 @@ from rookery.weights.merge import (
     merge,
     merge_stack,
 )
-from rookery.weights.merge.blend import Blend, Engine, Floats, Trim
+from rookery.weights.merge.blend import Blend, Trim
 from rookery.weights.merge.compiled import load_engine
-from rookery.weights.merge.portable import Portable
 from rookery.weights.merge.rows import factor_rows
 from rookery.weights.stack import LayerShape, Layout, Stack, empty_stack, places
 
@@ -95,7 +94,7 @@ def main() -> None:
     seconds = best_of_each(jobs_of(population, out), repeats=options.repeats)
     bandwidth = 2 * population.data.numel() * 4 / seconds.pop("copy")
     print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s, one read and one write")
-    print(f"passes: {type(load_engine()).__name__.lower()}\n")
+    print(f"passes: {'torch' if load_engine() is None else 'compiled'}\n")
     print(f"{'operator':<11}{'ms/child':>9}{'of copy':>9}{'bar':>7}", end="")
     print("".join(f"{peer.name + ' ms':>11}{'of copy':>9}" for peer in PEERS))
     for name, duration in seconds.items():
@@ -173,28 +172,25 @@ def profile_ties(population: Stack, *, repeats: int) -> None:
     pieces, values = factor_rows(population).pieces, population.data.numpy()
     bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
     counts = np.array([int(DENSITY * piece.sizes[0]) for piece in pieces], np.int64)
-    target, engines = np.empty_like(values[0]), dict[str, Engine[Floats]](numpy=Portable())
-    if not isinstance(load_engine(), Portable):
-        engines["compiled"] = load_engine()
+    target, engine = np.empty_like(values[0]), load_engine()
+    if engine is None:
+        return
     print("\nTIES by stage, one thread, ns per number:")
-    for name, engine in engines.items():
-        limits = [engine.limits(values[row], bounds=bounds, counts=counts) for row in (0, 1)]
-        blend = Blend(
-            rows=[values[0], values[1]],
-            bounds=bounds,
-            entries=Trim(limits),
-            weights=np.array([0.4, 0.6], np.float32),
-            out=target,
-        )
-        stages: dict[str, Callable[[], object]] = {
-            "limits, once per parent": partial(
-                engine.limits, values[0], bounds=bounds, counts=counts
-            ),
-            "trim, elect and average": partial(engine.blend, blend),
-        }
-        for stage, function in stages.items():
-            seconds = best(function, repeats=repeats)
-            print(f"  {name + ': ' + stage:<40}{seconds / target.size * 1e9:>6.2f}")
+    limits = [engine.limits(values[row], bounds=bounds, counts=counts) for row in (0, 1)]
+    blend = Blend(
+        rows=[values[0], values[1]],
+        bounds=bounds,
+        entries=Trim(limits),
+        weights=np.array([0.4, 0.6], np.float32),
+        out=target,
+    )
+    stages: dict[str, Callable[[], object]] = {
+        "limits, once per parent": partial(engine.limits, values[0], bounds=bounds, counts=counts),
+        "trim, elect and average": partial(engine.blend, blend),
+    }
+    for stage, function in stages.items():
+        seconds = best(function, repeats=repeats)
+        print(f"  {stage:<40}{seconds / target.size * 1e9:>6.2f}")
 
 
 def time_deltas() -> None:

@@ -5,30 +5,38 @@
 
 Linear work has exponent 1. Above `MOST` a row is marked and the program ends with 1. Seconds are
 CPU time of one thread, the best of `REPEATS`. A new row is a function that takes a size, prepares,
-and returns what is timed, and a line of `ROWS`.
+and returns what is timed, and a line of `ROWS`. `FLAT` has rows of work that should not grow: the
+last size may take `MOST_FLAT` times as long as the first.
 """
 
 import argparse
+import itertools
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
+from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.loops.icm.verdict import agree
 from rookery.rollout.log import RolloutLog
 from rookery.runs import Run
 from rookery.search import archive as grid
 from rookery.search import racing
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.fitness import Fitness
 from rookery.search.pareto import nsga2
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.program import ProgramRecord, summarize
+from rookery.search.programs.sampling import Plan
+from rookery.search.waves import Waves
 from rookery.seeding import stream
 from rookery.types import Adapter, Completion, LoraFactors, ModelRef, Rollout, Task
 from rookery.weights import make_adapter
@@ -37,6 +45,8 @@ from rookery.weights.mutate import GaussianConfig
 
 MOST = 1.1
 """Exponents up to this pass: logarithms and caches take the place of the last tenth."""
+MOST_FLAT = 1.2
+"""How much longer a step may take at the last size than at the first."""
 REPEATS = 3
 
 Work = Callable[[], object]
@@ -59,7 +69,8 @@ def race(num_candidates: int, num_tasks: int) -> Work:
 
     def work() -> None:
         running = racing.start(names, tasks, config=config, rng=stream(0))
-        while asks := running.asks:
+        waves = Waves(running, size=1)
+        while asks := waves.next():
             told = {
                 name: answers[int(name[1:]), [int(task[1:]) for task in asked]].tolist()
                 for name, asked in asks.items()
@@ -137,8 +148,8 @@ def climb(num_steps: int) -> Work:
     return work
 
 
-def merge_founders(num_founders: int) -> Work:
-    founders = [make_adapter_of(seed, size=288) for seed in range(num_founders)]
+def merge_founders(num_founders: int, *, size: int) -> Work:
+    founders = [make_adapter_of(seed, size=size) for seed in range(num_founders)]
     weights = stream(0).random(num_founders).tolist()
     return lambda: merge(founders, weights=weights, method=LinearConfig(), rank=8)
 
@@ -191,16 +202,50 @@ def agree_on(num_items: int) -> Work:
     return lambda: agree(labels, labels, tied=tied)
 
 
+def evolve(num_programs: int) -> Work:
+    """400 asks and tells on a database of this many programs; none is removed for its number."""
+    rng = stream(0, "programs")
+    config = DatabaseConfig(population_size=1_000_000)
+    database = ProgramDatabase(config, seed=0, arms=[Arm(name="small"), Arm(name="large")])
+    letters = "".join(map(chr, range(32, 127)))
+    attempts = itertools.count(1)
+
+    def record(plan: Plan | None, attempt: int) -> ProgramRecord:
+        text = "x\n" * int(rng.integers(100, 4000)) + letters[: int(rng.integers(95))]
+        return ProgramRecord(
+            id=f"p{attempt}", attempt=attempt, island=plan.island if plan else 0,
+            metrics={"combined_score": float(rng.random())}, code=summarize(text),
+            parent=plan.parent if plan else None, arm=plan.arm if plan else "", cost=1.0,
+        )  # fmt: skip
+
+    database.tell(record(None, 0))
+    for attempt in itertools.islice(attempts, num_programs):
+        database.tell(record(database.ask(attempt), attempt))
+    texts = [record(None, 0) for _ in range(400)]
+
+    def work() -> None:
+        # The records are ready but for their place: making them is the caller's cost.
+        for text, attempt in zip(texts, attempts, strict=False):
+            plan = database.ask(attempt)
+            database.tell(replace(text, id=f"p{attempt}", island=plan.island, parent=plan.parent))
+
+    return work
+
+
 ROWS: Mapping[str, Row] = {
     "racing, 32 candidates": Row("tasks", (250, 500, 1000, 2000), lambda n: race(32, n)),
     "racing, 100 tasks": Row("candidates", (125, 250, 500, 1000), lambda n: race(n, 100)),
     "rollout log": Row("rollouts", (1000, 2000, 4000, 8000), log_rollouts),
     "es, 16 trials a step": Row("steps", (10, 20, 40, 80), climb),
-    "merge of all founders": Row("founders", (50, 100, 200, 400), merge_founders),
+    "merge, 1024 x 1024": Row("founders", (8, 16, 32, 64), lambda n: merge_founders(n, size=1024)),
+    "merge, 288 x 288": Row("founders", (50, 100, 200, 400), lambda n: merge_founders(n, size=288)),
     "rebuild": Row("generations", (250, 500, 1000, 2000), rebuild_lineage),
     "archive": Row("candidates", (1000, 2000, 4000, 8000), fill_archive),
     "nsga2, 2 objectives": Row("candidates", (500, 1000, 2000, 4000), survive),
     "icm agreement": Row("items", (500, 1000, 2000, 4000), agree_on),
+}
+FLAT: Mapping[str, Row] = {
+    "programs, ask and tell": Row("programs", (100, 1000, 10_000), evolve),
 }
 
 
@@ -218,6 +263,16 @@ def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
+def show_flat(name: str, row: Row) -> bool:
+    """Print the row; whether its work stays as cheap as it was."""
+    seconds = [seconds_of(row.prepare(size)) for size in row.sizes]
+    ratio = seconds[-1] / seconds[0]
+    cells = "  ".join(f"{n}: {s:.3f} s" for n, s in zip(row.sizes, seconds, strict=True))
+    mark = "" if ratio <= MOST_FLAT else f"  above {MOST_FLAT}"
+    print(f"{name:<22} {row.grows:<11} {ratio:4.2f}x   {cells}{mark}", flush=True)
+    return ratio <= MOST_FLAT
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("word", nargs="?", default="", help="only rows whose name holds this")
@@ -233,6 +288,9 @@ def main() -> int:
         mark = "" if slope <= MOST else f"  above {MOST}"
         print(f"{name:<22} {row.grows:<11} {slope:5.2f}   {cells}{mark}", flush=True)
         is_within = is_within and slope <= MOST
+    for name, row in FLAT.items():
+        if word in name:
+            is_within = show_flat(name, row) and is_within
     return 0 if is_within else 1
 
 

@@ -1,8 +1,15 @@
 """Rookery: one vLLM fleet, every way to make a model better on it.
 
+    outcome = rookery.run_genome("configs/demo.yaml", seed=3)
+    outcome.report.winner.mean, outcome.path / "winner"
+
 Importing the package is light: no torch, no network. The records that flow between the parts are
-here; everything else is imported from its own module (`rookery.embedded`, `rookery.weights`, ...).
+here; the functions that open engines and run loops are loaded when they are first used. Everything
+else is imported from its own module (`rookery.weights`, `rookery.tasks`, ...).
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from rookery.errors import RookeryError
 from rookery.types import (
@@ -19,6 +26,14 @@ from rookery.types import (
     Task,
 )
 
+if TYPE_CHECKING:
+    from rookery.compose.evaluation import evaluate
+    from rookery.compose.genome import run_genome
+    from rookery.compose.icm import run_icm
+    from rookery.compose.resuming import resume
+    from rookery.compose.sft import run_sft
+    from rookery.engines import open_engine
+
 __all__ = [
     "Adapter",
     "Completion",
@@ -32,4 +47,30 @@ __all__ = [
     "Score",
     "ScoreRequest",
     "Task",
+    "evaluate",
+    "open_engine",
+    "resume",
+    "run_genome",
+    "run_icm",
+    "run_sft",
 ]
+
+_LAZY = {
+    "evaluate": "rookery.compose.evaluation",
+    "open_engine": "rookery.engines",
+    "resume": "rookery.compose.resuming",
+    "run_genome": "rookery.compose.genome",
+    "run_icm": "rookery.compose.icm",
+    "run_sft": "rookery.compose.sft",
+}
+"""What is loaded when it is first used, and from where: it needs torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'rookery' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -11,6 +11,7 @@
     ├── FleetError     an inference server, local or remote
     │   └── FleetDownError    no server can serve anybody: all are down, or the fleet is closed
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
+    ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
     ├── SandboxError   an untrusted program
     └── ServiceError   a client of the HTTP service
 
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "EngineDownError",
     "EngineError",
+    "ExecutorError",
     "FleetDownError",
     "FleetError",
     "ModelError",
@@ -81,6 +83,10 @@ class FleetDownError(FleetError):
 
 class TrainError(RookeryError):
     """A trainer cannot take a batch or a step."""
+
+
+class ExecutorError(RookeryError):
+    """No worker can run a job. A loop ends, to be resumed; it records no failure."""
 
 
 class SandboxError(RookeryError):

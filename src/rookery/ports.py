@@ -4,15 +4,17 @@
 unchanged on any implementation: the embedded engine, the vLLM fleet, an external API, a fake.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from rookery.types import (
     Adapter,
     Completion,
     Datum,
     Evaluation,
+    Job,
+    JobOutcome,
     ModelRef,
     SampleRequest,
     Score,
@@ -20,6 +22,7 @@ from rookery.types import (
     Task,
     TextReply,
     TextRequest,
+    WorkerInfo,
 )
 
 __all__ = [
@@ -33,8 +36,6 @@ __all__ = [
     "TextModel",
     "Trainer",
 ]
-
-Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -90,6 +91,11 @@ class Engine(Sampler, Adapters, Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether it computes on other hardware: then candidates are made while it answers."""
+        ...
+
+    @property
+    def token_counts(self) -> Mapping[str, int]:
+        """Tokens computed so far, by kind; empty when it does not tell."""
         ...
 
 
@@ -167,10 +173,42 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Where work runs: this process, local processes, Ray, Modal."""
+    """Where jobs run: local processes, Ray, Modal. All its workers hold the same task.
 
-    async def run(self, function: Callable[..., Result], *args: object) -> Result: ...
+    A job is named by (attempt, epoch). The caller decides what a lost worker means: it submits the
+    attempt again with the next epoch, or gives it up. Only what is in flight is remembered.
+    """
 
-    async def map(
-        self, function: Callable[..., Result], items: Sequence[object]
-    ) -> Sequence[Awaitable[Result]]: ...
+    @property
+    def capacity(self) -> int:
+        """How many jobs can run at the same time now; changes as workers end and are replaced."""
+        ...
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers that get jobs, and those that do not with the reason."""
+        ...
+
+    @property
+    def num_late(self) -> int:
+        """Results and submissions of old epochs that were dropped."""
+        ...
+
+    async def submit(self, job: Job) -> JobOutcome:
+        """Run the job when a worker is free. Cancelling the caller cancels the job.
+
+        The same (attempt, epoch) while in flight is one job. A newer epoch cancels the older one,
+        an older one is not run. Raises ExecutorError when no worker can run anything, or closed.
+        """
+        ...
+
+    def cancel(self, attempt: int) -> None:
+        """End the job of this attempt, killing what runs; it resolves to JobCancelled. Idempotent.
+
+        An attempt that is not in flight is ignored.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Cancel everything and end the workers. Idempotent."""
+        ...

@@ -16,9 +16,9 @@ from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
 from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
+from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
-from rookery.loops.icm.reader import ScoreStore
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import TreeOrder
@@ -101,13 +101,13 @@ async def test_batched_numbers_are_those_of_one_at_a_time(bench: Bench, store: S
     items = read_items(config.data)
     labels = truth_of(config)
     contexts = [(labels, item) for item in range(8)]
-    shared = await open_problem(config, items, bench=bench, store=store).reader.read(contexts)
+    shared = await open_problem(config, items, bench=bench, store=store).scorer.score(contexts)
     alone = EngineConfig(model="smollm2", dtype="float32", cache_gib=1e-6)
     async with open_engine(alone) as engine:
         other = Bench(sampler=engine, model=engine.base, encoder=bench.encoder)
         problem = open_problem(config, items, bench=other, store=ScoreStore())
         for context, expected in zip(contexts, shared, strict=True):
-            [read] = await problem.reader.read([context])
+            [read] = await problem.scorer.score([context])
             assert read == pytest.approx(expected, abs=1e-4)
 
 
@@ -122,7 +122,7 @@ async def test_twelve_reviews_are_all_right(bench: Bench, tmp_path: Path) -> Non
 async def test_without_constraints_everything_gets_one_label_and_is_told_so(
     bench: Bench, tmp_path: Path
 ) -> None:
-    free = ["--constraints", "[]", "--siblings.inverted", "false"]
+    free = ["--constraints", "[]", "--baselines.inverted", "false"]
     config = reviews("--data.limit", "12", "--num-chains", "3", "--search.iterations", "100", *free)
     result = await _run(config, bench, tmp_path)
     assert result["verdict"] == "collapsed"

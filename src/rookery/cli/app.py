@@ -1,4 +1,4 @@
-"""The command tree, and how a command ends: 0, 2 with a sentence, or 130 for Ctrl-C."""
+"""The command tree, and how a command ends: 0, 2 with a sentence, 130 (Ctrl-C), 143 (SIGTERM)."""
 
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from rookery.cli.icm import icm
 from rookery.cli.runs import runs
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
+from rookery.compose.stopping import Stopped, stop_signals
 from rookery.errors import RookeryError
 
 __all__ = ["app", "main"]
@@ -22,6 +23,7 @@ app = cyclopts.App(
     help="One vLLM fleet, every way to make a model better on it.",
     version_flags=["--version"],
     help_on_error=False,
+    suppress_keyboard_interrupt=False,  # it would exit with 130, whatever the signal was
 )
 app.command(evaluate, name="eval")
 app.command(genome)
@@ -50,7 +52,8 @@ EXTRAS = {
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
     try:
-        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        with stop_signals():
+            code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
         fail(f"{error} See `rookery --help`.")
         sys.exit(2)
@@ -66,6 +69,8 @@ def main(words: Sequence[str] | None = None) -> None:
             f"pip install 'rookery[{EXTRAS[package]}]'."
         )
         sys.exit(2)
+    except Stopped as stop:
+        sys.exit(stop.code)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -11,8 +11,7 @@ import cyclopts
 from cyclopts import Parameter
 from rich.markup import escape
 
-from rookery.cli.engine import launch_progress, resolve_smollm2
-from rookery.cli.terminal import check_flags, console, fail, log_warnings, run_async
+from rookery.cli.terminal import check_flags, console, display, fail, log_warnings
 from rookery.config import load_config
 from rookery.errors import ConfigError
 
@@ -55,6 +54,8 @@ def up(
     executor
         `ray` places the servers on the nodes of a Ray cluster; needs launch.replicas.
     """
+    from rookery.compose.running import run_async
+
     log_warnings()
     launch = _read_launch(config, overrides, executor)
     if launch.placement == "ray":
@@ -80,6 +81,7 @@ def status(
     json_out
         Print JSON instead of a table.
     """
+    from rookery.compose.running import run_async
     from rookery.fleet.admin import status as look
 
     log_warnings()
@@ -113,6 +115,7 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
     adapter
         A PEFT folder to load, sample with and unload; by default one that changes nothing.
     """
+    from rookery.compose.running import run_async
     from rookery.fleet.verify import verify as examine
 
     log_warnings()
@@ -154,14 +157,22 @@ def _read_launch(
     if Path(config).suffix in _FILES:
         loaded = load_config(FleetConfig, Path(config), overrides=words)
     else:
-        model = resolve_smollm2(config)
-        loaded = load_config(FleetConfig, overrides=["--launch.model", model, *words])
+        loaded = load_config(FleetConfig, overrides=["--launch.model", _loadable(config), *words])
     if loaded.launch is None:
         raise ConfigError(
             f"{config} has no launch section, so there is nothing to start: write launch with a "
             "model, or use the servers in urls as they are."
         )
     return loaded.launch
+
+
+def _loadable(model: str) -> str:
+    """`smollm2` as a folder that vLLM can load; other names as they are."""
+    if model.lower() != "smollm2":
+        return model
+    from rookery.engines import resolve_smollm2
+
+    return resolve_smollm2(model)
 
 
 def _read_adapter(path: Path) -> "Adapter":
@@ -174,7 +185,6 @@ async def _up(launch: "LaunchConfig") -> int:
     from rookery.fleet.admin import up as serve
 
     def ready(servers: "Sequence[LocalServer]") -> None:
-        bar.stop()
         urls = [server.url for server in servers]
         for server in servers:
             line = f"{server.url}   process {server.pid}   log {server.log}"
@@ -184,8 +194,8 @@ async def _up(launch: "LaunchConfig") -> int:
             console.print(f"They ask for the key that {_KEY} or launch.api_key holds.")
         console.print("Ctrl-C or `rookery fleet down` stops them.", highlight=False)
 
-    with launch_progress() as bar:
-        await serve(launch, on_ready=ready, progress=bar.show)
+    with display.launching() as show:
+        await serve(launch, on_ready=ready, progress=show)
     console.print("Stopped.")
     return 0
 

@@ -1,28 +1,17 @@
 """`rookery runs list | show | resume | export`."""
 
 import json
-import os
-import shlex
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
 
-from rookery.cli.terminal import console
-from rookery.config import Config, parse_config
-from rookery.errors import ConfigError, RunError
+from rookery.cli.outcome import print_outcome
+from rookery.cli.terminal import console, log_warnings
 
-if TYPE_CHECKING:
-    from rookery.runs import Run
-
-__all__ = ["OpenRun", "new_run", "open_again", "runs"]
-
-OpenRun = Callable[[], "AbstractContextManager[Run]"]
-"""Makes a run or goes on with one, when everything that can be refused has been read."""
+__all__ = ["runs"]
 
 runs = cyclopts.App(name="runs", help="Look at runs, go on with one, take one apart.")
 
@@ -107,22 +96,10 @@ def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
     runs_dir
         Where runs are kept.
     """
-    from rookery.runs import Run
+    from rookery.compose.resuming import resume as go_on
 
-    with Run.open(_find(path, runs_dir)) as run:
-        if run.kind == "eval":
-            from rookery.cli.evaluation import EvalConfig, resume_evaluation
-
-            return resume_evaluation(run, parse_config(EvalConfig, run.config, origin=str(path)))
-        if run.kind == "genome":
-            from rookery.cli.genome import resume_genome
-
-            return resume_genome(run)
-        if run.kind == "icm":
-            from rookery.cli.icm import resume_icm
-
-            return resume_icm(run)
-        raise RunError(f"{path} is a run of kind {run.kind!r}, which this version cannot resume.")
+    log_warnings()
+    return print_outcome(go_on(_find(path, runs_dir)))
 
 
 @runs.command
@@ -143,59 +120,6 @@ def export(path: Path, out: Path, *, runs_dir: Path = Path("runs")) -> None:
     with Run.view(_find(path, runs_dir)) as run:
         num_events = export_events(run, out)
     console.print(f"{num_events} events written to {out}", markup=False, soft_wrap=True)
-
-
-def new_run(config: Config, *, kind: str, name: str, runs_dir: Path) -> OpenRun:
-    """The run that is made later, so that a model or an adapter that cannot be used leaves none.
-
-    A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
-    """
-    from rookery.runs import Run
-
-    _require_folder(runs_dir)
-    if name and _is_run(runs_dir / name):
-        path = runs_dir / name
-        raise RunError(
-            f"{path} already holds a run: go on with it by `rookery runs resume "
-            f"{shlex.quote(str(path))}`, or choose another --name."
-        )
-    document = config.model_dump(mode="json")
-    return lambda: Run.create(runs_dir, kind=kind, config=document, name=name)
-
-
-def open_again(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> "Run":
-    """The run that `--resume` goes on with; a run has one config, the one it was made with."""
-    from rookery.runs import Run
-
-    if not name:
-        raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-    if overrides:
-        raise ConfigError(
-            "--resume goes on with the config that the run was made with: leave out "
-            f"{' '.join(overrides)}, or start a new run."
-        )
-    return Run.open(runs_dir / name)
-
-
-def _require_folder(runs_dir: Path) -> None:
-    root = runs_dir.absolute()
-    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        problem = "may not be written" if nearest.is_dir() else "is a file"
-        raise RunError(
-            f"Runs cannot be kept in {runs_dir}: {nearest} {problem}. Give another folder with "
-            "--runs-dir."
-        )
-
-
-def _is_run(path: Path) -> bool:
-    from rookery.runs import Run
-
-    try:
-        Run.view(path).close()
-    except RunError:
-        return False  # if something else is there, `Run.create` says what
-    return True
 
 
 def _find(path: Path, runs_dir: Path) -> Path:

@@ -1,27 +1,14 @@
 """`rookery sft`: make an adapter from a taskset with known answers."""
 
 import re
-import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.markup import escape
 
-from rookery.cli.terminal import (
-    check_flags,
-    console,
-    fail,
-    quiet_libraries,
-    run_async,
-    say,
-    show_notes,
-    token_progress,
-)
+from rookery.cli.terminal import check_flags, console, fail, log_warnings
 from rookery.config import load_config
-from rookery.errors import AdapterError
-from rookery.model_names import loadable_model
 
 __all__ = ["sft"]
 
@@ -60,14 +47,14 @@ def sft(
     device
         Where to compute; `auto` takes a GPU when there is one.
     """
+    from rookery.compose.sft import run_sft
     from rookery.train.sft import SftConfig
 
     check_flags(overrides, fields=SftConfig.model_fields, own=("config", "split", "device"))
     settings = load_config(SftConfig, config, overrides=overrides)
-    _require_place(out)
-    quiet_libraries()
+    log_warnings()
     try:
-        adapter = run_async(_train(model, taskset, out, settings, split=split, device=device))
+        adapter = run_sft(model, taskset, out, config=settings, split=split, device=device)
     except KeyboardInterrupt:
         fail("Interrupted. Give the same command again to go on from the last checkpoint.")
         raise
@@ -83,69 +70,3 @@ def _describe(modules: Collection[str]) -> str:
     """`16 modules in 4 layers`: names such as model.layers.3.self_attn.q_proj hold the layer."""
     layers = {found[1] for name in modules if (found := re.search(r"\blayers\.(\d+)\.", name))}
     return f"{len(modules)} modules in {len(layers)} layer{'s' * (len(layers) != 1)}"
-
-
-def _loadable(model: str) -> str:
-    """A folder as an absolute path, by which other programs find the base from anywhere."""
-    path = Path(model).expanduser()
-    is_folder = loadable_model(model) == model and path.is_dir()
-    return str(path.absolute()) if is_folder else model
-
-
-def _require_place(out: Path) -> None:
-    """Refuse a path that `write_adapter` would refuse after the training."""
-    nearest = next(folder for folder in out.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise AdapterError(f"{out} cannot be made: {nearest} is a file. Give another path.")
-    if out.is_dir() and ((out / "adapter_config.json").is_file() or not any(out.iterdir())):
-        return
-    if out.exists():
-        raise AdapterError(
-            f"{out} exists and is not an adapter folder; give a new path, or remove it first."
-        )
-
-
-async def _train(
-    model_name: str, taskset_name: str, out: Path, config: Any, *, split: Any, device: str
-) -> Any:
-    import torch
-
-    from rookery.embedded import resolve_model
-    from rookery.slots import load_model
-    from rookery.tasks.taskset import load_taskset_file
-    from rookery.tasks.template import load_template
-    from rookery.train.sft import SftStep, sft_data
-    from rookery.train.sft import sft as train
-    from rookery.weights import read_adapter, write_adapter
-
-    taskset = load_taskset_file(taskset_name)
-    show_notes(taskset.notes)
-    say(f"loading {model_name}")
-    folder = resolve_model(model_name)
-    init = read_adapter(config.init_from) if config.init_from is not None else None
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(folder.path, device=device, names=folder.names)
-    eos = model.shape.eos_tokens
-    data = sft_data(
-        taskset.split(split), load_template(folder.path), end_token=eos[0] if eos else None
-    )
-    checkpoints = out.with_name(f".{out.name}.checkpoints")
-    with token_progress() as bar:
-        name = escape(taskset.name)
-        line = bar.add_task(name, total=None, tokens=0)
-
-        def stepped(step: SftStep) -> None:
-            tokens = bar.tasks[line].fields["tokens"] + step.num_tokens
-            text = f"{name}  loss {step.loss:.3f}"
-            bar.update(
-                line, total=step.num_steps, completed=step.step, tokens=tokens, description=text
-            )
-
-        adapter = await train(
-            model, data, config, name=out.name, base=_loadable(model_name), init=init,
-            checkpoints=checkpoints, on_step=stepped,
-        )  # fmt: skip
-    write_adapter(adapter, out)
-    shutil.rmtree(checkpoints, ignore_errors=True)
-    return adapter

@@ -165,6 +165,16 @@ class EmbeddedEngine:
         return False
 
     @property
+    def token_counts(self) -> dict[str, int]:
+        stats = self.stats
+        return {
+            "prompt_asked": stats.requested_tokens,
+            "prompt_computed": stats.prompt_tokens,
+            "prompt_computed_below_adapters": stats.trunk_tokens,
+            "decoded": stats.decoded_tokens,
+        }
+
+    @property
     def loaded(self) -> tuple[ModelRef, ...]:
         """The adapters that requests can name, oldest first."""
         return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)

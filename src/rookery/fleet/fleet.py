@@ -155,6 +155,10 @@ class Fleet:
         return True
 
     @property
+    def token_counts(self) -> dict[str, int]:
+        return {}
+
+    @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """The layers an adapter may adapt: name -> (in, out); FleetError when no server tells."""
         if not self._fit.shapes:

@@ -2,7 +2,7 @@
 
 log = RolloutLog(run)                    # what the run's events hold
 rollout = log.find(key, task, model)     # None: not asked yet
-log.add(rollouts)                        # durable before it returns
+log.add(rollouts)                        # in a thread; durable before it returns
 """
 
 import threading
@@ -45,7 +45,8 @@ class RolloutLog:
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
         """Store a block of rollouts, all or none: a resumed run decides by what this one saw.
 
-        For any number of threads: of two answers to one question the first is kept.
+        Waits for the disk: not for an event loop, but for any number of threads. Of two answers to
+        one question the first is kept.
         """
         with self._adding:
             news = {
@@ -63,7 +64,7 @@ class RolloutLog:
             if self._run is None:
                 self._memory |= news
             elif news:
-                self._run.append_many(
+                self._run.append_many_blocking(
                     [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
                 )
 

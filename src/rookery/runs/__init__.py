@@ -1,16 +1,20 @@
-"""The run directory: event log, blobs, metrics, lock, resume. Nothing else writes into it.
+"""The run directory: event log, journal, blobs, metrics, lock, resume. Nothing else writes into it.
 
 with Run.create(Path("runs"), kind="genome", name="poet", config=document) as run:
-    run.append("evaluation", {"candidate": "c1", "score": 0.5}, key="0/c1")
+    await run.append("evaluation", {"candidate": "c1", "score": 0.5}, key="0/c1")
     run.finish()
 list_runs(Path("runs"))
 """
 
+from rookery.runs.attempts import Attempt, AttemptLog, AttemptState, read_attempts
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.events import Event, EventLog, EventView, NewEvent
+from rookery.runs.event_log import EventLog
+from rookery.runs.events import Event, EventView, NewEvent
+from rookery.runs.journal import Entry, Journal
 from rookery.runs.lock import Owner, is_locked, read_owner
 from rookery.runs.metrics import MetricsRow, read_metrics
-from rookery.runs.run import Outcome, Run, RunView, Status
+from rookery.runs.run import Run
+from rookery.runs.run_view import Outcome, RunView, Status
 from rookery.runs.summary import (
     RunDetails,
     RunSummary,
@@ -21,11 +25,16 @@ from rookery.runs.summary import (
 )
 
 __all__ = [
+    "Attempt",
+    "AttemptLog",
+    "AttemptState",
     "BlobStore",
     "BlobView",
+    "Entry",
     "Event",
     "EventLog",
     "EventView",
+    "Journal",
     "MetricsRow",
     "NewEvent",
     "Outcome",
@@ -38,6 +47,7 @@ __all__ = [
     "export_events",
     "is_locked",
     "list_runs",
+    "read_attempts",
     "read_metrics",
     "read_owner",
     "show",

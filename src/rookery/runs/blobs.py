@@ -1,7 +1,7 @@
 """The blobs of a run: adapters, checkpoints and programs, named by the hash of their content.
 
     digest = run.blobs.put_folder(adapter_folder)      # copies; equal content is stored once
-    run.append("candidate", {"id": "c7", "adapter": digest})
+    await run.append("candidate", {"id": "c7", "adapter": digest})
     run.blobs.path(digest)                             # a folder that a server can load from
 
     with run.blobs.stage() as folder:                  # large: write in place, nothing is copied
@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,15 +122,29 @@ class BlobStore(BlobView):
     def remove(self, digest: str) -> None:
         """Delete a blob, whole: for checkpoints that no resume will ask for again."""
         self._check_owner()
-        path = self.path(digest)
-        doomed = new_scratch(self._scratch)
-        with disk_boundary(f"Removing the blob {path}"):
-            os.rename(path, doomed)
+        self._remove([self.path(digest)])
+
+    def prune(self, *, keep: Collection[str]) -> int:
+        """Delete every blob but these, each whole, and return how many: for rollouts behind the
+        last checkpoint. Name everything that a resume will ask for, the checkpoints too."""
+        self._check_owner()
+        for digest in keep:
+            self.path(digest)  # refuses a misspelt one, for which the real one would be deleted
+        doomed = [self._place(digest) for digest in sorted(set(self.digests()) - set(keep))]
+        self._remove(doomed)
+        return len(doomed)
+
+    def _remove(self, paths: Sequence[Path]) -> None:
+        doomed = {path: new_scratch(self._scratch) for path in paths}
+        with disk_boundary(f"Removing blobs of {self._folder}"):
+            for path, scratch in doomed.items():
+                os.rename(path, scratch)
             self._sync()
-            if doomed.is_dir():
-                shutil.rmtree(doomed)
-            else:
-                doomed.unlink()
+            for scratch in doomed.values():
+                if scratch.is_dir():
+                    shutil.rmtree(scratch)
+                else:
+                    scratch.unlink()
 
     def _seal(self, staged: Path) -> str:
         """Force a staged folder to disk, hash what is there, and move it to its place."""

@@ -18,7 +18,9 @@ from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary, sync_folder
 from rookery.runs.document import encode
 from rookery.runs.events import Event
-from rookery.runs.run import EVENTS, Run, RunView, Status
+from rookery.runs.run import Run
+from rookery.runs.run_folder import EVENTS
+from rookery.runs.run_view import RunView, Status
 
 __all__ = ["RunDetails", "RunSummary", "export_events", "list_runs", "show", "summarize"]
 

@@ -4,10 +4,11 @@ fitness     what is compared               orders       orders of items
 selection/  who is picked                  candidate    what is planned
 children    plans of children              succession   survivors, moves of a swarm
 population  the generation                 founders     plans without a population
-es, cmaes   update directions              islands      groups and migration
-archive     quality-diversity grid         pareto       several objectives
-racing      dropping who cannot win        statistics   intervals for reports
-vote        majority of the best           state        saving and reloading
+es, cmaes   update directions              emitters     the same as operators
+archive     quality-diversity grid         islands      groups and migration
+racing      dropping who cannot win        waves        what a race asks next
+pareto      several objectives             statistics   intervals for reports
+vote        majority of the best           programs/    program evolution, one by one
 """
 
 __all__: list[str] = []

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from rookery.search.fitness import Fitness
 
-__all__ = ["Candidate", "ChildPlan", "ParticleState"]
+__all__ = ["COMBINATIONS", "Candidate", "ChildPlan", "EsStep", "ParticleState", "Recipe"]
+
+COMBINATIONS = frozenset({"cmaes", "move"})
+"""Merges that plans name and no config: weighted sums of the parents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class ChildPlan:
 
     `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
     weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
-    merge None and one parent; a move has merge "move" and is a linear merge.
+    merge None and one parent; the merges "move" and "cmaes" are weighted sums.
     """
 
     id: str
@@ -65,3 +68,37 @@ class ChildPlan:
     def operator(self) -> str:
         """What made the child: "ties", "gaussian", "ties+gaussian" or "move"."""
         return "+".join(name for name in (self.merge, self.mutation) if name is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EsStep:
+    """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES.
+
+    A centre is the centre before it plus one update, a trial is a centre plus one noise: the chain
+    costs as much per step at any step.
+    """
+
+    id: str
+    generation: int
+    parent: str
+    seeds: tuple[int, ...]
+    amounts: tuple[float, ...]
+    is_chained: bool = False
+    """The parent is an ES step, and its numbers are taken before they are rounded to its dtype:
+    small updates add up as if they were made at once."""
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        return (self.parent,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,)
+
+    @property
+    def operator(self) -> str:
+        return "es"
+
+
+Recipe = ChildPlan | EsStep
+"""How to make a candidate that is no founder."""

@@ -6,6 +6,7 @@ Every child has a random stream of its own, keyed by its id: the plan of child 7
 on how many siblings there are, but for a repetition of one of them, which is drawn again.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.search.candidate import Candidate, ChildPlan
+from rookery.search.emitters import CmaesOperatorConfig, EsOperatorConfig
 from rookery.search.parents import WeightRule, parent_weights
 from rookery.search.selection import SelectionConfig, TournamentConfig, select, shares
 from rookery.seeding import stream, stream_seed
@@ -63,7 +65,10 @@ class MutationConfig(Config):
     """Probability that a child of several parents is mutated too."""
 
 
-OperatorConfig = Annotated[CrossoverConfig | MutationConfig, Field(discriminator="type")]
+OperatorConfig = Annotated[
+    CrossoverConfig | MutationConfig | EsOperatorConfig | CmaesOperatorConfig,
+    Field(discriminator="type"),
+]
 
 
 class SigmaConfig(Config):
@@ -97,18 +102,52 @@ class ChildrenConfig(Config):
     selection: SelectionConfig = TournamentConfig()
     """How parents are picked."""
     operators: tuple[OperatorConfig, ...] = (CrossoverConfig(share=3.0), MutationConfig())
-    """What makes them; one is drawn for each child by share."""
+    """What makes them. `es` and `cmaes` make their share of every generation; for each of the other
+    children a crossover or a mutation is drawn by share."""
     sigma: SigmaConfig = SigmaConfig()
     """Mutation strength."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> "ChildrenConfig":
-        if not sum(operator.share for operator in self.operators) > 0:
+        total = sum(operator.share for operator in self.operators)
+        if not total > 0:
             raise ValueError(
                 "operators holds none with a share above 0; write for example "
                 "operators: [{type: crossover, name: linear, share: 1}]."
             )
+        for operator in self.operators:
+            if not isinstance(operator, EsOperatorConfig | CmaesOperatorConfig):
+                continue
+            count = self._part(operator.share)
+            if operator.share > 0 and count < operator.least:
+                raise ValueError(
+                    f"the operator {operator.type} has a share of {operator.share} in {total}, "
+                    f"which is {count} of {self.count} children, and needs at least "
+                    f"{operator.least}: raise its share, or count"
+                )
         return self
+
+    def _part(self, share: float) -> int:
+        """Children of an operator with this share, rounded down."""
+        total = sum(operator.share for operator in self.operators)
+        return math.floor(self.count * share / total + 1e-9)
+
+    @property
+    def emitted(self) -> dict[int, int]:
+        """How many children each `es` and `cmaes` makes, by place among the operators."""
+        counts = {}
+        for index, operator in enumerate(self.operators):
+            count = self._part(operator.share)
+            if isinstance(operator, EsOperatorConfig) and count:
+                counts[index] = count - (count + 1) % 2  # a centre and pairs
+            elif isinstance(operator, CmaesOperatorConfig) and count:
+                counts[index] = count
+        return counts
+
+    @property
+    def num_drawn(self) -> int:
+        """How many children draw their operator."""
+        return self.count - sum(self.emitted.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +168,7 @@ def plan_children(
     seed: int,
     num_guests: int = 0,
 ) -> tuple[ChildPlan, ...]:
-    """`count` plans, or none when every operator needs more living parents than there are.
+    """`num_drawn` plans, or none when every operator needs more living parents than there are.
 
     The last `num_guests` members are not selected from: the first child has the first of them as a
     parent, the second child the second, and so on, as far as there are children.
@@ -139,7 +178,7 @@ def plan_children(
         return ()
     plans: list[ChildPlan] = []
     made: set[object] = set()
-    for index in range(config.count):
+    for index in range(config.num_drawn):
         name = f"{at.prefix}g{at.generation:03d}-c{index:02d}"
         for attempt in range(ATTEMPTS):
             rng = stream(seed, "child", name, attempt)
@@ -214,7 +253,10 @@ def _feasible(
         operator
         for operator in config.operators
         if operator.share > 0
-        and (isinstance(operator, MutationConfig) or operator.num_parents <= alive)
+        and (
+            isinstance(operator, MutationConfig)
+            or (isinstance(operator, CrossoverConfig) and operator.num_parents <= alive)
+        )
     ]
 
 

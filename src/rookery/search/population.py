@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.search.candidate import Candidate, ChildPlan
+from rookery.search.candidate import Candidate, ChildPlan, Recipe
 from rookery.search.children import Birth, ChildrenConfig, plan_children
 from rookery.search.fitness import Fitness, comparable_scores, rank_key
 from rookery.search.pareto import crowded_scores
@@ -66,6 +66,11 @@ class PopulationConfig(Config):
             raise ValueError(
                 f"survival.num_elites is {self.survival.num_elites} in a population of "
                 f"{self.size}; it is at most the size."
+            )
+        if self.objective == "pareto" and self.children.emitted:
+            raise ValueError(
+                "objective pareto compares every taskset by itself, and the operators es and cmaes "
+                "climb the weighted score: write objective: score, or leave them out"
             )
         return self
 
@@ -145,23 +150,31 @@ def ask(population: Population, *, config: PopulationConfig, seed: int) -> tuple
 
 
 def tell(
-    population: Population, fitness: Mapping[str, Fitness], *, config: PopulationConfig, seed: int
+    population: Population,
+    fitness: Mapping[str, Fitness],
+    *,
+    config: PopulationConfig,
+    seed: int,
+    emitted: Sequence[Recipe] = (),
 ) -> Population:
-    """The next generation, given the fitness of every plan asked for.
+    """The next generation, given the fitness of every plan asked for, and of those that emitters
+    asked for beside them.
 
     A candidate that moved is replaced by where it moved to, unless it is an elite or the move
     failed.
     """
-    plans = ask(population, config=config, seed=seed)
+    plans = (*ask(population, config=config, seed=seed), *emitted)
     if set(fitness) != {plan.id for plan in plans}:
         missing = sorted({plan.id for plan in plans} - set(fitness))
         unknown = sorted(set(fitness) - {plan.id for plan in plans})
         raise ValueError(f"The children {missing} are missing, {unknown} were not asked for.")
     by_id = {member.id: member for member in population.members}
-    children = [_child(plan, fitness[plan.id], by_id) for plan in plans]
+    sigma = config.children.sigma.start
+    children = [_child(plan, fitness[plan.id], by_id, sigma=sigma) for plan in plans]
     pool = [*population.members, *children]
     best = elites(_scores([c.fitness for c in pool], config), count=config.survival.num_elites)
-    moved = {p.moved_from for p in plans if p.moved_from and not fitness[p.id].is_failed}
+    moves = {p.id: p.moved_from for p in plans if isinstance(p, ChildPlan) and p.moved_from}
+    moved = {source for id, source in moves.items() if not fitness[id].is_failed}
     left = moved - {pool[index].id for index in best}
     pool = [candidate for candidate in pool if candidate.id not in left]
     following = replace(population, generation=population.generation + 1, guests=())
@@ -237,17 +250,22 @@ def _mark(population: Population, measured: Sequence[Candidate]) -> Population:
     return replace(population, best=best, worst=worst)
 
 
-def _child(plan: ChildPlan, fitness: Fitness, by_id: Mapping[str, Candidate]) -> Candidate:
-    source = by_id[plan.moved_from] if plan.moved_from is not None else None
-    return Candidate(
+def _child(
+    plan: Recipe, fitness: Fitness, by_id: Mapping[str, Candidate], *, sigma: float
+) -> Candidate:
+    """An ES step has no mutation strength of its own and begins with `sigma`."""
+    child = Candidate(
         id=plan.id,
         generation=plan.generation,
         fitness=fitness,
-        sigma=plan.sigma,
+        sigma=plan.sigma if isinstance(plan, ChildPlan) else sigma,
         operator=plan.operator,
         parents=plan.parents,
-        particle=None if source is None else next_particle_state(source, plan, fitness=fitness),
     )
+    if not isinstance(plan, ChildPlan) or plan.moved_from is None:
+        return child
+    source = by_id[plan.moved_from]
+    return replace(child, particle=next_particle_state(source, plan, fitness=fitness))
 
 
 def _scores(fitnesses: Sequence[Fitness], config: PopulationConfig) -> list[float | None]:

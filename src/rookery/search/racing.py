@@ -1,9 +1,9 @@
 """Racing: evaluate all candidates on the same tasks block by block, drop those who cannot win.
 
     race = start(["a", "b", "c"], tasks, config=RaceConfig(), rng=stream(seed, "race", generation))
-    while race.asks:
-        rewards = evaluate(race.asks)       # for each candidate a reward per task asked for
-        tell(race, rewards)
+    waves = Waves(race, size=64)            # what to ask next: search/waves.py
+    while asks := waves.next():
+        tell(race, evaluate(asks))          # for each candidate a reward per task asked for
     race.leader, race.estimates
 
 **The promise.** The tasks come in random order. A candidate that evaluating everybody on every
@@ -22,7 +22,8 @@ or half when there are floors, whose tests get the other half.
 
 **Asking ahead.** Looks are made after every `block` tasks, in order, however many answers are told
 at once. Answers beyond a look wait for theirs; a dropped candidate's count only if it comes back.
-So what is dropped, and when, depends neither on `wave` nor on which answers arrive together.
+So what is dropped, and when, depends neither on how much is asked at a time nor on which answers
+arrive together.
 
 **Cost.** A reward is multiplied into its candidate's tests against the best
 max(`NUM_RIVALS`, 2 * keep) rivals so far, and not looked at again, but when rivals are picked anew:
@@ -40,6 +41,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.errors import ConfigError
+from rookery.search.estimates import paired_estimates
 from rookery.search.fitness import score_factors
 from rookery.search.floors import FloorTests, violation_of
 from rookery.search.rivals import RivalTests
@@ -105,14 +107,12 @@ class Race:
         *,
         config: RaceConfig,
         factors: NDArray[np.float64],
-        wave: int,
     ) -> None:
         """`tasks` in the order of the race; the score is the mean of reward times factor."""
         self.config = config
         self.candidates = tuple(candidates)
         self.tasks = tuple(tasks)
         self.dropped: dict[str, Dropped] = {}
-        self._wave = wave
         self._factors = factors
         self._index = {id: row for row, id in enumerate(self.candidates)}
         count = len(self.candidates)
@@ -134,21 +134,9 @@ class Race:
         return tuple(id for id in self.candidates if id not in self.dropped)
 
     @property
-    def asks(self) -> dict[str, tuple[str, ...]]:
-        """The tasks to evaluate each live candidate on next; empty when the race is over.
-
-        Everybody is asked for the same whole blocks, as many as make `wave` answers; a candidate
-        that came back after a rival failed is also asked for what it missed.
-        """
-        live = self._live()
-        open_rows = live[self._told[live] < len(self.tasks)]
-        if not len(open_rows):
-            return {}
-        block = self.config.block
-        num_blocks = max(1, -(-self._wave // (block * len(open_rows))))
-        end = int(self._seen[live].max()) + num_blocks * block
-        asks = {self.candidates[row]: self.tasks[self._told[row] : end] for row in open_rows}
-        return {id: tasks for id, tasks in asks.items() if tasks}
+    def num_told(self) -> dict[str, int]:
+        """How many tasks each candidate needs no answer for: told, or beyond its failure."""
+        return dict(zip(self.candidates, self._told.tolist(), strict=True))
 
     @property
     def rewards(self) -> dict[str, tuple[float, ...]]:
@@ -174,20 +162,16 @@ class Race:
         A dropped one saw a prefix only: its estimate is the leader's mean on everything plus
         their mean difference on that prefix, so that easy or hard tasks at the start cancel out.
         """
-        leader = self._leader()
-        best = [] if leader is None else self._scores[leader, : self._seen[leader]].tolist()
-        prefix = {int(seen): _mean(best[:seen]) for seen in set(self._seen.tolist())}
+        failed = {id for id, fate in self.dropped.items() if fate.reason == "failed"}
+        values = paired_estimates(
+            [row[:seen] for row, seen in zip(self._scores, self._seen, strict=True)],
+            leader=self._leader(),
+            is_dropped=[id in self.dropped for id in self.candidates],
+        )
         return {
-            id: self._estimate(row, best=_mean(best), prefix=prefix)
-            for row, id in enumerate(self.candidates)
+            id: None if id in failed else value
+            for id, value in zip(self.candidates, values, strict=True)
         }
-
-    def _estimate(self, row: int, *, best: float, prefix: Mapping[int, float]) -> float | None:
-        fate, seen = self.dropped.get(self.candidates[row]), int(self._seen[row])
-        if not seen or best == -math.inf or (fate is not None and fate.reason == "failed"):
-            return None
-        mean = _mean(self._scores[row, :seen].tolist())
-        return mean if fate is None else best + mean - prefix[seen]
 
     def _live(self) -> NDArray[np.int64]:
         is_live = np.ones(len(self.candidates), dtype=bool)
@@ -338,15 +322,13 @@ def start(
     weights: Mapping[str, float] | None = None,
     floors: Mapping[str, float] | None = None,
     known: Mapping[str, Mapping[str, float]] | None = None,
-    wave: int = 0,
 ) -> Race:
     """A race of all candidates over the tasks in random order.
 
     `sources` names each task's source. With `weights` the score is the weighted mean of the
     sources' means, else the mean of all rewards. `floors` are means on a source that candidates
     must not fall below. Candidates in `known` have a reward for every task: they race along and
-    are not asked. `wave` is the number of answers to ask for at least at a time, which should be
-    what fills the engine.
+    need no answers.
     """
     for what, ids in (("candidates", candidates), ("tasks", tasks)):
         if not ids or len(set(ids)) != len(ids):
@@ -360,9 +342,8 @@ def start(
         )
     order = shuffled(tasks, rng=rng)
     named = [sources[task] for task in order]
-    race = Race(
-        candidates, order, config=config, factors=score_factors(named, weights=weights), wave=wave
-    )
+    factors = score_factors(named, weights=weights)
+    race = Race(candidates, order, config=config, factors=factors)
     race.open_tests(named, floors or {})
     for id, rewards in (known or {}).items():
         by_source = [(sources[task], rewards[task]) for task in tasks]
@@ -383,7 +364,3 @@ def tell(race: Race, told: Mapping[str, Sequence[float | None] | None]) -> Race:
         race.take(id, rewards)
     race.look_on()
     return race
-
-
-def _mean(rewards: Sequence[float]) -> float:
-    return math.fsum(rewards) / len(rewards) if rewards else -math.inf

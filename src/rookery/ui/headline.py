@@ -7,8 +7,8 @@ headline.verdict    # "better": the whole interval of the gain is above zero
 from dataclasses import dataclass
 from typing import Literal
 
+from rookery.reports import Estimate, GenomeReport, ReportRow
 from rookery.ui import wording
-from rookery.ui.report import Estimate, GenomeReport, ReportRow
 
 __all__ = ["Headline", "Verdict", "make_headline"]
 

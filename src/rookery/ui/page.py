@@ -1,6 +1,6 @@
 """The report page: one HTML file that opens from disk, offline, and asks nobody for anything.
 
-    path.write_text(render_page(report), encoding="utf-8")
+    path.write_text(render_genome_page(report), encoding="utf-8")
 
 The template, the style and the scripts lie beside this file; the chart library is inlined from
 vendor/. The page's own policy allows these scripts, by their hash, and no request at all.
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -18,12 +17,11 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from rookery.types import Json
+from rookery.reports import GenomeReport, ReportRow
 from rookery.ui import wording
 from rookery.ui.headline import make_headline
-from rookery.ui.report import GenomeReport, ReportRow, parse_report
 
-__all__ = ["render_page", "render_template"]
+__all__ = ["render_genome_page", "render_template"]
 
 LISTED_GENERATIONS = 200
 """Rows of the folded tables; beyond that a table is not read, and report.json has them all."""
@@ -32,21 +30,20 @@ MIN_SECONDS = 0.001
 """Below it a rate of tokens per second says nothing."""
 
 
-def render_page(report: Mapping[str, Json]) -> str:
+def render_genome_page(report: GenomeReport) -> str:
     """The page of a report; what is not there yet is named as missing."""
-    parsed = parse_report(report)
     return render_template(
         "page.html.jinja",
         scripts=("frame.js", "lineage.js", "page.js", "draw.js"),
-        report=parsed,
-        headline=make_headline(parsed),
-        scale=_scale(parsed.rows),
-        costs=_costs(parsed),
-        generations=parsed.generations[-LISTED_GENERATIONS:],
-        is_timed=any(g.seconds is not None for g in parsed.generations),
-        is_weighted=len({taskset.weight for taskset in parsed.tasksets}) > 1,
-        ancestry=[c for c in parsed.lineage if c.is_ancestor or c.is_winner],
-        document=parsed.model_dump(mode="json"),
+        report=report,
+        headline=make_headline(report),
+        scale=_scale(report.rows),
+        costs=_costs(report),
+        generations=report.generations[-LISTED_GENERATIONS:],
+        is_timed=any(g.seconds is not None for g in report.generations),
+        is_weighted=len({taskset.weight for taskset in report.tasksets}) > 1,
+        ancestry=[c for c in report.lineage if c.is_ancestor or c.is_winner],
+        document=report.model_dump(mode="json"),
     )
 
 

@@ -7,7 +7,7 @@ gain(row.gain)          "+0.200 (+0.150 to +0.250)"   plural(1, "candidate")  "1
 A number that is missing is a hyphen, never a zero.
 """
 
-from rookery.ui.report import Estimate
+from rookery.reports import Estimate
 
 __all__ = ["MISSING", "count", "duration", "gain", "interval", "plural", "score", "signed"]
 

@@ -8,7 +8,17 @@ O((in + out) * rank^2): exact to float32, and quicker than two QRs and an SVD.
 
 import torch
 
-__all__ = ["inner_products", "low_rank", "singular", "truncate", "truncate_dense"]
+from rookery.seeding import bulk_stream
+from rookery.weights.draws import normal
+
+__all__ = [
+    "inner_products",
+    "low_rank",
+    "singular",
+    "truncate",
+    "truncate_dense",
+    "truncate_many",
+]
 
 _POWER_STEPS = 2
 """Power iterations of `low_rank`. The start spans the parents. For what TIES makes of two trained
@@ -16,6 +26,10 @@ adapters the error is above the least by 20 % without a step, by 0.9 % after one
 at most; for DARE, whose spectrum is flat, by 2 %, 0.8 % and 0.5 %."""
 _OVERSAMPLING = 8
 """Directions beyond the rank that `low_rank` follows, so that the last ones converge too."""
+_KRYLOV_STEPS = 4
+"""Steps of `truncate_many`. For a sum of random adapters, whose spectrum is flat, the error is
+above the least by 0.06 % after three, 0.015 % after four and 0.001 % after six; where the spectrum
+falls, three reach the rounding of float32."""
 _NOTHING = 1e-7
 """Singular values below this part of the largest are rounding in float32."""
 
@@ -48,11 +62,31 @@ def truncate(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tens
     return _padded(new_a, new_b, rank=rank)
 
 
+def truncate_many(
+    a: torch.Tensor, b: torch.Tensor, *, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `truncate`, for stacked factors of many adapters: the cost is linear in their number,
+    that of `truncate` grows with its cube.
+
+    Where `a` has many more rows than the rank, the best approximation is searched in the block
+    Krylov space of b @ a from fixed random combinations of the rows of a.
+    """
+    width = rank + _OVERSAMPLING
+    num_rows = a.shape[-2]
+    if num_rows < 2 * width * (_KRYLOV_STEPS + 1):
+        return truncate(a, b, rank=rank)
+    mixed = normal(bulk_stream("truncate", width, num_rows), (width, num_rows)).to(a.device) @ a
+    blocks = [torch.linalg.qr(b @ (a @ mixed.mT)).Q]
+    for _ in range(_KRYLOV_STEPS):
+        blocks.append(torch.linalg.qr(b @ (a @ (a.mT @ (b.mT @ blocks[-1])))).Q)
+    basis = torch.linalg.qr(torch.cat(blocks, dim=-1)).Q
+    return truncate((basis.mT @ b) @ a, basis, rank=rank)
+
+
 def truncate_dense(matrix: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The best approximation of the given rank of a dense [..., out, in] matrix, as `truncate`'s.
 
-    For a sum of so many adapters that their stacked factors have more rows than the matrix: what
-    `truncate` costs grows with the cube of their number, this does not grow.
+    For what is blended of so many adapters that their rows span more than the matrix has.
     """
     num_out, num_in = matrix.shape[-2:]
     if num_out > num_in:

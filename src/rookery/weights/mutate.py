@@ -3,14 +3,13 @@
     mutation = mutate(adapter, method=GaussianConfig(gene_rate=0.1), key=(seed, generation, child))
     mutation.adapter, mutation.sigma, mutation.is_mutated
 
-`sigma` travels with the candidate: give the parent's, keep the child's. With `adapt` above 0 it
-changes by a log-normal step before it is used, so that step sizes are selected with the weights.
-A `sigma` of the method is used instead, for all candidates alike.
+`sigma` is the candidate's own strength: it changes, and is inherited, where children are planned
+(`search.children.SigmaConfig`). A `sigma` of the method is used instead, for all candidates alike.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import sqrt
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -39,8 +38,6 @@ class GaussianConfig(Config):
     """Standard deviation of the noise, for every candidate; null takes the candidate's own."""
     relative: bool = True
     """Count sigma in standard deviations of each tensor; false takes it as it is."""
-    adapt: float = Field(default=0.0, ge=0)
-    """Standard deviation of the log of sigma's own change; 0 keeps sigma as it is."""
 
 
 class SvdConfig(Config):
@@ -56,16 +53,12 @@ class SvdConfig(Config):
     every candidate; null takes the candidate's own."""
     mode: Literal["values", "rotation", "both"] = "both"
     """values: stretch the directions. rotation: turn which input direction goes to which output."""
-    adapt: float = Field(default=0.0, ge=0)
-    """Standard deviation of the log of sigma's own change; 0 keeps sigma as it is."""
 
 
 MutateConfig = Annotated[GaussianConfig | SvdConfig, Field(discriminator="type")]
 
 _SIGMA = 0.1
 """The strength where neither the method nor the candidate has one."""
-_SIGMA_RANGE = (1e-6, 10.0)
-"""A self-adapted sigma stays within: below nothing changes, above nothing of the parent is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,25 +77,16 @@ def mutate(
 
     Every layer draws from its own stream: the change of one does not depend on the others.
     """
-    rng = bulk_stream("mutate", *key)
-    old = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
-    if rng.random() >= method.candidate_rate:
-        return Mutation(adapter=adapter, sigma=old, is_mutated=False)
-    new = _adapted(old, method.adapt, rng)
+    strength = next((own for own in (method.sigma, sigma) if own is not None), _SIGMA)
+    if bulk_stream("mutate", *key).random() >= method.candidate_rate:
+        return Mutation(adapter=adapter, sigma=strength, is_mutated=False)
     change = _CHANGES[method.type]
     factors = {
-        layer: change(method, lora, new, bulk_stream("mutate", layer, *key))
+        layer: change(method, lora, strength, bulk_stream("mutate", layer, *key))
         for layer, lora in adapter.factors.items()
     }
     changed = make_adapter(adapter.name, base=adapter.base, factors=factors)
-    return Mutation(adapter=changed, sigma=new, is_mutated=True)
-
-
-def _adapted(sigma: float, adapt: float, rng: np.random.Generator) -> float:
-    if adapt == 0:
-        return sigma
-    least, most = _SIGMA_RANGE
-    return min(most, max(least, sigma * exp(adapt * float(rng.standard_normal()))))
+    return Mutation(adapter=changed, sigma=strength, is_mutated=True)
 
 
 def _gaussian(

@@ -18,7 +18,7 @@ from rookery.types import Adapter, LoraFactors
 from rookery.weights.draws import normal
 from rookery.weights.version import make_adapter
 
-__all__ = ["accumulate", "perturb", "rounded", "unrounded"]
+__all__ = ["accumulate", "perturb", "rounded", "spread", "unrounded"]
 
 
 def perturb(adapter: Adapter, *, seed: Key, sigma: float) -> Adapter:
@@ -68,3 +68,11 @@ def _moved(
         a.add_(normal(rng, a.shape).to(a.device), alpha=amount)
         b.add_(normal(rng, b.shape).to(b.device), alpha=amount)
     return LoraFactors(a=a, b=b, scale=lora.scale)
+
+
+def spread(adapter: Adapter) -> float:
+    """Root mean square of all numbers of an adapter; 1 / 100 when they are all zero."""
+    tensors = [t for f in adapter.factors.values() for t in (f.a, f.b)]
+    total = sum(float(t.double().square().sum()) for t in tensors)
+    size = sum(t.numel() for t in tensors)
+    return float(torch.tensor(total / size).sqrt()) or 0.01

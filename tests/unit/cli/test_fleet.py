@@ -15,7 +15,7 @@ from driving import Command
 from fleet.adapters import make_small, write_model
 from fleet.stub import Stub, serve
 
-from rookery.cli.terminal import run_async
+from rookery.compose.running import run_async
 from rookery.fleet.servers.registry import process_start
 from rookery.weights import write_adapter
 

@@ -38,8 +38,8 @@ def test_from_end_to_end(rookery: Command, config: Path) -> None:
     assert "tasks that the search never saw" in ended.out
     for label in ("evolved", "best founder", "base model"):
         assert label in ended.out
-    assert f"winner   {folder / 'winner'}\n" in ended.out
-    assert f"report   {folder / 'report.html'}\n" in ended.out
+    assert f"winner  {folder / 'winner'}\n" in ended.out
+    assert f"report  {folder / 'report.html'}\n" in ended.out
     with Run.view(folder) as run:
         assert run.status == "finished" and run.config["seed"] == 3
 

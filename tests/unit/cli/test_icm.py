@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     },
     "constraints": [{"type": "exclusive", "count": "exactly_one"}],
     "search": {"iterations": 20, "num_start": 4},
-    "siblings": {"inverted": False},
+    "baselines": {"inverted": False},
     "num_chains": 1,
 }
 

@@ -98,7 +98,7 @@ def test_interrupted_before_there_is_a_run(
     def press(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rookery.tasks.taskset.load_taskset_file", press)
+    monkeypatch.setattr("rookery.compose.evaluation.load_taskset_file", press)
     ended = rookery("eval", "tiny", "tasks.jsonl", "--name", "x")
     assert ended.code == 130 and ended.err == "" and not (place / "runs").exists()
 

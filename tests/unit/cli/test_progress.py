@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from driving import Command
 
-from rookery.cli import terminal
+from rookery.ui import display
+from rookery.ui.display import Display
 
 GENOME = """\
 engine: {model: tiny}
@@ -43,11 +44,13 @@ class Lines(io.StringIO):
 
 
 def test_lines_come_while_the_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.001)
-    with redirect_stderr(Lines()) as lines, terminal.token_progress() as bar:
-        line = bar.add_task("random search", total=1900, tokens=0)
+    monkeypatch.setattr(display, "LINE_EVERY_S", 0.001)
+    with (
+        redirect_stderr(Lines()) as lines,
+        Display().bar("random search", total=1900) as bar,
+    ):
         lines.wait_for("random search  0 of 1,900  0 tok/s  0:00\n")
-        bar.update(line, advance=320, tokens=50)
+        bar.advance(320, tokens=50)
         lines.wait_for("random search  320 of 1,900  ")
     assert "tok/s" in lines.text.splitlines()[-1]
 
@@ -56,17 +59,17 @@ def test_the_last_line_tells_how_it_ended_and_nothing_follows() -> None:
     with (
         redirect_stderr(Lines()) as lines,
         pytest.raises(KeyError),
-        terminal.token_progress() as bar,
+        Display().bar("rows[a]", total=None) as bar,
     ):
-        bar.add_task(r"rows\[a]", total=None, tokens=0, completed=7)
+        bar.update(done=7)
         raise KeyError
     assert lines.text == "rows[a]  7  0 tok/s  0:00\n"
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 def test_a_quiet_command_prints_no_line() -> None:
-    with redirect_stderr(Lines()) as lines, terminal.token_progress(is_quiet=True) as bar:
-        bar.add_task("x", total=1)
+    with redirect_stderr(Lines()) as lines, Display(is_quiet=True).bar("x", total=1) as bar:
+        bar.advance(1)
     assert lines.text == ""
 
 
@@ -74,7 +77,7 @@ def test_every_phase_of_a_search_and_every_evaluation_prints_progress(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between generations, and in the last phase: baselines and random search."""
-    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(display, "LINE_EVERY_S", 0.02)
     (place / "g.yaml").write_text(GENOME)
     ended = rookery("genome", "run", "g.yaml", "--name", "x")
     assert ended.code == 0

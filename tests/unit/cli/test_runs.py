@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from driving import NUM_TASKS, Command
 
+from rookery.cli.runs import open_again
+from rookery.errors import ConfigError
 from rookery.runs import Run
 
 
@@ -102,3 +104,14 @@ def test_a_run_whose_config_was_edited_badly(rookery: Command, place: Path) -> N
     path.write_text(path.read_text().replace('"limit"', '"limmit"'))
     ended = rookery("runs", "resume", "x")
     assert ended.code == 2 and "limmit is not a key. Did you mean limit?" in ended.err
+
+
+def test_a_flag_that_the_loop_lets_grow_is_accepted(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="grpo", name="x", config={"steps": 1}) as run:
+        run.finish()
+    flags = ["--steps", "5", "--stages.0.generations", "2"]
+    may_change = ("steps", "stages.*.generations")
+    with open_again(tmp_path, name="x", overrides=flags, may_change=may_change) as run:
+        assert run.extend({"steps": 5}, may_change=may_change) == {"steps": (1, 5)}
+    with pytest.raises(ConfigError, match=r"leave out --seed 2.*Only steps may change"):
+        open_again(tmp_path, name="x", overrides=["--seed", "2"], may_change=("steps",))

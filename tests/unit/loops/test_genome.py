@@ -1,5 +1,6 @@
 """The genome loop end to end on a tiny model: every start, operator and stage; resume; honesty."""
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +10,20 @@ import pytest
 from fleet.stub import Stub, serve
 from loops.evolution import clockless
 from peft import PeftModel
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
-from rookery.errors import AdapterError, TaskError
+from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.runs import Run
+from rookery.search.children import ChildrenConfig
+from rookery.search.emitters import CmaesEmitter, EmitterPlace, EsEmitter
 from rookery.search.fitness import Fitness
+from rookery.search.population import PopulationConfig
 from rookery.weights import read_adapter
+from rookery.weights.perturb import spread
 
 
 class Here:
@@ -289,6 +295,7 @@ async def test_when_every_candidate_fails_the_run_says_why(
         ({"stages": [{"type": "ga", "population": {"children": {
             "operators": [{"type": "crossover", "name": "tiess"}]}}}]}, "'tiess' is not known"),
         ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
+        ({"merges": {"cmaes": {"type": "ties"}}}, "a name of the search's own"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
         ({"stages": [{"type": "ga", "population": {"children": {"operators": [
@@ -305,6 +312,98 @@ def test_bad_configs_are_refused(change: dict, message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         GenomeConfig.model_validate(document)
+
+
+async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path: Path) -> None:
+    """Fresh emitters that are told what the run recorded ask for the children that the run made."""
+    children = ChildrenConfig.model_validate(
+        {"count": 12, "operators": [
+            {"type": "crossover", "share": 2},
+            {"type": "es", "share": 5, "patience": 9},
+            {"type": "cmaes", "share": 5},
+        ]}
+    )  # fmt: skip
+    stage = GaStage(generations=3, population=PopulationConfig(size=4, children=children))
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=[stage.model_dump()], race={"enabled": False})).report
+        lineage = json.loads((run.path / "lineage.json").read_text())
+        founders = {f.name: read_adapter(f) for f in sorted((run.path / "founders").iterdir())}
+        for entry in lineage["candidates"]:
+            again = rebuild(lineage, list(founders.values()), entry["id"])
+            assert again.version == entry["version"]
+        states = {event.key: event.payload for event in run.events("emitter")}
+        fitness = {
+            event.payload["id"]: Fitness(score=event.payload["score"])
+            for event in run.events("candidate")
+        }
+    assert [g["num_candidates"] for g in report["generations"]] == [4, 12, 12, 12]
+    entries = {entry["id"]: entry for entry in lineage["candidates"]}
+    places = [EmitterPlace(seed=0, island="", index=index) for index in (1, 2)]
+    es = EsEmitter(children.operators[1], count=5, at=places[0])  # type: ignore[arg-type]
+    cmaes = CmaesEmitter(
+        children.operators[2],  # type: ignore[arg-type]
+        count=5, at=places[1], founders=list(founders), mutation_sigma=0.1,
+    )  # fmt: skip
+    start = max(founders, key=lambda name: fitness[name].score or 0.0)
+    assert sum(fitness[name] == fitness[start] for name in founders) == 1, "the best is one"
+    es.begin(start, scale=spread(founders[start]))
+    for generation in (1, 2, 3):
+        for emitter, place in zip((es, cmaes), places, strict=True):
+            plans = emitter.ask(generation=generation)
+            for plan in plans:
+                recorded = TypeAdapter(type(plan)).validate_python(
+                    {k: v for k, v in entries[plan.id].items() if k not in {"kind", "version"}}
+                )
+                assert recorded == plan
+            emitter.tell({plan.id: fitness[plan.id] for plan in plans}, best=plans[0].id)
+            state = {k: v for k, v in emitter.state.items() if k != "num_stale"}
+            assert state.items() <= states[f"{generation}/{place.name}"].items()
+    operators = [node["operator"] for node in report["lineage"] if node["generation"] == 3]
+    assert sorted(operators) == ["cmaes"] * 5 + ["es"] * 5 + ["linear"] * 2
+
+
+async def test_operators_that_cannot_work_are_refused_before_the_founders_are_asked(
+    genome, tmp_path: Path
+) -> None:
+    stage = {"type": "ga", "population": {"children": {"operators": [{"type": "cmaes"}]}}}
+    init = {"type": "zero", "count": 1, "rank": 2, "layers": 2}
+    with (
+        _run(tmp_path, "a") as run,
+        pytest.raises(ConfigError, match="take another stage or operator"),
+    ):
+        await genome(run, stages=[stage], init=init)
+    with Run.view(tmp_path / "a") as view:
+        assert not list(view.events("rollout"))
+
+
+async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_first(
+    genome, tmp_path: Path
+) -> None:
+    class SecondFirst(Here):
+        """Answers the first island only after the second one."""
+
+        def __init__(self, engine: Any) -> None:
+            super().__init__(engine)
+            self.is_second_done = asyncio.Event()
+
+        async def score(self, requests: Any) -> Any:
+            if any("i0-" in request.model.name for request in requests):
+                await self.is_second_done.wait()
+            answers = await self._engine.score(requests)
+            if any("i1-" in request.model.name for request in requests):
+                self.is_second_done.set()
+            return answers
+
+    stage = {
+        "type": "ga", "generations": 1, "islands": {"num_islands": 2},
+        "population": {"size": 4, "children": {"count": 2}},
+    }  # fmt: skip
+    reports = []
+    for wrap in (Here, SecondFirst):
+        with _run(tmp_path, wrap.__name__) as run:
+            found = await genome(run, stages=[stage], race={"enabled": False}, wrap=wrap)
+            reports.append(clockless(found.report))
+    assert reports[0] == reports[1]
 
 
 async def test_islands_race_apart() -> None:

@@ -8,8 +8,8 @@ from weights.made import made
 
 from rookery.errors import AdapterError
 from rookery.loops.genome import adapter_builder as builder_module
-from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep, rebuild
-from rookery.search.candidate import ChildPlan
+from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
+from rookery.search.candidate import ChildPlan, EsStep
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
 from rookery.weights.merge import TiesConfig
@@ -145,5 +145,16 @@ def test_lineages_written_before_a_mutation_obeyed_its_sigma_are_rebuilt() -> No
     builder.adapter(plan.id)
     lineage = builder.lineage()
     del lineage["format"]
-    lineage["mutations"]["gaussian"]["sigma"] = 0.1
+    lineage["mutations"]["gaussian"] |= {"sigma": 0.1, "adapt": 0.0}
     rebuild(lineage, [builder.adapter("x")], plan.id)
+
+
+def test_lineages_with_the_former_name_of_es_steps_are_rebuilt() -> None:
+    builder = AdapterBuilder({"x": made(1)}, merges={}, mutations={}, rank=3)
+    builder.plan(es_steps(2))
+    wanted = builder.adapter("e1-trial").version
+    lineage = builder.lineage()
+    lineage["format"] = 2
+    for entry in lineage["candidates"]:
+        entry["kind"] = "Drift"
+    assert rebuild(lineage, [builder.adapter("x")], "e1-trial").version == wanted

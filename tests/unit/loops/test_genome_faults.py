@@ -27,6 +27,15 @@ from rookery.slots import SlottedModel
 
 SOURCE = Path(rookery.__file__).parents[1]
 RACE = {"enabled": True, "block": 4}
+EMITTERS: dict[str, Any] = {
+    "type": "ga", "generations": 2,
+    "population": {"size": 4, "children": {"count": 9, "operators": [
+        {"type": "crossover", "share": 2},
+        {"type": "es", "share": 3, "patience": 1},
+        {"type": "cmaes", "share": 4},
+    ]}},
+}  # fmt: skip
+STAGES: dict[str, dict[str, Any]] = {"drawn": {}, "emitters": {"stages": [EMITTERS]}}
 
 
 class Killed(BaseException):
@@ -51,19 +60,20 @@ def decided(run: RunView) -> list[Any]:
 @contextmanager
 def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
     """The append of this number kills, before it stores anything or after."""
-    append_many, count = run.append_many, 0
+    submit, count = run.submit, 0
 
     def counted(news: list[NewEvent]) -> Any:
         nonlocal count
         count += 1
         if count == number and not is_stored:
             raise Killed
-        stored = append_many(news)
+        stored = submit(news)
         if count == number:
+            stored.result()
             raise Killed
         return stored
 
-    run.append_many = counted  # type: ignore[method-assign]
+    run.submit = counted  # type: ignore[method-assign]
     try:
         yield
     except BaseException as error:
@@ -103,14 +113,16 @@ def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("salt", ["a", "b"])
+@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "drawn"), ("c", "emitters")])
 async def test_faults_and_kills_anywhere_change_nothing(
     inputs: Inputs,
     tiny_model: SlottedModel,
     tmp_path: Path,
     scored_badly: dict[str, Any],
     salt: str,
+    stages: str,
 ) -> None:
+    scored_badly |= STAGES[stages]
     rng = random.Random(salt)
     faulty = partial(Faulty, share=0.004, load_share=0.1, salt=salt)
     run_on = partial(run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly)
@@ -212,15 +224,16 @@ async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(
     assert clockless(resumed.report) == clockless(expected.report)
 
 
+@pytest.mark.parametrize("stages", STAGES)
 def test_kill_9_at_random_moments_changes_nothing(
-    inputs: Inputs, tmp_path: Path, scored_badly: dict[str, Any]
+    inputs: Inputs, tmp_path: Path, scored_badly: dict[str, Any], stages: str
 ) -> None:
     """A process of its own, which is really killed."""
     folders = [str(path) for path in (inputs.model, inputs.founders, inputs.tasks)]
     options = {
         "inputs": folders,
         "faults": {"share": 0.004, "load_share": 0.1},
-        "changes": scored_badly,
+        "changes": scored_badly | STAGES[stages],
     }
     (tmp_path / "inputs.json").write_text(json.dumps(options))
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}", "OMP_NUM_THREADS": "1"}
@@ -257,4 +270,6 @@ def test_kill_9_at_random_moments_changes_nothing(
     with Run.view(tmp_path / "whole") as whole, Run.view(tmp_path / "killed") as killed:
         assert decided(killed) == decided(whole)
         reports = [clockless(run.read_json("report.json")) for run in (whole, killed)]
+        num_states = sum(1 for _ in whole.events("emitter"))
     assert reports[0] == reports[1]
+    assert num_states == (2 * 2 if stages == "emitters" else 0)

@@ -12,11 +12,11 @@ import torch
 
 from rookery.errors import EngineDownError, FleetError
 from rookery.loops.genome import search_evaluator
-from rookery.loops.genome.adapter_builder import AdapterBuilder, EsStep
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import CandidateLoader
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.runs import Run
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import ChildPlan, EsStep
 from rookery.search.racing import RaceConfig
 from rookery.testing import FakeAdapters
 from rookery.types import Adapter, Evaluation, LoraFactors, ModelRef, Task

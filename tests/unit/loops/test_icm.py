@@ -13,9 +13,9 @@ from loops.oracle import Oracle, make_config, write_items
 from rookery.errors import ConfigError, EngineError, TaskError
 from rookery.loops.icm import IcmConfig, IcmResult, label, read_gold, read_items
 from rookery.loops.icm.chain import Chain, Problem
+from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
-from rookery.loops.icm.reader import PlainReader, ScoreStore, SharedReader
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.testing import BASE
@@ -47,19 +47,19 @@ def decisions(path: Path) -> list[tuple[str, Any]]:
 
 @pytest.fixture
 def problem(tmp_path: Path):
-    """A scripted model and one batch of its items, with every reader."""
+    """A scripted model and one batch of its items, with every scorer."""
 
-    def make(num_items: int, *, reader: str = "shared", **changes: Any):
+    def make(num_items: int, *, scorer: str = "shared", **changes: Any):
         oracle = Oracle(num_items, **changes)
         config = make_config(write_items(tmp_path / "items.jsonl", oracle))
         items = read_items(config.data)
         opened = open_problem(config, items, bench=oracle.bench, store=ScoreStore())
-        if reader == "plain":
+        if scorer == "plain":
             prompts = Prompts(items, encoder=oracle.bench.encoder, data=config.data)
             order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
-            plain = PlainReader(oracle.sampler, prompts=prompts, order=order, model=BASE)
+            plain = PlainLabelScorer(oracle.sampler, prompts=prompts, order=order, model=BASE)
             fields = ("num_items", "num_labels", "groups", "constraints", "objective")
-            opened = Problem(reader=plain, **{f: getattr(opened, f) for f in fields})
+            opened = Problem(scorer=plain, **{f: getattr(opened, f) for f in fields})
         return oracle, opened, config
 
     return make
@@ -97,11 +97,11 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
 async def test_the_shared_and_the_plain_path_decide_alike(problem, seed, order_weight) -> None:
     """Memo, batches and speculation change no decision, also when the order matters."""
     found = []
-    for reader, speculate in (("plain", 1), ("shared", 1), ("shared", 6)):
-        oracle, opened, config = problem(12, reader=reader, seed=seed, order_weight=order_weight)
+    for scorer, speculate in (("plain", 1), ("shared", 1), ("shared", 6)):
+        oracle, opened, config = problem(12, scorer=scorer, seed=seed, order_weight=order_weight)
         chain = Chain(opened, config=config.search, seed=seed, speculate=speculate)
         found.append((await chain.run(), oracle.sampler.num_scores))
-        if reader == "shared":
+        if scorer == "shared":
             assert len(set(oracle.asked)) == len(oracle.asked), "no context was asked for twice"
     (plain, num_plain), (shared, num_shared), (ahead, _) = found
     assert plain == shared == ahead
@@ -112,7 +112,7 @@ async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> Non
     """Blocks of one request, answered backwards."""
     _, opened, config = problem(10, seed=3, order_weight=4.0)
     expected = await Chain(opened, config=config.search, seed=3).run()
-    monkeypatch.setattr("rookery.loops.icm.reader.BLOCK_REQUESTS", 1)
+    monkeypatch.setattr("rookery.loops.icm.label_scorer.BLOCK_REQUESTS", 1)
     oracle, opened, config = problem(10, seed=3, order_weight=4.0)
     score = oracle.sampler.score
 
@@ -314,7 +314,7 @@ async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: 
     for seed in range(8):
         oracle = Oracle(24, prior=0.0, pull=3.0, noise=0.0)
         path = write_items(tmp_path / "items.jsonl", oracle)
-        config = make_config(path, batch_size=12, seed=seed, siblings={"inverted": False})
+        config = make_config(path, batch_size=12, seed=seed, baselines={"inverted": False})
         config = config.model_copy(update={"data": config.data.model_copy(update={"gold": None})})
         result = await run_icm(tmp_path, oracle, config, name=f"s{seed}")
         rights = [result.labels[f"i{i}"] == ("True" if oracle.truth[i] > 0 else "False")
@@ -362,10 +362,10 @@ def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None
 
 async def test_chains_of_one_batch_share_what_is_in_flight(problem) -> None:
     oracle, opened, _ = problem(8)
-    assert isinstance(opened.reader, SharedReader)
+    assert isinstance(opened.scorer, SharedLabelScorer)
     labels = (0, 1) * 4
     contexts = [(labels, item) for item in range(8)]
-    one, two = await asyncio.gather(opened.reader.read(contexts), opened.reader.read(contexts))
+    one, two = await asyncio.gather(opened.scorer.score(contexts), opened.scorer.score(contexts))
     assert one == two and oracle.sampler.num_scores == 8
 
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from rookery.cli.app import app
 from rookery.embedded import EngineConfig, run_engine
 from rookery.loops.icm import Bench, IcmConfig, load_encoder, read_items
+from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
-from rookery.loops.icm.reader import ScoreStore
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.search.prefixes import PrefixCache
@@ -59,7 +59,7 @@ async def test_reads_are_those_of_transformers_and_tokens_those_planned(
     ) as engine:
         bench = Bench(sampler=engine, model=engine.base, encoder=encoder)
         problem = open_problem(config, items, bench=bench, store=ScoreStore())
-        reads = await problem.reader.read([(labels, item) for item in range(8)])
+        reads = await problem.scorer.score([(labels, item) for item in range(8)])
         assert engine.stats.prompt_tokens == planned < engine.stats.requested_tokens / 1.7
         assert engine.stats.requested_tokens == sum(map(len, contexts))
     model = AutoModelForCausalLM.from_pretrained(tiny_folder).eval()
@@ -102,7 +102,7 @@ def test_the_command_trains_between_batches(config: IcmConfig, tmp_path: Path) -
     path = tmp_path / "config.json"
     path.write_text(config.model_dump_json(exclude={"iterate"}))
     words = ["icm", "run", str(path), "--name", "a", "--runs-dir", str(tmp_path / "runs")]
-    words += ["--batch-size", "4", "--search.iterations", "10", "--siblings.inverted", "false"]
+    words += ["--batch-size", "4", "--search.iterations", "10", "--baselines.inverted", "false"]
     words += ["--iterate.sft.steps", "3", "--iterate.sft.layers", "2"]
     assert app(words, result_action="return_value", exit_on_error=False) == 0
     rows = (tmp_path / "runs" / "a" / "labels.jsonl").read_text().splitlines()

@@ -102,7 +102,7 @@ def left_behind(path: Path) -> dict[str, Any]:
     report = json.loads((path / "report.json").read_text())
     for name in ("run", "seconds"):
         del report[name]
-    for name in ("computed", "siblings"):
+    for name in ("computed", "baselines"):
         del report["tokens"][name]
     files = ("labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl")
     texts = {name: (path / name).read_text() for name in files}
@@ -116,24 +116,25 @@ class Killed(BaseException):
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Kill at the n-th half of an append: before it for even numbers, behind it for odd ones."""
-    append_many = EventLog.append_many
+    submit = EventLog.submit
     state: dict[str, int | None] = {"left": None}
 
     def counted(self: EventLog, news: Sequence[NewEvent]) -> Any:
         left = state["left"]
         if left is not None and left <= 0:
             raise Killed
-        events = append_many(self, news)
+        stored = submit(self, news)
         if left is not None:
             state["left"] = left - 2
             if left == 1:
+                stored.result()
                 raise Killed
-        return events
+        return stored
 
     def set_up(number: int | None) -> None:
         state["left"] = number
 
-    monkeypatch.setattr(EventLog, "append_many", counted)
+    monkeypatch.setattr(EventLog, "submit", counted)
     return set_up
 
 
@@ -215,14 +216,14 @@ from pathlib import Path
 from loops.test_icm_faults import Faulty, made, run_icm
 from rookery.runs import EventLog
 
-append_many = EventLog.append_many
+submit = EventLog.submit
 
 def told(self, news):
-    events = append_many(self, news)
-    print(len(news), flush=True)
-    return events
+    stored = submit(self, news)
+    stored.add_done_callback(lambda _: print(len(news), flush=True))
+    return stored
 
-EventLog.append_many = told
+EventLog.submit = told
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 oracle, config = made(folder, seed=seed)
 asyncio.run(run_icm(folder / "killed", config, oracle, Faulty(oracle, faults="both", seed=seed)))

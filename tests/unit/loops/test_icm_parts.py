@@ -1,4 +1,4 @@
-"""The parts of the icm loop: items, tokens, relations, objective, exports."""
+"""The parts of the icm loop: items, tokens, constraints, objective, exports."""
 
 import json
 import math
@@ -12,12 +12,12 @@ from loops.oracle import Words
 from pydantic import ValidationError
 
 from rookery.errors import TaskError
+from rookery.loops.icm.baselines import invert, most_likely
+from rookery.loops.icm.constraints import build_constraints
 from rookery.loops.icm.exports import ExportsConfig, LabelRecord, make_pairs
 from rookery.loops.icm.items import DataConfig, Item, batch_items, read_gold, read_items
 from rookery.loops.icm.objective import ObjectiveConfig, assess, predict
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.loops.icm.relations import build_constraints
-from rookery.loops.icm.siblings import invert, most_likely
 from rookery.search.constraints import Constraints, Exclusive
 from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import TreeOrder
@@ -51,6 +51,31 @@ def test_items_are_read_with_groups_and_without_their_true_labels(tmp_path, name
     assert len({i.id for i in items}) == 4 and "label" not in items[0].fields
     assert list(read_gold(config, items).values()) == [1, 0, 1, 0]
     assert len(read_items(config.model_copy(update={"limit": 2}))) == 2
+
+
+def test_one_list_of_a_json_file_is_chosen_by_its_key(tmp_path: Path) -> None:
+    rows = [{"id": i, "text": f"t{i}", "label": "True"} for i in range(6)]
+    path = tmp_path / "claims.json"
+    path.write_text(json.dumps({"dev": rows[:2], "test": rows[2:]}))
+    document = {"path": path, "prompt": "{{ text }}", "gold": {}}
+    with pytest.raises(TaskError, match=r"dev \(2 rows\), test \(4 rows\).*Say which with key"):
+        read_items(DataConfig.model_validate(document))
+    config = DataConfig.model_validate(document | {"key": "test"})
+    assert [item.id for item in read_items(config)] == ["2", "3", "4", "5"]
+    assert len(read_gold(config, read_items(config))) == 4
+    lines = write(tmp_path / "claims.jsonl", rows)
+    with pytest.raises(TaskError, match=r"data\.key is 'test'"):
+        read_items(config.model_copy(update={"path": lines}))
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"text": NaN}, {"text": 1}]', "[" * 100_000, '[{"a": "\\ud800"}]']
+)
+def test_json_that_no_prompt_can_hold_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    config = DataConfig.model_validate({"path": tmp_path / "x.json", "prompt": "{{ text }}"})
+    with pytest.raises(TaskError, match=r"x\.json"):
+        read_items(config)
 
 
 def test_true_labels_may_be_in_another_file(tmp_path: Path) -> None:
@@ -173,7 +198,7 @@ def test_pieces_that_do_not_join_are_refused() -> None:
 def constraints(configs: list[dict[str, Any]], items: list[Item], **keys: Any) -> Constraints:
     from pydantic import TypeAdapter
 
-    from rookery.loops.icm.relations import ConstraintConfig
+    from rookery.loops.icm.constraints import ConstraintConfig
 
     adapter: TypeAdapter[Any] = TypeAdapter(tuple[ConstraintConfig, ...])
     return build_constraints(

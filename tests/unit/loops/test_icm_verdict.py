@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.objective import ObjectiveConfig, Read
-from rookery.loops.icm.reader import Context
+from rookery.loops.icm.label_scorer import Context
+from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
-from rookery.loops.icm.siblings import SiblingsConfig
 from rookery.loops.icm.verdict import Crowd, Evidence, agree, judge
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.constraints import Constraint, Constraints, Exclusive
@@ -97,16 +97,16 @@ class Habit:
 
     naive_tokens = 0
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read]:
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs]:
         return [self._read(labels, item) for labels, item in contexts]
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         """Nothing is asked for."""
 
-    def known(self, context: Context) -> Read | None:
+    def known(self, context: Context) -> LabelLogprobs | None:
         return self._read(*context)
 
-    def _read(self, labels: Labels, item: int) -> Read:
+    def _read(self, labels: Labels, item: int) -> LabelLogprobs:
         if not any(label == 1 for other, label in enumerate(labels) if other != item):
             return (-0.01, -4.6)
         return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
@@ -120,13 +120,13 @@ class Content:
     def __init__(self, wanted: Labels) -> None:
         self._wanted = wanted
 
-    async def read(self, contexts: Sequence[Context]) -> list[Read | None]:
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         return [self.known(context) for context in contexts]
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         """Nothing is asked for."""
 
-    def known(self, context: Context) -> Read | None:
+    def known(self, context: Context) -> LabelLogprobs | None:
         return (-0.1, -2.4) if self._wanted[context[1]] == 0 else (-2.4, -0.1)
 
 
@@ -139,7 +139,7 @@ async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> dict
             num_labels=2,
             groups=tuple(range(len(labels))),
             constraints=Constraints(tied, num_items=len(labels), num_labels=2),
-            reader=Content(labels),
+            scorer=Content(labels),
             objective=ObjectiveConfig(),
         )
         found = await Chain(problem, config=AnnealingConfig(), seed=0).run(labels)
@@ -150,14 +150,14 @@ async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> dict
             problem=problem,
             seed=0,
             provenance={},
-            open_reader=lambda items: Content((0, 1) * len(items)),
+            open_scorer=lambda items: Content((0, 1) * len(items)),
             results=[found],
         )
         made.append(batch)
-    siblings, search = SiblingsConfig(inverted=False), AnnealingConfig()
+    baselines, search = BaselinesConfig(inverted=False), AnnealingConfig()
     names = ("True", "False")
     return await make_report(
-        made, labels=names, siblings=siblings, search=search, gold={}, errors={}
+        made, labels=names, baselines=baselines, search=search, gold={}, errors={}
     )
 
 
@@ -188,7 +188,7 @@ async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None
         num_labels=2,
         groups=tuple(range(6)),
         constraints=Constraints([], num_items=6, num_labels=2),
-        reader=Habit(),
+        scorer=Habit(),
         objective=ObjectiveConfig(),
     )
     search = AnnealingConfig(iterations=5)
@@ -201,13 +201,13 @@ async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None
         problem=problem,
         seed=0,
         provenance={},
-        open_reader=lambda items: Habit(),
+        open_scorer=lambda items: Habit(),
         results=[found],
     )
     report = await make_report(
         [batch],
         labels=("True", "False"),
-        siblings=SiblingsConfig(inverted=False),
+        baselines=BaselinesConfig(inverted=False),
         search=search,
         gold={},
         errors={},

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
-from rookery.runs import BlobStore
+from rookery.runs import BlobStore, Run
 
 names = st.lists(
     st.text("abcü .", min_size=1, max_size=4).filter(lambda n: n.strip(".")), min_size=1, max_size=3
@@ -186,3 +186,19 @@ def test_threads_may_put_the_same_at_once(store: BlobStore, tmp_path: Path) -> N
     assert len(found) == 80
     assert sorted(set(found)) == store.digests()
     assert [store.path(digest, verify=True).name for digest in store.digests()]
+
+
+def test_prune_keeps_what_is_named(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="grpo", name="poet", config={}) as run:
+        rollouts = [run.blobs.put_bytes(b"rollouts %d" % step) for step in range(5)]
+        with run.blobs.stage() as folder:
+            (folder / "weights").write_bytes(b"w")
+            checkpoint = run.blobs.put_folder(folder)
+        with pytest.raises(RunError, match="holds no blob"):
+            run.blobs.prune(keep=[checkpoint, "0" * 64])
+        assert len(run.blobs.digests()) == 6, "a misspelt name deletes nothing"
+        assert run.blobs.prune(keep=[checkpoint, *rollouts[3:]]) == 3
+        assert run.blobs.digests() == sorted([checkpoint, *rollouts[3:]])
+        assert run.blobs.read_bytes(rollouts[4], verify=True) == b"rollouts 4"
+        assert run.blobs.prune(keep=run.blobs.digests()) == 0
+        assert not list((run.path / ".tmp").iterdir())

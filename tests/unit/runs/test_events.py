@@ -137,8 +137,8 @@ def test_reading_pages_filters_and_continues(log: EventLog) -> None:
 
 def test_acknowledged_means_forced_to_disk(log: EventLog) -> None:
     """The settings that a power cut would test: write-ahead log, synced at every commit."""
-    assert log._fetch("PRAGMA journal_mode") == [("wal",)]
-    assert log._fetch("PRAGMA synchronous") == [(2,)]
+    assert log._writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert log._writer.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 def test_readers_see_appends_of_a_live_writer(log: EventLog, tmp_path: Path) -> None:
@@ -175,8 +175,10 @@ def test_use_after_close_is_a_sentence(log: EventLog) -> None:
 
 
 def test_a_newer_format_is_refused(log: EventLog, tmp_path: Path) -> None:
-    log._connection.execute("PRAGMA user_version = 99")
     log.close()
+    other = sqlite3.connect(tmp_path / "events.db")
+    other.execute("PRAGMA user_version = 99")
+    other.close()
     with pytest.raises(RunError, match=r"format 99.*upgrade"):
         EventLog.open(tmp_path / "events.db")
 

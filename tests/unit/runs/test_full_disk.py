@@ -59,30 +59,32 @@ def repeat_until_full(write: Callable[[int], object], *, words: str) -> int:
 
 
 def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
+    full = r"the disk is full: free some space, then resume"
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (1024 * 1024))
     with Run.create(small_disk, kind="eval", name="poet", config={}) as run:
         digest = run.blobs.put_bytes(b"first" * 1000)
-        filler = small_disk / "filler"
-        filler.write_bytes(b"x" * (1024 * 1024))
-        full = r"the disk is full: free some space, then resume"
-        put = lambda i: run.blobs.put_bytes(os.urandom(60_000))  # noqa: E731
-        num_blobs = 1 + repeat_until_full(put, words=full)
+        num_blobs = 1 + repeat_until_full(
+            lambda _: run.blobs.put_bytes(os.urandom(60_000)), words=full
+        )
         folder = small_disk.parent / "big"
         folder.mkdir()
         (folder / "x").write_bytes(b"x" * 3_000_000)
         with pytest.raises(RunError, match=full):
             run.blobs.put_folder(folder)
-        tick = lambda i: run.append("tick", {"i": i, "text": "y" * 500}, key=str(i))  # noqa: E731
-        num_events = repeat_until_full(tick, words="the disk is full")
-        log = lambda i: run.log_metrics(i, {f"a/{i % 50}{'b' * 3000}": 1.0})  # noqa: E731
-        num_rows = repeat_until_full(log, words=full)
+        num_events = repeat_until_full(lambda i: tick(run, i), words="the disk is full")
+        num_rows = repeat_until_full(lambda i: log(run, i), words=full)
         with pytest.raises(RunError, match=full):
             run.write_text("report.html", "z" * 100_000)
         assert not (run.path / "report.html").exists()
         assert not list((run.path / ".tmp").glob("*"))
         assert len(list(run.events("tick"))) == num_events
         filler.unlink()
-        tick(num_events)
-        log(num_rows)
+        with pytest.raises(RunError, match="An earlier write failed, and nothing is stored after"):
+            tick(run, num_events)
+    with Run.open(run.path) as run:
+        tick(run, num_events)
+        log(run, num_rows)
         run.write_text("report.html", "z" * 100_000)
         run.finish()
     with Run.open(run.path) as run:
@@ -92,6 +94,14 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
         assert run.blobs.read_bytes(digest, verify=True) == b"first" * 1000
         for stored in run.blobs.digests():
             run.blobs.path(stored, verify=True)
+
+
+def tick(run: Run, number: int) -> None:
+    run.append_blocking("tick", {"i": number, "text": "y" * 500}, key=str(number))
+
+
+def log(run: Run, step: int) -> None:
+    run.log_metrics(step, {f"a/{step % 50}{'b' * 3000}": 1.0})
 
 
 def test_a_failed_write_never_hides_the_first_error(
@@ -125,13 +135,13 @@ def test_a_file_size_limit_loses_nothing(tmp_path: Path) -> None:
                 run.blobs.put_bytes(b"x" * (LIMIT_BYTES + 1))
             with pytest.raises(RunError, match=r"too large.*ulimit"):
                 run.write_text("report.html", "x" * (LIMIT_BYTES + 1))
-            tick = lambda i: run.append("tick", {"i": i, "text": "y" * 500})  # noqa: E731
-            num_events = repeat_until_full(tick, words=r"events\.db: .*check it.*disk I/O error")
-            log = lambda i: run.log_metrics(i, {f"a/{'b' * 3000}": 1.0})  # noqa: E731
-            num_rows = repeat_until_full(log, words="too large.*ulimit")
-        assert num_events > 20 and num_rows > 20
-        tick(num_events)
-        log(num_rows)
+            words = r"events\.db: .*check it.*disk I/O error"
+            num_events = repeat_until_full(lambda i: tick(run, i), words=words)
+            num_rows = repeat_until_full(lambda i: log(run, i), words="too large.*ulimit")
+        assert num_events > 10 and num_rows > 20
+    with Run.open(run.path) as run:
+        tick(run, num_events)
+        log(run, num_rows)
         run.finish()
     with Run.open(run.path) as run:
         assert [e.payload["i"] for e in run.events("tick")] == list(range(num_events + 1))
@@ -142,7 +152,7 @@ def test_a_file_size_limit_loses_nothing(tmp_path: Path) -> None:
 
 def test_runs_on_a_read_only_disk_can_be_viewed(small_disk: Path) -> None:
     with Run.create(small_disk, kind="eval", name="closed", config={}) as run:
-        run.append("tick", {})
+        run.append_blocking("tick", {})
         shutil.copytree(run.path, small_disk / "killed")
         run.finish()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -37,11 +37,13 @@ def write(path):
     number = last.payload["number"] if last else 0
     while True:
         number += 1
-        run.append("tick", {"number": number, "text": "x" * (number % 700)}, key=str(number))
+        payload = {"number": number, "text": "x" * (number % 700)}
+        run.append_blocking("tick", payload, key=str(number))
         say("tick", number)
-        run.append("tick", {"number": number, "text": "x" * (number % 700)}, key=str(number))
+        run.append_blocking("tick", payload, key=str(number))
         if number % 2 == 0:
-            run.append_many([NewEvent(kind="pair", payload={"of": number}) for _ in range(2)])
+            pair = [NewEvent(kind="pair", payload={"of": number}) for _ in range(2)]
+            run.append_many_blocking(pair)
             say("pair", number)
         if number % 3 == 0:
             say("blob", run.blobs.put_bytes(b"%d" % number * 2000))

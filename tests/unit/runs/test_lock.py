@@ -37,7 +37,7 @@ from rookery.runs import Run
 run = Run.open(Path(sys.argv[1]))
 if os.fork() == 0:
     try:
-        run.append("tick", {})
+        run.append_blocking("tick", {})
         print("stored", flush=True)
     except RunError as error:
         print(error, flush=True)
@@ -201,7 +201,7 @@ def test_writes_stop_when_the_lock_file_is_taken_away(path: Path, change: str) -
         if change == "replace":
             Run.open(path).close()
         for write in (
-            lambda: run.append("tick", {}),
+            lambda: run.append_blocking("tick", {}),
             lambda: run.log_metrics(0, {}),
             lambda: run.blobs.put_bytes(b""),
             lambda: run.write_text("report.html", ""),

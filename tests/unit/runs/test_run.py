@@ -17,8 +17,10 @@ def make(root: Path, name: str = "poet") -> Run:
 
 def test_a_run_holds_what_was_put_into_it(tmp_path: Path) -> None:
     with make(tmp_path / "runs") as run:
-        event = run.append("label", {"task": "t1"}, key="t1")
-        pair = run.append_many([NewEvent(kind="score", payload={"i": i}) for i in range(2)])
+        event = run.append_blocking("label", {"task": "t1"}, key="t1")
+        pair = run.append_many_blocking(
+            [NewEvent(kind="score", payload={"i": i}) for i in range(2)]
+        )
         run.log_metrics(0, {"loss/policy": 0.5})
         digest = run.blobs.put_bytes(b"program")
         run.write_json("report.json", {"score": 0.25, "name": "Grüße"})
@@ -43,11 +45,11 @@ def test_a_run_holds_what_was_put_into_it(tmp_path: Path) -> None:
 
 def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with make(tmp_path) as run:
-        run.append("label", {"i": 0}, key="0")
+        run.append_blocking("label", {"i": 0}, key="0")
     with Run.open(run.path) as run:
         assert [e.payload["i"] for e in run.events("label")] == [0]
-        assert run.append("label", {"i": 0}, key="0").payload == {"i": 0}
-        run.append("label", {"i": 1}, key="1")
+        assert run.append_blocking("label", {"i": 0}, key="0").payload == {"i": 0}
+        run.append_blocking("label", {"i": 1}, key="1")
     with Run.open(run.path) as run:
         assert [e.key for e in run.events("label")] == ["0", "1"]
 
@@ -168,7 +170,7 @@ def test_a_folder_is_replaced_whole_and_disturbs_no_stage(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="mine"):
             run.write_folder("winner", fail)
         assert [p.name for p in winner.iterdir()] == ["second"]
-        with pytest.raises(RunError, match="its own things"):
+        with pytest.raises(RunError, match="the run writes that folder itself"):
             run.write_folder("blobs", fill("x"))
         assert list((run.path / ".tmp").iterdir()) == [staged]
 
@@ -186,7 +188,7 @@ def test_a_missing_run_suggests_the_nearest(tmp_path: Path) -> None:
 
 def test_kinds_of_the_run_itself_are_reserved(tmp_path: Path) -> None:
     with make(tmp_path) as run, pytest.raises(RunError, match="kinds in run/"):
-        run.append("run/finished", {"outcome": "finished"})
+        run.append_blocking("run/finished", {"outcome": "finished"})
 
 
 def test_a_wrong_outcome_is_refused(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_a_closed_run_takes_nothing(tmp_path: Path) -> None:
     run.close()
     run.close()
     with pytest.raises(RunError, match="does not own the run"):
-        run.append("label", {})
+        run.append_blocking("label", {})
 
 
 def test_the_folder_of_the_process_may_change(
@@ -208,6 +210,6 @@ def test_the_folder_of_the_process_may_change(
     monkeypatch.chdir(tmp_path)
     with Run.create(Path("runs"), kind="icm", name="x", config={}) as run:
         monkeypatch.chdir("/")
-        run.append("label", {})
+        run.append_blocking("label", {})
         run.write_text("report.html", "x")
     assert (tmp_path / "runs" / "x" / "report.html").exists()

@@ -12,7 +12,7 @@ from rookery.runs import NewEvent, Run, export_events, list_runs, show
 def test_the_list_has_the_newest_first(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with Run.create(tmp_path, kind="eval", name=name, config={}) as run:
-            run.append("label", {})
+            run.append_blocking("label", {})
             run.finish("failed", message=f"{name} broke")
     with Run.open(tmp_path / "a") as run:
         listed = list_runs(tmp_path)
@@ -46,7 +46,7 @@ def test_no_folder_has_no_runs_and_a_file_is_told(tmp_path: Path) -> None:
 
 def test_show_has_config_counts_metrics_and_events(tmp_path: Path) -> None:
     with Run.create(tmp_path, kind="eval", name="a", config={"seed": 1}) as run:
-        run.append_many([NewEvent(kind="label", payload={"i": i}) for i in range(20)])
+        run.append_many_blocking([NewEvent(kind="label", payload={"i": i}) for i in range(20)])
         run.log_metrics(1, {"a/x": 1.0, "a/y": 2.0})
         run.log_metrics(2, {"a/x": 3.0})
         details = show(run.path)
@@ -60,7 +60,7 @@ def test_show_has_config_counts_metrics_and_events(tmp_path: Path) -> None:
 def test_export_is_a_line_per_event(tmp_path: Path) -> None:
     target = tmp_path / "events.jsonl"
     with Run.create(tmp_path, kind="eval", name="a", config={}) as run:
-        run.append("label", {"text": "Grüße\n", "odd": "\udcff"}, key="k")
+        run.append_blocking("label", {"text": "Grüße\n", "odd": "\udcff"}, key="k")
         with Run.view(run.path) as view:
             assert export_events(view, target) == 2
         events = list(run.events())

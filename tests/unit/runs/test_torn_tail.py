@@ -83,7 +83,7 @@ def test_noise_in_the_log_keeps_the_events_before_it(
 def make_run(root: Path, num_events: int = 400) -> Path:
     with Run.create(root, kind="eval", name="poet", config={}) as run:
         for number in range(num_events):
-            run.append("tick", {"number": number, "text": "x" * 300})
+            run.append_blocking("tick", {"number": number, "text": "x" * 300})
         run.log_metrics(1, {"a/b": 1.0})
         run.finish()
     return run.path

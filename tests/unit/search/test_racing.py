@@ -1,6 +1,7 @@
 """Racing: the promise holds in simulation, hopeless candidates go early, failures are undone."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from rookery.errors import ConfigError, TaskError
 from rookery.search.racing import Dropped, Race, RaceConfig, start, tell
 from rookery.search.sequential import STAKES
+from rookery.search.waves import Waves
 from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]
@@ -19,13 +21,14 @@ def tasks_of(count: int) -> list[str]:
     return [f"t{i}" for i in range(count)]
 
 
-def answer(race: Race, rewards: Rewards) -> dict[str, list[float] | None]:
-    return {id: [rewards[id][task] for task in tasks] for id, tasks in race.asks.items()}
+def answer(asks: Mapping[str, Sequence[str]], rewards: Rewards) -> dict[str, list[float] | None]:
+    return {id: [rewards[id][task] for task in tasks] for id, tasks in asks.items()}
 
 
-def run(race: Race, rewards: Rewards) -> Race:
-    while race.asks:
-        tell(race, answer(race, rewards))
+def run(race: Race, rewards: Rewards, *, wave: int = 1) -> Race:
+    waves = Waves(race, size=wave)
+    while asks := waves.next():
+        tell(race, answer(asks, rewards))
     return race
 
 
@@ -128,11 +131,12 @@ def test_who_cannot_catch_up_is_dropped_for_certain() -> None:
     rewards = {"a": dict.fromkeys(tasks, 1.0), "b": dict.fromkeys(tasks, 0.0)}
     config = RaceConfig(confidence=0.999999, block=1)
     race = start(["a", "b"], tasks, config=config, rng=stream(0))
+    waves = Waves(race, size=1)
     for _ in range(5):
-        race = tell(race, answer(race, rewards))
+        race = tell(race, answer(waves.next(), rewards))
     # 5 behind with 5 to go: a tie is still possible.
     assert race.live == ("a", "b")
-    race = tell(race, answer(race, rewards))
+    race = tell(race, answer(waves.next(), rewards))
     assert (race.dropped["b"].reason, race.dropped["b"].num_tasks) == ("impossible", 6)
 
 
@@ -141,8 +145,9 @@ def test_certainty_needs_no_confidence_in_any_range() -> None:
     rewards = {"a": dict.fromkeys(tasks, 0.1), "b": dict.fromkeys(tasks, -0.1)}
     config = RaceConfig(low=-0.1, high=0.1, block=1, confidence=0.999999)
     race = start(["b", "a"], tasks, config=config, rng=stream(0))
+    waves = Waves(race, size=1)
     for _ in range(3):
-        race = tell(race, answer(race, rewards))
+        race = tell(race, answer(waves.next(), rewards))
     assert race.dropped["b"].reason == "impossible"
 
 
@@ -200,14 +205,16 @@ def test_a_failed_candidate_is_out_and_its_proofs_with_it() -> None:
         "c": dict.fromkeys(tasks, 0.0),
     }
     race = start(["a", "b", "c"], tasks, config=RaceConfig(block=10), rng=stream(0))
+    waves = Waves(race, size=1)
     while len(race.live) > 1:
-        race = tell(race, answer(race, rewards))
+        race = tell(race, answer(waves.next(), rewards))
     race = tell(race, {"a": None})
     assert race.dropped["a"].reason == "failed"
     assert "b" in race.live
     # Those who come back are asked for what they missed.
-    assert len(race.asks["b"]) >= 10
-    race = run(race, rewards)
+    asks = waves.next()
+    assert len(asks["b"]) >= 10
+    race = run(tell(race, answer(asks, rewards)), rewards)
     assert race.leader == "b"
     assert len(race.rewards["b"]) == 40
     assert race.estimates["a"] is None
@@ -220,20 +227,22 @@ def test_who_was_dropped_on_a_failed_account_alone_comes_back() -> None:
         id: dict.fromkeys(tasks, value) for id, value in {"a": 1.0, "b": 0.75, "c": 0.8}.items()
     }
     race = start(["a", "b", "c"], tasks, config=RaceConfig(block=1), rng=stream(0))
+    waves = Waves(race, size=1)
     while "b" in race.live:
-        race = tell(race, answer(race, rewards))
+        race = tell(race, answer(waves.next(), rewards))
     assert race.live == ("a", "c")
     seen = len(race.rewards["b"])
-    race = tell(race, {**answer(race, rewards), "a": None})
+    race = tell(race, {**answer(waves.next(), rewards), "a": None})
     assert race.live == ("b", "c")
-    assert {id: len(asked) for id, asked in race.asks.items()} == {"b": 2, "c": 1}
-    assert race.asks["b"] == race.tasks[seen : seen + 2]
+    asks = waves.next()
+    assert {id: len(asked) for id, asked in asks.items()} == {"b": 2, "c": 1}
+    assert asks["b"] == race.tasks[seen : seen + 2]
 
 
 def test_all_failed() -> None:
     race = start(["a", "b"], tasks_of(5), config=RaceConfig(), rng=stream(0))
     race = tell(race, {"a": None, "b": None})
-    assert (race.asks, race.live, race.leader) == ({}, (), None)
+    assert (Waves(race, size=1).next(), race.live, race.leader) == ({}, (), None)
     assert race.estimates == {"a": None, "b": None}
 
 
@@ -246,10 +255,11 @@ def test_what_is_dropped_does_not_depend_on_how_much_is_asked_at_once(wave) -> N
     rewards = right_or_wrong([0.3, 0.85, 0.4, 0.5], count=50, seed=2)
     config = RaceConfig(block=5)
     straight = run(start(list(rewards), tasks_of(50), config=config, rng=stream(0)), rewards)
-    race = start(list(rewards), tasks_of(50), config=config, rng=stream(0), wave=wave)
-    assert sum(map(len, race.asks.values())) >= min(wave, 200)
-    assert {len(asked) % 5 for asked in race.asks.values()} == {0}
-    assert outcome(run(race, rewards)) == outcome(straight)
+    race = start(list(rewards), tasks_of(50), config=config, rng=stream(0))
+    asks = Waves(race, size=wave).next()
+    assert sum(map(len, asks.values())) >= min(wave, 200)
+    assert {len(asked) % 5 for asked in asks.values()} == {0}
+    assert outcome(run(race, rewards, wave=wave)) == outcome(straight)
     assert any(fate.num_tasks < 50 for fate in straight.dropped.values())
 
 
@@ -271,17 +281,16 @@ def test_nor_on_which_answers_arrive_together(arrivals, failures) -> None:
             for task in tasks
         ]
 
-    races = [
-        start(list(rewards), tasks_of(50), config=config, rng=stream(0), wave=wave)
-        for wave in (0, 90)
-    ]
+    races = [start(list(rewards), tasks_of(50), config=config, rng=stream(0)) for _ in range(2)]
+    first = list(Waves(races[1], size=90).next().items())
     for index, count in arrivals:
-        if asks := list(races[1].asks.items()):
-            id, tasks = asks[index % len(asks)]
-            tell(races[1], {id: told(races[1], id, tasks[:count])})
-    for race in races:
-        while race.asks:
-            tell(race, {id: told(race, id, tasks) for id, tasks in race.asks.items()})
+        id, tasks = first[index % len(first)]
+        begin = min(races[1].num_told[id], len(tasks))
+        tell(races[1], {id: told(races[1], id, tasks[begin : begin + count])})
+    for race, size in zip(races, (1, 90), strict=True):
+        waves = Waves(race, size=size)
+        while asks := waves.next():
+            tell(race, {id: told(race, id, tasks) for id, tasks in asks.items()})
     assert outcome(races[0]) == outcome(races[1])
     assert races[0].rewards == races[1].rewards
 
@@ -291,11 +300,12 @@ def test_known_candidates_race_along_and_are_not_asked() -> None:
     config = RaceConfig(block=5)
     asked = run(start(list(rewards), tasks_of(50), config=config, rng=stream(0)), rewards)
     known = {"c1": rewards["c1"], "c0": rewards["c0"]}
-    race = start(list(rewards), tasks_of(50), config=config, rng=stream(0), known=known, wave=20)
-    assert {id: len(tasks) for id, tasks in race.asks.items()} == {"c2": 10, "c3": 10}
+    race = start(list(rewards), tasks_of(50), config=config, rng=stream(0), known=known)
+    asks = Waves(race, size=20).next()
+    assert {id: len(tasks) for id, tasks in asks.items()} == {"c2": 10, "c3": 10}
     assert outcome(run(race, rewards)) == outcome(asked)
     race = start(list(rewards), tasks_of(50), config=config, rng=stream(0), known=rewards)
-    assert (race.asks, outcome(race)) == ({}, outcome(asked))
+    assert (Waves(race, size=1).next(), outcome(race)) == ({}, outcome(asked))
 
 
 def test_weights_make_the_score_the_mean_of_the_sources() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from rookery.search.fitness import fitness_of, rank_key
 from rookery.search.racing import Race, RaceConfig, start, tell
+from rookery.search.waves import Waves
 from rookery.seeding import stream
 
 Rewards = dict[str, dict[str, float]]
@@ -15,8 +16,9 @@ SOURCES = {task: "xy"[place % 2] for place, task in enumerate(TASKS)}
 
 
 def run(race: Race, rewards: Rewards) -> Race:
-    while race.asks:
-        tell(race, {id: [rewards[id][t] for t in tasks] for id, tasks in race.asks.items()})
+    waves = Waves(race, size=1)
+    while asks := waves.next():
+        tell(race, {id: [rewards[id][t] for t in tasks] for id, tasks in asks.items()})
     return race
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from ui.made import made_report, made_row
 
+from rookery.reports import parse_genome_report
 from rookery.ui.headline import Headline, make_headline
-from rookery.ui.report import parse_report
 
 
 def headline(**keys: Any) -> Headline:
-    return make_headline(parse_report(made_report(**keys)))
+    return make_headline(parse_genome_report(made_report(**keys)))
 
 
 def winner(low: float, high: float) -> list[dict[str, Any]]:

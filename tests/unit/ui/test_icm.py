@@ -6,7 +6,17 @@ import pytest
 from ui.test_page import HOSTILE, Page, words
 
 from rookery.errors import RunError
-from rookery.ui.icm import COLUMNS, icm_rows, render_icm_page
+from rookery.reports import parse_icm_report
+from rookery.ui import icm
+from rookery.ui.icm import COLUMNS
+
+
+def render_icm_page(document: dict[str, Any]) -> str:
+    return icm.render_icm_page(parse_icm_report(document))
+
+
+def icm_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    return icm.icm_rows(parse_icm_report(document))
 
 
 def made_row(name: str, /, **keys: Any) -> dict[str, Any]:
@@ -56,7 +66,7 @@ def made_report(**keys: Any) -> dict[str, Any]:
             {"id": f"r{i}", "text": f"Review {i}", "label": "True", "margin": float(i)}
             for i in range(4)
         ],
-        "tokens": {"naive": 1000, "requested": 300, "computed": 100, "siblings": 50},
+        "tokens": {"naive": 1000, "requested": 300, "computed": 100, "baselines": 50},
         "seconds": 12.0,
     } | keys
 

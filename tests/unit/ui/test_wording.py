@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.reports import Estimate
 from rookery.ui import wording
-from rookery.ui.report import Estimate
 
 
 def test_scores_have_three_decimals_and_missing_ones_a_hyphen() -> None:

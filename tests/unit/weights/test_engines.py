@@ -1,8 +1,7 @@
-"""The passes in C, in numpy and in torch: closed forms, and the same bits from all."""
+"""The passes in C and in torch: closed forms, and the same bits from both."""
 
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +26,8 @@ from rookery.weights.merge import (
 from rookery.weights.merge import children as children_module
 from rookery.weights.merge.blend import Blend, Drop, Engine, Floats, Integers, Trim
 from rookery.weights.merge.compiled import compile_engine, load_engine
-from rookery.weights.merge.portable import Portable
 from rookery.weights.merge.rows import Rows
-from rookery.weights.merge.tensors import Tensors
+from rookery.weights.merge.tensors import Tensors, as_tensors
 from rookery.weights.stack import stack
 
 
@@ -42,18 +40,12 @@ class SharedTensors:
         return limits
 
     def blend(self, blend: Blend[Floats]) -> None:
-        entries = blend.entries
-        if isinstance(entries, Trim):
-            entries = Trim([torch.from_numpy(own) for own in entries.limits])  # type: ignore[assignment]
-        rows = [torch.from_numpy(row) for row in blend.rows]
-        out = torch.from_numpy(blend.out)
-        Tensors().blend(replace(blend, rows=rows, entries=entries, out=out))  # type: ignore[type-var]
+        Tensors().blend(as_tensors(blend))
 
 
 COMPILER = shutil.which("cc")
 COMPILED = compile_engine(COMPILER) if COMPILER else None
 ENGINES = [
-    pytest.param(Portable(), id="numpy"),
     pytest.param(SharedTensors(), id="torch"),
     pytest.param(
         COMPILED,
@@ -210,7 +202,7 @@ def test_all_engines_give_the_same_bits(
 ) -> None:
     assert COMPILED
     results = []
-    for engine in (Portable(), SharedTensors(), COMPILED):
+    for engine in (SharedTensors(), COMPILED):
         blend = made_blend(
             seed,
             sizes=sizes,
@@ -221,7 +213,7 @@ def test_all_engines_give_the_same_bits(
         )
         engine.blend(blend)
         results.append(blend.out.view(np.int32))
-    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+    assert np.array_equal(results[0], results[1])
 
 
 @each_engine
@@ -238,14 +230,14 @@ def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine[Floats]) ->
     assert not blend.out.view(np.int32).any()
 
 
-def test_without_a_compiler_numpy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     load_engine.cache_clear()
-    assert isinstance(load_engine(), Portable)
+    assert load_engine() is None
     load_engine.cache_clear()
 
 
-def test_a_compiler_that_fails_is_told_and_numpy_used(
+def test_a_compiler_that_fails_is_told_and_torch_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "cc"
@@ -254,7 +246,7 @@ def test_a_compiler_that_fails_is_told_and_numpy_used(
     monkeypatch.setattr(shutil, "which", lambda name: str(broken))
     load_engine.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert isinstance(load_engine(), Portable)
+        assert load_engine() is None
     assert "did not compile entries.c" in caplog.text
     load_engine.cache_clear()
 

@@ -52,10 +52,33 @@ def test_ties_of_many_parents_is_close_to_the_best_of_its_rank() -> None:
         assert (dense(child, shapes=WIDE)[layer] - target).norm() < 1.01 * least
 
 
-def test_the_cost_of_a_merge_does_not_grow_with_the_cube_of_its_parents() -> None:
-    shapes = {"model.layers.0.a": (192, 192)}
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_sum_of_many_parents_is_close_to_the_best_of_its_rank(sign: float) -> None:
+    shapes = {"model.layers.0.a": (150, 200), "model.layers.1.a": (200, 150)}
+    parents = [made(seed, rank=8, shapes=shapes) for seed in range(32)]
+    # Each parent twice: with sign -1 the rows of a cancel, and the deltas do not.
+    twins = [
+        make_adapter(
+            f"twin{parent.name}",
+            base=parent.base,
+            factors={
+                layer: LoraFactors(a=sign * lora.a, b=sign * lora.b, scale=lora.scale)
+                for layer, lora in parent.factors.items()
+            },
+        )
+        for parent in parents
+    ]
+    child = merge(parents + twins, weights=[1.0] * 64, method=LinearConfig(), rank=6)
+    for layer in shapes:
+        deltas = [dense(parent, shapes=shapes)[layer] for parent in parents]
+        target = torch.stack(deltas).mean(dim=0)
+        least = (target - best_of_rank(target, 6)).norm()
+        assert (dense(child, shapes=shapes)[layer] - target).norm() < 1.001 * least
 
-    def seconds(count: int) -> float:
+
+def test_the_cost_of_a_merge_does_not_grow_with_the_cube_of_its_parents() -> None:
+    def seconds(count: int, *, size: int) -> float:
+        shapes = {"model.layers.0.a": (size, size)}
         parents = [made(seed, rank=8, shapes=shapes) for seed in range(count)]
         best = 9.0
         for _ in range(3):
@@ -64,8 +87,9 @@ def test_the_cost_of_a_merge_does_not_grow_with_the_cube_of_its_parents() -> Non
             best = min(best, time.process_time() - began)
         return best
 
-    # Four times the parents took 40 times as long.
-    assert seconds(256) < 8 * seconds(64)
+    # Four times the parents took 40 times as long, and 18 times.
+    assert seconds(256, size=192) < 8 * seconds(64, size=192)
+    assert seconds(64, size=1024) < 8 * seconds(16, size=1024)
 
 
 def mixed(seed: int, ranks: tuple[int, ...]) -> Adapter:

@@ -79,6 +79,8 @@ class ExternalSampler:
     def __init__(self, api: Api, *, codec: Codec) -> None:
         self.config = api.config
         self.base = ModelRef(name="base", version=api.config.model)
+        self.context_tokens: int | None = None
+        """APIs do not tell."""
         self._api = api
         self._codec = codec
         self._samples = KeptAnswers[SampleRequest, tuple[Completion, ...]]()

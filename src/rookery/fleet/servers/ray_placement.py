@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rookery.config import parse_config
-from rookery.errors import ConfigError, FleetError, RookeryError, boundary
+from rookery.errors import FleetError, RookeryError, boundary
+from rookery.executors.ray_cluster import connect_ray
 from rookery.fleet.servers.launch import open_servers
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["Placed", "place_on_ray"]
 
-INSTALL = "pip install 'rookery[ray]'"
 STOP_S = 40.0
 """How long all actors together may take to stop their servers."""
 _ACTOR_S = 60.0
@@ -80,26 +80,17 @@ class ServerHost:
 @asynccontextmanager
 async def place_on_ray(config: LaunchConfig, *, num: int, address: str) -> AsyncIterator[Placed]:
     """Place `num` servers on the cluster at `address`, all at once, and stop them at the end."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"Placing servers on a cluster needs Ray: {INSTALL}.") from error
-    was_connected = ray.is_initialized()
-    with boundary(FleetError, f"Connecting to the Ray cluster at {address}"):
-        await asyncio.to_thread(ray.init, address, ignore_reinit_error=True)
-    try:
-        async with _room(config, num=num, address=address) as actor:
-            key = secrets.token_urlsafe(32)
-            document = config.model_dump(mode="json", exclude={"host", "replicas"})
-            hosts = [actor.remote(document, key) for _ in range(num)]
-            try:
-                yield Placed(urls=await _start(hosts, config.startup_s + _ACTOR_S), api_key=key)
-            finally:
-                await _stop(hosts)
-    finally:
-        if not was_connected:
-            # A cluster of our own dies with the thread that started it: it must not be met again.
-            await asyncio.to_thread(ray.shutdown)
+    async with (
+        connect_ray(address, error=FleetError),
+        _room(config, num=num, address=address) as actor,
+    ):
+        key = secrets.token_urlsafe(32)
+        document = config.model_dump(mode="json", exclude={"host", "replicas"})
+        hosts = [actor.remote(document, key) for _ in range(num)]
+        try:
+            yield Placed(urls=await _start(hosts, config.startup_s + _ACTOR_S), api_key=key)
+        finally:
+            await _stop(hosts)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ rebuild(lineage_document, founders, "g003-c07")
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 from pydantic import TypeAdapter
 
 from rookery.errors import AdapterError, boundary
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
 from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
 from rookery.weights.mutate import MutateConfig, mutate
 from rookery.weights.perturb import rounded, unrounded
 
-__all__ = ["AdapterBuilder", "EsStep", "Recipe", "check_device", "rebuild"]
+__all__ = ["AdapterBuilder", "check_device", "rebuild"]
 
 _MERGE: TypeAdapter[MergeConfig] = TypeAdapter(MergeConfig)
 _MUTATE: TypeAdapter[MutateConfig] = TypeAdapter(MutateConfig)
@@ -29,42 +29,12 @@ _NO_MEMORY: Mapping[type[Exception], str] = {
     torch.OutOfMemoryError: "Lower launch.gpu_memory_utilization, or write merge_device: cpu"
 }
 _FORMAT = 3
-"""Of lineage documents. In those without one a mutation's sigma was written and not used."""
-_MOVE = LinearConfig(normalise=False)
-"""A move of a swarm is a linear combination whose weights mean what they say."""
+"""Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
+mutations had `adapt`, of which 0 was the default."""
+_COMBINATION = LinearConfig(normalise=False)
+"""A move of a swarm and a point of CMA-ES: a linear combination whose weights are taken as they
+are. They have names of their own, whatever the config calls its merges."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EsStep:
-    """A parent plus sum_i amounts[i] * noise(seeds[i]): a trial or a centre of an ES.
-
-    A centre is the centre before it plus one update, a trial is a centre plus one noise: the chain
-    costs as much per step at any step.
-    """
-
-    id: str
-    generation: int
-    parent: str
-    seeds: tuple[int, ...]
-    amounts: tuple[float, ...]
-    is_chained: bool = False
-    """The parent is an ES step, and its numbers are taken before they are rounded to its dtype:
-    small updates add up as if they were made at once."""
-
-    @property
-    def parents(self) -> tuple[str, ...]:
-        return (self.parent,)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        return (1.0,)
-
-    @property
-    def operator(self) -> str:
-        return "es"
-
-
-Recipe = ChildPlan | EsStep
 
 _RECIPES: Mapping[str, TypeAdapter[Any]] = {
     "ChildPlan": TypeAdapter(ChildPlan),
@@ -172,7 +142,7 @@ class AdapterBuilder:
             return 0
         if not isinstance(recipe, ChildPlan) or recipe.merge is None:
             return 1
-        method = self._merges.get(recipe.merge, _MOVE)
+        method = self._merge(recipe.merge)
         return 3 if is_dense(method) else 2
 
     def keep(self, candidates: Iterable[str]) -> None:
@@ -209,7 +179,7 @@ class AdapterBuilder:
             return self._es_step(recipe, parents[0])
         adapter = parents[0]
         if recipe.merge is not None:
-            method = _MOVE if recipe.merge == "move" else self._merge(recipe.merge)
+            method = self._merge(recipe.merge)
             what, lacking = f"Making {recipe.id}", tuple(_NO_MEMORY)
             with boundary(AdapterError, what, foreign=lacking, remedy=_NO_MEMORY):
                 adapter = merge(
@@ -235,6 +205,8 @@ class AdapterBuilder:
         return replace(rounded(moved, like=parent), name=recipe.id)
 
     def _merge(self, name: str) -> MergeConfig:
+        if name in COMBINATIONS:
+            return _COMBINATION
         if name not in self._merges:
             raise AdapterError(
                 f"A plan names the merge {name!r}; there are {', '.join(self._merges)}."
@@ -261,13 +233,15 @@ def rebuild(lineage: Mapping[str, Any], founders: Sequence[Adapter], candidate: 
         if name not in known or known[name].version != version:
             given = known[name].version if name in known else "not given"
             raise AdapterError(f"Founder {name!r} is {given}; this lineage began with {version}.")
-    unused = {} if "format" in lineage else {"sigma": None}
+    changes = {} if "format" in lineage else {"sigma": None}
+    mutations = {
+        name: {key: value for key, value in {**method, **changes}.items() if key != "adapt"}
+        for name, method in lineage["mutations"].items()
+    }
     builder = AdapterBuilder(
         known,
         merges={n: _MERGE.validate_python(m) for n, m in lineage["merges"].items()},
-        mutations={
-            n: _MUTATE.validate_python({**m, **unused}) for n, m in lineage["mutations"].items()
-        },
+        mutations={n: _MUTATE.validate_python(m) for n, m in mutations.items()},
         rank=lineage["rank"],
         device=lineage.get("device", "cpu"),
     )

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.stages import CmaesStage, GaStage
+from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
+from rookery.search.cmaes import load_library
+from rookery.search.emitters import CmaesOperatorConfig
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter
@@ -54,12 +56,14 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
             )
     init = config.init
     uses_pairs = isinstance(init, FileInit) and init.use != "adapters"
-    needs_two = [stage.type for stage in config.stages if isinstance(stage, CmaesStage)]
-    if len(founders) < 2 and (uses_pairs or needs_two):
+    uses_cmaes = any(_uses_cmaes(stage) for stage in config.stages)
+    if uses_cmaes:
+        load_library()
+    if len(founders) < 2 and (uses_pairs or uses_cmaes):
         what = "init.use: " + init.use if isinstance(init, FileInit) and uses_pairs else "cmaes"
         raise ConfigError(
             f"{what} combines founders, and there is only one: add an adapter to the founders, or "
-            + ("write init.use: adapters." if uses_pairs else "take another stage.")
+            + ("write init.use: adapters." if uses_pairs else "take another stage or operator.")
         )
     num_first = len(founders)
     if isinstance(init, FileInit) and init.use != "adapters":
@@ -70,6 +74,13 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
                 f"There are {stage.islands.num_islands} islands and {num_first} candidates to "
                 f"begin with: write islands.num_islands of at most {num_first}, or begin with more."
             )
+
+
+def _uses_cmaes(stage: StageConfig) -> bool:
+    if not isinstance(stage, GaStage):
+        return isinstance(stage, CmaesStage)
+    children = stage.population.children
+    return any(isinstance(children.operators[i], CmaesOperatorConfig) for i in children.emitted)
 
 
 def _check_rank(config: GenomeConfig, founders: Mapping[str, Adapter], *, max_rank: int) -> None:

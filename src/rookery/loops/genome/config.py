@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.loops.engines import EngineChoice
+from rookery.engines import EngineChoice
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
 from rookery.search.parents import may_be_negative
 from rookery.search.racing import RaceConfig
@@ -75,6 +76,9 @@ class GenomeConfig(Config):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
+        taken = sorted(COMBINATIONS & set(self.merges))
+        if taken:
+            raise ValueError(f"merges has {taken[0]!r}, a name of the search's own: write another")
         for stage in self.stages:
             if isinstance(stage, GaStage):
                 _require(stage.merges, {*MERGES, *self.merges}, "crossover")

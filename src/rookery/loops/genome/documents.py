@@ -38,7 +38,7 @@ def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
     _save_all(run, "founders", builder, builder.founders)
     _save_all(run, "population", builder, population)
     run.write_json("lineage.json", builder.lineage())
-    run.append("winner", {"id": winner, "version": builder.version(winner)}, key="winner")
+    run.append_blocking("winner", {"id": winner, "version": builder.version(winner)}, key="winner")
     report = {
         "kind": "genome",
         "run": run.name,

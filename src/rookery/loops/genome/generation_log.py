@@ -9,6 +9,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
+from rookery.types import Json
 
 __all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
 
@@ -95,15 +96,15 @@ class GenerationLog:
             seconds=time.monotonic() - start,
         )
 
-    def settle(self, phase: str, cost: Cost) -> Cost:
+    async def settle(self, phase: str, cost: Cost) -> Cost:
         """The cost of a phase that has ended. When a resumed run repeats it from the log, its
         seconds are those of the first time."""
         first = self._run.get("phase", phase)
         if first is None:
-            first = self._run.append("phase", {"seconds": cost.seconds}, key=phase)
+            first = await self._run.append("phase", {"seconds": cost.seconds}, key=phase)
         return replace(cost, seconds=first.payload["seconds"])
 
-    def record(self, stage: str, measured: Mapping[str, Measured], cost: Cost) -> Generation:
+    async def record(self, stage: str, measured: Mapping[str, Measured], cost: Cost) -> Generation:
         """Note the candidates that were measured together."""
         scores = [m.fitness.score for m in measured.values() if m.fitness.score is not None]
         feasible = [
@@ -128,12 +129,23 @@ class GenerationLog:
             num_tokens=cost.num_tokens,
             seconds=cost.seconds if first is None else first.payload["seconds"],
         )
-        self._write(generation, measured)
+        await self._write(generation, measured)
         self.generations.append(generation)
         self._watcher.on_generation(generation)
         return generation
 
-    def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
+    async def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
+        """Where emitters stand after the last generation. Keyed as generations are: a resumed run
+        whose emitters learnt something else would be refused."""
+        number = len(self.generations) - 1
+        await self._run.append_many(
+            [
+                NewEvent(kind="emitter", key=f"{number}/{name}", payload=dict(state))
+                for name, state in states.items()
+            ]
+        )
+
+    async def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
         """Events are keyed: a resumed run that came out otherwise would be refused."""
         news = [
             NewEvent(kind="candidate", key=name, payload=self._describe(name, result))
@@ -141,7 +153,7 @@ class GenerationLog:
         ]
         key = str(generation.generation)
         last = NewEvent(kind="generation", key=key, payload=asdict(generation))
-        self._run.append_many([*news, last])
+        await self._run.append_many([*news, last])
         values = {"genome/best": generation.best, "genome/mean": generation.mean}
         values["genome/num_tokens"] = float(generation.num_tokens)
         self._run.log_metrics(

@@ -76,7 +76,8 @@ class CandidateLoader:
                 raise
             except (AdapterError, EngineError, FleetError) as error:
                 failure = LoadFailure(str(error), version)
-                self._run.append("failure", {"candidate": name, **asdict(failure)}, key=key)
+                payload = {"candidate": name, **asdict(failure)}
+                await self._run.append("failure", payload, key=key)
                 return failure
 
         arrivals = {name: asyncio.create_task(bring(name, make)) for name, make in makers.items()}

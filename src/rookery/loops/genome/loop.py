@@ -90,7 +90,7 @@ async def _measure_founders(parts: RunParts) -> dict[str, str]:
         await parts.search.measure(names, rivals=(), seed=config.seed, keep=len(names))
         holders = _set_floors(parts)
         measured = {name: parts.search.measured[name] for name in names}
-        parts.log.record("founders", measured, cost())
+        await parts.log.record("founders", measured, cost())
     errors = [measured[founder].error for founder in parts.builder.founders]
     if all(errors):
         raise TaskError(f"All {len(errors)} founders failed. The first error: {errors[0]}")
@@ -131,7 +131,7 @@ async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, l
     with log.phase("select") as cost:
         finalists = final.finalists(settings.num_finalists)
         choice = await final.choose(finalists, select, floor_holders=holders)
-        spent = log.settle("select", cost())
+        spent = await log.settle("select", cost())
     spent = replace(log.searched() + spent, num_candidates=num_searched)
     founders = final.founders()
     measuring = log.founders()
@@ -165,7 +165,7 @@ async def _search_randomly(
         if not found:
             return []
         choice = await parts.final.choose(found, select, floor_holders=holders)
-        spent = parts.log.settle("random search", cost())
+        spent = await parts.log.settle("random search", cost())
     return [
         ReportEntry(
             name="random search",

@@ -7,8 +7,7 @@ while they are asked.
 """
 
 import asyncio
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.concurrency import task_group, together
@@ -18,6 +17,7 @@ from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
 from rookery.search.racing import Race, RaceConfig
+from rookery.search.waves import Waves
 from rookery.seeding import stream
 from rookery.types import ModelRef, Task
 
@@ -91,6 +91,12 @@ class SearchEvaluator:
                 fitness = self._fitness(measured.rewards, measured.fitness.score)
                 self.measured[name] = replace(measured, fitness=fitness)
 
+    def put_last(self, candidates: Iterable[str]) -> None:
+        """Order `measured` by these: races at the same time end in any order, and what later stages
+        start from must not depend on it."""
+        for name in candidates:
+            self.measured[name] = self.measured.pop(name)
+
     async def measure(
         self, candidates: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int
     ) -> dict[str, Measured]:
@@ -140,15 +146,15 @@ class SearchEvaluator:
             floors=self._floors,
             known=known,
         )
-        plan = _Waves(race, candidates, size=self._wave)
-        waves: list[asyncio.Task[_Told]] = []  # in flight, oldest first; drained below
+        waves = Waves(race, size=self._wave)
+        in_flight: list[asyncio.Task[_Told]] = []  # oldest first; drained below
         async with task_group() as asking:
             while True:
-                while len(waves) < self._num_waves and (asks := plan.next()):
-                    waves.append(asking.create_task(self._ask(asks, arrivals)))
-                if not waves:
+                while len(in_flight) < self._num_waves and (asks := waves.next()):
+                    in_flight.append(asking.create_task(self._ask(asks, arrivals)))
+                if not in_flight:
                     return race
-                told = await waves.pop(0)
+                told = await in_flight.pop(0)
                 await asyncio.to_thread(racing.tell, race, told)
 
     @property
@@ -232,25 +238,3 @@ class SearchEvaluator:
 
 _Told = dict[str, list[float | None] | None]
 """Rewards in the order asked; None in place of one, or of all, says that it failed."""
-
-
-class _Waves:
-    """What to ask next, also while answers are still out: whole blocks, the same for everybody."""
-
-    def __init__(self, race: Race, candidates: Sequence[str], *, size: int) -> None:
-        self._race = race
-        self._size = size
-        self._asked = dict.fromkeys(candidates, 0)
-
-    def next(self) -> dict[str, tuple[str, ...]]:
-        """The next tasks of each live candidate; empty when all are asked for."""
-        tasks, block = self._race.tasks, self._race.config.block
-        live = [name for name in self._race.live if name in self._asked]
-        open_names = [name for name in live if self._asked[name] < len(tasks)]
-        if not open_names:
-            return {}
-        num_blocks = max(1, math.ceil(self._size / (block * len(open_names))))
-        end = max(self._asked[name] for name in open_names) + num_blocks * block
-        asks = {name: tasks[self._asked[name] : end] for name in open_names}
-        self._asked |= {name: min(end, len(tasks)) for name in open_names}
-        return asks

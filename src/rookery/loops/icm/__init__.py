@@ -1,19 +1,19 @@
 """icm: labels data that has no labels, by internal coherence.
 
-loop.py       the loop and its config
-items.py      items, their groups and batches; the true labels, for the report alone
-prompts.py    items as tokens: demonstrations and queries that join exactly
-relations.py  constraints over fields of the items
-objective.py  U = alpha * P - I
-reader.py     label log-probabilities: each context once, by content, durable
-chain.py      one search: the paper's annealing
-batch.py      items that are labelled together, and what their searches found
-siblings.py   what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
-decisions.py  decisions as events
-transfer.py   whether labels of one batch mean the same in another
-verdict.py    what the labels are worth
-report.py     the result beside its siblings
-exports.py    files for training
+loop.py          the loop and its config
+items.py         items, their groups and batches; the true labels, for the report alone
+prompts.py       items as tokens: demonstrations and queries that join exactly
+constraints.py   constraints over fields of the items
+objective.py     U = alpha * P - I
+label_scorer.py  label log-probabilities: each context once, by content, durable
+chain.py         one search: the paper's annealing
+batch.py         items that are labelled together, and what their searches found
+baselines.py     what needs no search: zero-shot, few-shot, bootstrap, the inverted seed
+decisions.py     decisions as events
+transfer.py      whether labels of one batch mean the same in another
+verdict.py       what the labels are worth
+report.py        the result beside its baselines
+exports.py       files for training
 """
 
 from rookery.loops.icm.items import read_gold, read_items

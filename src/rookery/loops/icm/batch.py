@@ -7,7 +7,7 @@ from typing import Any
 
 from rookery.loops.icm.chain import ChainResult, Problem
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.reader import Reader
+from rookery.loops.icm.label_scorer import LabelScorer
 
 __all__ = ["Batch"]
 
@@ -21,14 +21,14 @@ class Batch:
     problem: Problem
     seed: int
     provenance: Mapping[str, Any]
-    open_reader: Callable[[Sequence[Item]], Reader]
+    open_scorer: Callable[[Sequence[Item]], LabelScorer]
     """Reads any items, in the order they are given, under the batch's model."""
     tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
     results: list[ChainResult] = field(default_factory=list)
 
     @property
-    def reader(self) -> Reader:
-        return self.problem.reader
+    def scorer(self) -> LabelScorer:
+        return self.problem.scorer
 
     @property
     def chain(self) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.errors import EngineError
-from rookery.loops.icm.objective import Assessment, ObjectiveConfig, Read, assess, predict
-from rookery.loops.icm.reader import Context, Reader
+from rookery.loops.icm.label_scorer import Context, LabelScorer
+from rookery.loops.icm.objective import Assessment, LabelLogprobs, ObjectiveConfig, assess, predict
 from rookery.search.annealing import (
     Annealing,
     AnnealingConfig,
@@ -45,7 +45,7 @@ class Problem:
     groups: tuple[int, ...]
     """The group of every item."""
     constraints: Constraints
-    reader: Reader
+    scorer: LabelScorer
     objective: ObjectiveConfig
 
     async def assess(self, labellings: Sequence[Labels]) -> list[Assessment | None]:
@@ -54,13 +54,13 @@ class Problem:
         None where the engine could not answer for an item: what is missing is not averaged away.
         """
         contexts = [(labels, item) for labels in labellings for item in labelled_items(labels)]
-        reads = iter(await self.reader.read(contexts))
+        reads = iter(await self.scorer.score(contexts))
         return [
             self._judge(labels, {item: next(reads) for item in labelled_items(labels)})
             for labels in labellings
         ]
 
-    def _judge(self, labels: Labels, reads: dict[int, Read | None]) -> Assessment | None:
+    def _judge(self, labels: Labels, reads: dict[int, LabelLogprobs | None]) -> Assessment | None:
         answered = {item: read for item, read in reads.items() if read is not None}
         if len(answered) < len(reads):
             return None
@@ -188,7 +188,7 @@ class Chain:
         self, state: Annealing, now: Assessment
     ) -> tuple[Annealing, Decision | None, dict[Labels, Assessment]]:
         item = self._draw(state)
-        [read] = await self._problem.reader.read([(state.labels, item)])
+        [read] = await self._problem.scorer.score([(state.labels, item)])
         self._asked.add(item)
         options = () if read is None else self._options(state.labels, item, read, now)
         found = zip(options, await self._problem.assess(options), strict=True)
@@ -205,7 +205,7 @@ class Chain:
         return ask(state, groups=self._problem.groups, config=self._config, seed=self._seed)
 
     def _options(
-        self, labels: Labels, item: int, read: Read, now: Assessment
+        self, labels: Labels, item: int, read: LabelLogprobs, now: Assessment
     ) -> tuple[Labels, ...]:
         label = argmax_label(predict(read, prior=now.prior))
         if label == labels[item]:
@@ -224,13 +224,13 @@ class Chain:
         for ahead in range(self._speculate):
             item = self._draw(replace(state, iteration=state.iteration + ahead))
             is_asked = state.labels[item] != UNLABELLED or item in self._asked
-            read = self._problem.reader.known((state.labels, item)) if is_asked else None
+            read = self._problem.scorer.known((state.labels, item)) if is_asked else None
             if read is None:
                 wanted.append((state.labels, item))
                 continue
             for option in self._options(state.labels, item, read, now):
                 wanted.extend((option, other) for other in labelled_items(option))
-        await self._problem.reader.prefetch(wanted)
+        await self._problem.scorer.prefetch(wanted)
 
     def _record(
         self, item: int, state: Annealing, decision: Decision, *, num_tried: int, after: Assessment

@@ -1,8 +1,11 @@
 """The decisions of a chain as events of the run."""
 
+import asyncio
+from concurrent.futures import Future
+
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Step
-from rookery.runs import NewEvent, Run
+from rookery.runs import Event, NewEvent, Run
 
 __all__ = ["DecisionLog"]
 
@@ -21,8 +24,10 @@ class DecisionLog:
         self._batch = batch
         self._chain = chain
         self._waiting: list[NewEvent] = []
+        self._blocks: list[Future[list[Event]]] = []
 
     def add(self, step: Step) -> None:
+        """Note a decision. Does not wait: `flush` does, at the end of the chain."""
         payload = {
             "item": self._batch.items[step.item].id,
             "is_accepted": step.is_accepted,
@@ -35,8 +40,15 @@ class DecisionLog:
         key = f"{self._batch.index}/{self._chain}/{step.iteration}"
         self._waiting.append(NewEvent(kind="decision", payload=payload, key=key))
         if len(self._waiting) >= BLOCK_DECISIONS:
-            self.flush()
+            self._submit()
 
-    def flush(self) -> None:
-        self._run.append_many(self._waiting)
-        self._waiting.clear()
+    async def flush(self) -> None:
+        """Wait until all decisions are stored."""
+        self._submit()
+        for block in self._blocks:
+            await asyncio.wrap_future(block)
+        self._blocks.clear()
+
+    def _submit(self) -> None:
+        self._blocks.append(self._run.submit(self._waiting))
+        self._waiting = []

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from rookery.config import Config
 from rookery.errors import TaskError
 from rookery.loops.icm.items import Item
-from rookery.loops.icm.objective import Read
+from rookery.loops.icm.objective import LabelLogprobs
 from rookery.runs import Run
 from rookery.tasks.prompt_template import (
     check_prompt_template,
@@ -96,7 +96,7 @@ class LabelRecord:
 
     item: Item
     label: int | None
-    read: Read | None
+    read: LabelLogprobs | None
     """Log-probabilities among the labels, given all other labels."""
     margin: float | None
     """Log-odds of the label."""

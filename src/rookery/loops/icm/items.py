@@ -21,7 +21,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.tasks.jsonl import near_name, read_jsonl
+from rookery.tasks.json_file import read_json
+from rookery.tasks.jsonl import read_jsonl
 from rookery.tasks.prompt_template import (
     check_prompt_template,
     compile_prompt_template,
@@ -48,6 +49,8 @@ class DataConfig(Config):
 
     path: Path
     """A .jsonl file with an object per line, or a .json file with a list of objects."""
+    key: str = ""
+    """The list of objects in a .json file that holds several: `test`."""
     prompt: str
     """jinja2 over an item's fields. It ends where the label begins, without a space at the end."""
     labels: tuple[str, ...] = Field(default=("True", "False"), min_length=2)
@@ -107,7 +110,7 @@ def read_items(config: DataConfig) -> list[Item]:
     hidden = None if config.gold is None else config.gold.field
     items: list[Item] = []
     seen: dict[str, str] = {}
-    for row in _rows(config.path):
+    for row in _rows(config.path, key=config.key):
         if config.limit is not None and len(items) == config.limit:
             break
         fields = {key: value for key, value in row.fields.items() if key != hidden}
@@ -134,7 +137,8 @@ def read_gold(config: DataConfig, items: Sequence[Item]) -> dict[str, int]:
     names = {item.id for item in items}
     found: dict[str, int] = {}
     template = compile_prompt_template(config.prompt)
-    for row in _rows(gold.path or config.path):
+    key = config.key if gold.path is None else ""
+    for row in _rows(gold.path or config.path, key=key):
         fields = {key: value for key, value in row.fields.items() if key != gold.field}
         text = ""
         if not _id_field(config, fields):
@@ -172,20 +176,12 @@ def batch_items(items: Sequence[Item], *, size: int) -> list[list[Item]]:
     return batches
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    if path.suffix != ".json":
-        yield from read_jsonl(path)
-        return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TaskError(f"There is no file {path}.{near_name(path)}") from None
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise TaskError(f"{path} holds no list of objects: write [{{...}}, ...], or .jsonl.")
-    for number, fields in enumerate(found, start=1):
-        yield Row(where=f"{path} object {number}", fields=fields)
+def _rows(path: Path, *, key: str) -> Iterator[Row]:
+    if path.suffix == ".json":
+        return read_json(path, key=key)
+    if key:
+        raise TaskError(f"data.key is {key!r}, and {path} is not a .json file: leave it out.")
+    return read_jsonl(path)
 
 
 def _id_field(config: DataConfig, fields: Mapping[str, object]) -> str:

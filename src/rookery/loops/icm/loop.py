@@ -4,7 +4,7 @@
         anneal the labels until nothing is frustrated          # chain.py
     labels = the best chain of each batch
     if iterating: train an adapter on the labels so far, go on with it
-    compare with what needs no search                          # siblings.py
+    compare with what needs no search                          # baselines.py
     read the true labels, if there are any, for the report     # verdict.py
 
 Everything is a function of (config, seed) and of the answers, and every answer is in the run's
@@ -16,26 +16,25 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
+from rookery.engines import SamplerChoice
 from rookery.errors import ConfigError, TaskError
-from rookery.fleet import FleetConfig
-from rookery.fleet.http.external import ExternalConfig
+from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
+from rookery.loops.icm.constraints import ConstraintConfig, build_constraints, fields_of
 from rookery.loops.icm.decisions import DecisionLog
 from rookery.loops.icm.exports import ExportsConfig, check_exports, write_exports
 from rookery.loops.icm.items import DataConfig, Item, batch_items
+from rookery.loops.icm.label_scorer import ScoreStore, SharedLabelScorer
 from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
-from rookery.loops.icm.reader import ScoreStore, SharedReader
-from rookery.loops.icm.relations import ConstraintConfig, build_constraints, fields_of
 from rookery.loops.icm.report import label_records, make_report
-from rookery.loops.icm.siblings import SiblingsConfig
 from rookery.ports import Adapters, Sampler
 from rookery.runs import Run
 from rookery.search.annealing import AnnealingConfig
@@ -71,9 +70,7 @@ class IterateConfig(Config):
 class IcmConfig(Config):
     """One labelling of one file of items."""
 
-    engine: Annotated[EngineConfig | FleetConfig | ExternalConfig, Field(discriminator="type")] = (
-        EngineConfig()
-    )
+    engine: SamplerChoice = EngineConfig()
     tokenizer: str = ""
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     data: DataConfig
@@ -95,15 +92,18 @@ class IcmConfig(Config):
     iterate: IterateConfig | None = None
     """Label a few batches, train an adapter on them, label the next with it. Empty: all batches
     are labelled by the model as it is."""
-    siblings: SiblingsConfig = SiblingsConfig()
+    baselines: BaselinesConfig = BaselinesConfig()
     exports: ExportsConfig = ExportsConfig()
     seed: int = 0
 
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _is_embedded_unless_told(cls, value: Any) -> Any:
-        is_untold = isinstance(value, dict) and "type" not in value
-        return {"type": "embedded", **value} if is_untold else value
+    @model_validator(mode="after")
+    def _takes_adapters(self) -> Self:
+        if self.iterate is not None and self.engine.type == "external":
+            raise ValueError(
+                "iterate trains adapters, which an external API does not take: use an engine of "
+                "type embedded or fleet"
+            )
+        return self
 
     @model_validator(mode="after")
     def _hides_gold(self) -> Self:
@@ -181,19 +181,21 @@ async def label(
         ]
         await _search(config, opened, run, store, on_step)
         batches += opened
-    store.part = "siblings"
-    naive_tokens = sum(batch.reader.naive_tokens for batch in batches)
+    store.part = "baselines"
+    naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
     truth = dict(gold()) if gold is not None else {}
     report = await make_report(
         batches,
         labels=config.data.labels,
-        siblings=config.siblings,
+        baselines=config.baselines,
         search=config.search,
         gold=truth,
         errors=store.errors,
     )
     records = label_records(batches)
-    write_exports(run, records, labels=config.data.labels, config=config.exports)
+    await asyncio.to_thread(
+        write_exports, run, records, labels=config.data.labels, config=config.exports
+    )
     report = {
         "kind": "icm",
         "run": run.name,
@@ -205,12 +207,12 @@ async def label(
             "naive": naive_tokens,
             "requested": store.tokens["search"],
             "computed": store.computed["search"],
-            "siblings": store.computed["siblings"],
+            "baselines": store.computed["baselines"],
             "num_requests": store.requests["search"],
         },
-        "seconds": _seconds(run),
+        "seconds": run.worked_s,
     }
-    run.write_json("report.json", report)
+    await asyncio.to_thread(run.write_json, "report.json", report)
     names = config.data.labels
     found = {r.item.id: None if r.label is None else names[r.label] for r in records}
     return IcmResult(labels=found, report=report)
@@ -231,7 +233,7 @@ def check_batches(config: IcmConfig, items: Sequence[Item], *, bench: Bench) -> 
 def open_problem(
     config: IcmConfig, items: Sequence[Item], *, bench: Bench, store: ScoreStore
 ) -> Problem:
-    """One batch as the search sees it: indices, groups, constraints and a reader."""
+    """One batch as the search sees it: indices, groups, constraints and a scorer."""
     prompts = Prompts(items, encoder=bench.encoder, data=config.data)
     if bench.context_tokens is not None and prompts.longest_tokens > bench.context_tokens:
         fits = int(len(items) * bench.context_tokens / prompts.longest_tokens)
@@ -249,7 +251,7 @@ def open_problem(
         num_labels=len(config.data.labels),
         groups=tuple(places[item.group] for item in items),
         constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
-        reader=SharedReader(
+        scorer=SharedLabelScorer(
             bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
         ),
         objective=config.objective,
@@ -268,10 +270,10 @@ def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
 def _open_batch(
     config: IcmConfig, index: int, items: Sequence[Item], *, bench: Bench, store: ScoreStore
 ) -> Batch:
-    def open_reader(others: Sequence[Item]) -> SharedReader:
+    def open_scorer(others: Sequence[Item]) -> SharedLabelScorer:
         prompts = Prompts(others, encoder=bench.encoder, data=config.data)
         order = IdOrder(len(others))
-        return SharedReader(
+        return SharedLabelScorer(
             bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
         )
 
@@ -280,7 +282,7 @@ def _open_batch(
         items=tuple(items),
         problem=open_problem(config, items, bench=bench, store=store),
         seed=stream_seed(config.seed, "batch", index),
-        open_reader=open_reader,
+        open_scorer=open_scorer,
         provenance={
             "model": bench.model.served_name,
             "order": "tree",
@@ -335,16 +337,16 @@ async def _search(
                     )
                 )
 
-        reader = batch.reader.of_chain((batch.index, chain))
+        scorer = batch.scorer.of_chain((batch.index, chain))
         async with room:
             result = await Chain(
-                replace(batch.problem, reader=reader),
+                replace(batch.problem, scorer=scorer),
                 config=config.search,
                 seed=stream_seed(batch.seed, "chain", chain),
                 speculate=config.speculate,
                 on_step=stepped,
             ).run()
-        decisions.flush()
+        await decisions.flush()
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
@@ -358,13 +360,3 @@ async def _search(
         raise failed.exceptions[0] from None
     for batch in batches:
         batch.results = [task.result() for task in batch.tasks]
-
-
-def _seconds(run: Run) -> float:
-    """Of work, over all resumes."""
-    seconds = started = last = 0.0
-    for event in run.events():
-        if event.kind in {"run/created", "run/opened"}:
-            seconds, started = seconds + last - started, event.time_s
-        last = event.time_s
-    return seconds + last - started

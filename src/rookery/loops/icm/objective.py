@@ -17,9 +17,9 @@ from rookery.config import Config
 from rookery.search.annealing import argmax_label
 from rookery.search.labelling import Labels, labelled_items
 
-__all__ = ["Assessment", "ObjectiveConfig", "Read", "assess", "predict"]
+__all__ = ["Assessment", "LabelLogprobs", "ObjectiveConfig", "assess", "predict"]
 
-Read = tuple[float, ...]
+LabelLogprobs = tuple[float, ...]
 """Log-probabilities of the labels, as the model gives them over its whole vocabulary."""
 
 
@@ -49,7 +49,7 @@ class Assessment:
     """Labelled items that the others predict to have another label."""
     margins: Mapping[int, float]
     """Log-odds of its label for each labelled item; negative where it is frustrated."""
-    prior: Read
+    prior: LabelLogprobs
     """What calibration subtracts; zeros without it."""
     mass: float
     """Mean probability that the model gives all labels together: near 1 when it knows the task."""
@@ -60,7 +60,11 @@ class Assessment:
 
 
 def assess(
-    labels: Labels, reads: Mapping[int, Read], *, config: ObjectiveConfig, num_violated: int
+    labels: Labels,
+    reads: Mapping[int, LabelLogprobs],
+    *,
+    config: ObjectiveConfig,
+    num_violated: int,
 ) -> Assessment:
     """U of a labelling from one read of each labelled item."""
     items = labelled_items(labels)
@@ -84,26 +88,26 @@ def assess(
     )
 
 
-def predict(read: Read, *, prior: Read) -> Read:
+def predict(read: LabelLogprobs, *, prior: LabelLogprobs) -> LabelLogprobs:
     """The log-probabilities among the labels, calibrated as the current labelling is."""
     return _without(normalised(read), prior)
 
 
-def normalised(read: Read) -> Read:
+def normalised(read: LabelLogprobs) -> LabelLogprobs:
     """The same odds, probabilities that sum to 1."""
     total = _logsumexp(read)
     return tuple(value - total for value in read)
 
 
-def _without(read: Read, prior: Read) -> Read:
+def _without(read: LabelLogprobs, prior: LabelLogprobs) -> LabelLogprobs:
     return normalised(tuple(a - b for a, b in zip(read, prior, strict=True)))
 
 
-def _prior(reads: Sequence[Read]) -> Read:
+def _prior(reads: Sequence[LabelLogprobs]) -> LabelLogprobs:
     return tuple(math.fsum(column) / len(reads) for column in zip(*reads, strict=True))
 
 
-def _odds(read: Read, label: int) -> float:
+def _odds(read: LabelLogprobs, label: int) -> float:
     return read[label] - _logsumexp([v for i, v in enumerate(read) if i != label])
 
 

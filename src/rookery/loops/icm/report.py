@@ -1,15 +1,15 @@
-"""The report of a labelling: the result beside its siblings, what it cost, and its verdict."""
+"""The report of a labelling: the result beside its baselines, what it cost, and its verdict."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import ChainResult, Problem
 from rookery.loops.icm.exports import LabelRecord
-from rookery.loops.icm.objective import Read, predict
-from rookery.loops.icm.siblings import Siblings, SiblingsConfig
+from rookery.loops.icm.objective import LabelLogprobs, predict
 from rookery.loops.icm.transfer import transfer
 from rookery.loops.icm.verdict import Agreement, Crowd, Evidence, agree, judge
 from rookery.search.annealing import AnnealingConfig
@@ -38,7 +38,7 @@ async def make_report(
     batches: Sequence[Batch],
     *,
     labels: Sequence[str],
-    siblings: SiblingsConfig,
+    baselines: BaselinesConfig,
     search: AnnealingConfig,
     gold: Mapping[str, int],
     errors: Mapping[str, str],
@@ -48,7 +48,7 @@ async def make_report(
     `errors` holds what the engine could not answer, and is read when all else was asked.
     """
     truth = [_gold_of(batch, gold) for batch in batches]
-    rows = await _rows(batches, siblings, search, truth)
+    rows = await _rows(batches, baselines, search, truth)
     tied = _offset([batch.problem.constraints.components for batch in batches], batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)
@@ -85,7 +85,7 @@ async def make_report(
 
 async def _rows(
     batches: Sequence[Batch],
-    config: SiblingsConfig,
+    config: BaselinesConfig,
     search: AnnealingConfig,
     truth: Sequence[Mapping[int, int]],
 ) -> list[_Row]:
@@ -117,19 +117,19 @@ async def _utility(problem: Problem, labels: Labels) -> float | None:
 
 
 async def _label_batch(
-    batch: Batch, config: SiblingsConfig, search: AnnealingConfig, known: Mapping[int, int]
+    batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
 ) -> dict[str, Labels]:
-    siblings = Siblings(batch.problem, config=config, seed=batch.seed)
+    baselines = Baselines(batch.problem, config=config, seed=batch.seed)
     found = {
         "icm": batch.best.labels,
-        "zero-shot": await siblings.zero_shot(),
-        "random few-shot": await siblings.random_few_shot(),
-        "bootstrap": await siblings.bootstrap(),
+        "zero-shot": await baselines.zero_shot(),
+        "random few-shot": await baselines.random_few_shot(),
+        "bootstrap": await baselines.bootstrap(),
     }
     if known:
-        found["golden few-shot"] = await siblings.golden_few_shot(known)
+        found["golden few-shot"] = await baselines.golden_few_shot(known)
     if config.inverted:
-        result = await siblings.inverted(batch.best, config=search)
+        result = await baselines.inverted(batch.best, config=search)
         if result is not None:
             found["inverted seed"] = result.labels
     return found
@@ -286,7 +286,7 @@ def _record(batch: Batch, place: int) -> LabelRecord:
     best = batch.best
     label = best.labels[place]
     provenance = {**batch.provenance, "chain": batch.chain, "is_start": best.start[place] == label}
-    read: Read | None = batch.reader.known((best.labels, place))
+    read: LabelLogprobs | None = batch.scorer.known((best.labels, place))
     if label == UNLABELLED or read is None:
         return LabelRecord(
             item=batch.items[place],

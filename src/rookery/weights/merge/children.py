@@ -6,9 +6,9 @@
 
 In delta space a child is the best approximation of rank `rank` to what the operator makes of
 delta W. Linear, slerp, layerwise and extrapolate never build delta W: their cost per layer is
-O((in + out) * (n * rank)^2) for n parents. TIES and DARE build it, a few children of one layer at
-a time: O(in * out * n * rank), about a hundred times as much. So does a sum of so many parents that
-it takes less time: the cost of one more parent is the same for any number of them.
+O((in + out) * (n * rank)^2) for a few parents and O((in + out) * n * rank^2) for many. TIES and
+DARE build it, a few children of one layer at a time: O(in * out * n * rank), about a hundred times
+as much.
 """
 
 from collections import defaultdict
@@ -22,7 +22,13 @@ import torch
 from rookery.errors import AdapterError
 from rookery.seeding import Key
 from rookery.types import Adapter
-from rookery.weights.delta import inner_products, low_rank, truncate, truncate_dense
+from rookery.weights.delta import (
+    inner_products,
+    low_rank,
+    truncate,
+    truncate_dense,
+    truncate_many,
+)
 from rookery.weights.merge.blocks import each
 from rookery.weights.merge.cross import Cross
 from rookery.weights.merge.gram import Gram
@@ -33,8 +39,7 @@ from rookery.weights.stack import LayerShape, Stack, empty_stack, places, stack,
 __all__ = ["change_rank", "merge", "merge_stack"]
 
 _FEW_PARENTS = 8
-"""So many parents or fewer have their stacked factors cut, so that their children keep their bits
-whatever the layer."""
+"""So many parents or fewer are cut exactly, whatever their ranks and the layer."""
 _BATCH_NUMBERS = 1 << 22
 """Factors that are brought back to a rank together: 16 MB of each parent, and twice as doubles."""
 _PATCH_NUMBERS = 1 << 24
@@ -116,23 +121,12 @@ def _weigh_deltas(
         by_num_parents[len(cross.parents)].append(child)
     for made in by_num_parents.values():
         chosen = [crosses[child] for child in made]
-        num_parents, rank = len(chosen[0].parents), population.layout.rank
-        crowded = [
-            layer
-            for layer in population.layout.layers
-            if _is_crowded(layer, num_parents=num_parents, rank=rank)
-        ]
-        for layer in crowded:
-            for child, cross in zip(made, chosen, strict=True):
-                (a,), (b,) = _combined(population, [cross], method, layer.name)
-                new_a, new_b = truncate_dense(b @ a, rank=children.layout.rank)
-                children.a(layer.name)[child] = new_a
-                children.b(layer.name)[child] = new_b
-        others = [layer for layer in population.layout.layers if layer not in crowded]
-        for layers in _alike(others, num_rows=len(made) * rank):
+        cut = truncate if len(chosen[0].parents) <= _FEW_PARENTS else truncate_many
+        num_rows = len(made) * population.layout.rank
+        for layers in _alike(population.layout.layers, num_rows=num_rows):
             parts = [_combined(population, chosen, method, name) for name in layers]
             a, b = map(torch.stack, zip(*parts, strict=True))
-            new_a, new_b = truncate(a, b, rank=children.layout.rank)
+            new_a, new_b = cut(a, b, rank=children.layout.rank)
             for name, own_a, own_b in zip(layers, new_a, new_b, strict=True):
                 children.a(name)[made] = own_a
                 children.b(name)[made] = own_b

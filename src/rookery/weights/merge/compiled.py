@@ -3,7 +3,7 @@
     engine = load_engine()
 
 A C compiler is used where there is one (`cc` on the PATH, half a second once per process); without
-one the passes run in numpy.
+one the passes run in torch.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from rookery.weights.merge.blend import Blend, Engine, Floats, Integers, Trim
-from rookery.weights.merge.portable import Portable
+from rookery.weights.merge.blend import Blend, Floats, Integers, Trim
+from rookery.weights.merge.tensors import Tensors, as_tensors
 
 __all__ = ["Compiled", "compile_engine", "load_engine"]
 
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("entries.c")
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
-"""No fused multiply-add, which would round otherwise than numpy. Without -fno-trapping-math
+"""No fused multiply-add, which would round otherwise than torch. Without -fno-trapping-math
 comparisons stay scalar."""
 _NATIVE = "-march=native"
 """Every instruction of this machine; a compiler that does not know the flag does without."""
 _COMPILE_S = 60
 _MOST_PARENTS = 8
-"""As in the C source. More run in numpy."""
+"""As in the C source. More run in torch."""
 _GROUP = 64
 """As in the C source: bytes are counted in groups."""
 
@@ -84,7 +84,7 @@ class Compiled:
 
     def blend(self, blend: Blend[Floats]) -> None:
         if len(blend.rows) > _MOST_PARENTS:
-            Portable().blend(blend)
+            Tensors().blend(as_tensors(blend))
             return
         entries = blend.entries
         rows, limits, tables = _addresses(blend.rows), None, None
@@ -131,14 +131,14 @@ def _compile(compiler: str, library: Path, *flags: str) -> None:
 
 
 @cache
-def load_engine() -> Engine[Floats]:
-    """The compiled passes where a compiler is found and succeeds, else the portable ones."""
+def load_engine() -> Compiled | None:
+    """The compiled passes; None where no compiler is found or it fails."""
     compiler = shutil.which("cc")
     if compiler is None:
-        logger.info("No C compiler `cc`: TIES and DARE run in numpy, slower and to the same bits.")
-        return Portable()
+        logger.info("No C compiler `cc`: TIES and DARE run in torch, slower and to the same bits.")
+        return None
     try:
         return compile_engine(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("%s did not compile %s (%s); using numpy.", compiler, _SOURCE.name, error)
-        return Portable()
+        logger.warning("%s did not compile %s (%s); using torch.", compiler, _SOURCE.name, error)
+        return None

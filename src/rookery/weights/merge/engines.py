@@ -14,6 +14,7 @@ __all__ = ["open_rows"]
 
 def open_rows(rows: Rows, out: torch.Tensor) -> tuple[Engine[Any], Any, Any]:
     """An engine, and the rows [P, M] and the result as it takes them."""
-    if rows.data.device.type == "cpu":
-        return load_engine(), rows.data.numpy(), out.numpy()
+    compiled = load_engine() if rows.data.device.type == "cpu" else None
+    if compiled is not None:
+        return compiled, rows.data.numpy(), out.numpy()
     return Tensors(), rows.data, out

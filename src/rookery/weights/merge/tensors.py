@@ -1,43 +1,73 @@
-"""The passes as torch calls: for rows on a GPU, where numpy and C do not reach.
+"""The passes as torch calls: for rows on a GPU, and where there is no compiler.
 
-A pass holds a few rows of temporary numbers. It rounds as the other engines do.
+They round as the compiled ones do. On a GPU a pass holds a few rows of temporary numbers, elsewhere
+a few blocks of them.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from rookery.weights.merge.blend import NEXT_TO_NOTHING, Blend, Drop, Floats, Integers, Trim
+from rookery.weights.merge.blocks import blocks
 
-__all__ = ["Tensors"]
+__all__ = ["Tensors", "as_tensors"]
 
 
 class Tensors:
     """An Engine of tensors."""
 
     def limits(self, row: torch.Tensor, *, bounds: Integers, counts: Integers) -> torch.Tensor:
-        """By sorting, which waits for nothing; what selects has to know how many are left."""
         found = row.new_full((len(bounds),), torch.inf)
         for i, ((begin, end), k) in enumerate(zip(bounds.tolist(), counts.tolist(), strict=True)):
             if k:
-                found[i] = row[begin:end].abs().sort(descending=True).values[k - 1]
+                found[i] = _kth_magnitude(row[begin:end], k)
         return found
 
     def blend(self, blend: Blend[torch.Tensor]) -> None:
         tables = _tables(blend)
-        for stretch, (begin, end) in enumerate(blend.bounds.tolist()):
-            rows = [row[begin:end] for row in blend.rows]
-            if isinstance(blend.entries, Trim):
-                votes = [
-                    torch.where(row.abs() >= limits[stretch], row, 0.0)
-                    for row, limits in zip(rows, blend.entries.limits, strict=True)
-                ]
-            else:
-                starts = blend.entries.starts[:, stretch].tolist()
-                votes = [
-                    row * table[start : start + end - begin]
-                    for row, table, start in zip(rows, tables, starts, strict=True)
-                ]
-            blend.out[begin:end] = _count(votes, blend.weights)
+        for stretch, (start, stop) in enumerate(blend.bounds.tolist()):
+            for begin, end in _pieces(blend.out, start, stop):
+                rows = [row[begin:end] for row in blend.rows]
+                if isinstance(blend.entries, Trim):
+                    votes = [
+                        torch.where(row.abs() >= limits[stretch], row, 0.0)
+                        for row, limits in zip(rows, blend.entries.limits, strict=True)
+                    ]
+                else:
+                    starts = (blend.entries.starts[:, stretch] + (begin - start)).tolist()
+                    votes = [
+                        row * table[first : first + end - begin]
+                        for row, table, first in zip(rows, tables, starts, strict=True)
+                    ]
+                blend.out[begin:end] = _count(votes, blend.weights)
+
+
+def as_tensors(blend: Blend[Floats]) -> Blend[torch.Tensor]:
+    """The same pass on the same memory."""
+    entries = blend.entries
+    return Blend(
+        rows=[torch.from_numpy(row) for row in blend.rows],
+        bounds=blend.bounds,
+        entries=Trim([torch.from_numpy(own) for own in entries.limits])
+        if isinstance(entries, Trim)
+        else entries,
+        weights=blend.weights,
+        out=torch.from_numpy(blend.out),
+    )
+
+
+def _kth_magnitude(row: torch.Tensor, k: int) -> torch.Tensor:
+    if row.device.type == "cpu":
+        return row.abs().kthvalue(len(row) - k + 1).values
+    # Sorting waits for nothing; what selects has to know how many are left.
+    return row.abs().sort(descending=True).values[k - 1]
+
+
+def _pieces(out: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What is computed at a time: blocks that stay in a core's cache, or all of it on a GPU."""
+    return blocks(start, stop) if out.device.type == "cpu" else iter([(start, stop)])
 
 
 def _tables(blend: Blend[torch.Tensor]) -> list[torch.Tensor]:

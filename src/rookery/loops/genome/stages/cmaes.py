@@ -11,7 +11,7 @@ from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import ChildPlan
-from rookery.search.cmaes import Cmaes, CmaesConfig, CmaesState
+from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
 from rookery.seeding import stream_seed
 
 __all__ = ["CmaesStage", "run_cmaes"]
@@ -35,15 +35,11 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
-    low = 0.0 if plain.low is None else plain.low
-    high = max(1.0, low) if plain.high is None else plain.high
-    start = min(high, max(low, 1.0 / len(founders)))
-    state = CmaesState(
-        config=plain,
+    search = Cmaes(
+        plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
-        start=(start,) * len(founders),
+        start=average_start(plain, count=len(founders)),
     )
-    search = Cmaes(state)
     population: list[str] = []
     for _ in range(config.generations):
         generation = len(context.log.generations)

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rookery.concurrency import together
-from rookery.loops.genome.adapter_builder import AdapterBuilder, Recipe
+from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.generation_log import GenerationLog
 from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
+from rookery.search.candidate import Recipe
 from rookery.search.fitness import Fitness, rank_key
 from rookery.seeding import stream_seed
 
@@ -60,7 +61,8 @@ class StageContext:
                 for k, (recipes, rivals) in enumerate(races)
             ):
                 measured |= part
-            self.log.record(stage, measured, cost())
+            self.search.put_last(measured)
+            await self.log.record(stage, measured, cost())
         return {name: m.fitness for name, m in measured.items()}
 
     async def _race(

@@ -10,17 +10,16 @@ update, a trial is that plus one noise, and any of them can be made again from t
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import TaskError
-from rookery.loops.genome.adapter_builder import EsStep
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search import es as strategy
+from rookery.search.candidate import EsStep
 from rookery.search.es import Es, EsConfig
 from rookery.seeding import stream_seed
-from rookery.types import Adapter
+from rookery.weights.perturb import spread
 
 __all__ = ["EsStage", "run_es"]
 
@@ -43,7 +42,7 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
     start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
-    scale = _spread(context.builder.adapter(start))
+    scale = spread(context.builder.adapter(start))
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
     es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
     centre = _es_step(context, "e000-centre", start, terms=(), is_chained=False)
@@ -86,11 +85,3 @@ def _es_step(
         amounts=tuple(amount for _, amount in terms),
         is_chained=is_chained,
     )
-
-
-def _spread(adapter: Adapter) -> float:
-    """Root mean square of all numbers of an adapter; 1 / 100 when they are all zero."""
-    tensors = [t for f in adapter.factors.values() for t in (f.a, f.b)]
-    total = sum(float(t.double().square().sum()) for t in tensors)
-    size = sum(t.numel() for t in tensors)
-    return float(torch.tensor(total / size).sqrt()) or 0.01

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.loops.genome.stages.context import StageContext
+from rookery.loops.genome.stages.emission import Emission
 from rookery.search import archive as grid
 from rookery.search import islands as ring
 from rookery.search import population as ga
@@ -77,10 +78,15 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
     settings = config.population
     populations = _settle(config, context)
     archive = Archive(config=config.archive) if config.archive is not None else None
+    emission = Emission(settings.children, context=context, islands=[p.island for p in populations])
     for generation in range(1, config.generations + 1):
         if _is_stale(populations, config.patience):
             break
-        plans = [ga.ask(p, config=settings, seed=context.seed) for p in populations]
+        emitted = await emission.ask(populations)
+        plans = [
+            (*ga.ask(p, config=settings, seed=context.seed), *own)
+            for p, own in zip(populations, emitted, strict=True)
+        ]
         # Who survives is decided on each island by itself, and so is who is dropped.
         races = [
             (island, [m.id for m in p.members])
@@ -89,14 +95,15 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         fitness = await context.measure_apart(races, keep=settings.size, stage="ga")
         populations = [
             ga.tell(p, {plan.id: fitness[plan.id] for plan in island}, config=settings,
-                    seed=context.seed)
-            for p, island in zip(populations, plans, strict=True)
+                    seed=context.seed, emitted=own)
+            for p, island, own in zip(populations, plans, emitted, strict=True)
         ]  # fmt: skip
+        await emission.tell(fitness, populations)
         populations = _migrate(populations, config, generation)
         if archive is not None:
             archive = _archive(archive, list(fitness), context)
             populations = _recall(archive, populations, config, context, generation)
-        context.builder.keep(id for p in populations for id in ga.references(p))
+        context.builder.keep(emission.references.union(*map(ga.references, populations)))
     return [m.id for p in populations for m in p.members if not m.fitness.is_failed]
 
 

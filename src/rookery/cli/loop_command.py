@@ -1,0 +1,105 @@
+"""The `run` command that every loop has: a config, any of its values as a flag, a run, a report.
+
+    genome = make_loop_app("genome", help="Evolve ...", summary="...", load=load, ...)
+
+Only what differs between the loops is given; `load` imports the loop when the command is called.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import cyclopts
+from cyclopts import Parameter
+
+from rookery.cli.outcome import print_outcome
+from rookery.cli.terminal import check_flags, log_warnings, paths_from_here
+from rookery.config import load_config
+from rookery.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from rookery.compose.running import Outcome
+
+__all__ = ["LoopParts", "make_loop_app"]
+
+_REST = """
+    Any value of the config is a flag with a dotted name. An interrupted run goes on with
+    `--resume --name NAME` or `rookery runs resume NAME`; nothing is asked twice.
+
+{examples}
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file; paths in it are relative to it, those of flags to where you are.
+    name
+        The run's name; made of the time when empty.
+    runs_dir
+        Where runs are kept.
+    resume
+        Go on with the run of this name.
+"""
+_OWN = ("name", "runs_dir", "resume")
+
+
+class _RunLoop(Protocol):
+    def __call__(self, config: Any, *, name: str, runs_dir: Path) -> "Outcome[Any]": ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """A loop as the command needs it."""
+
+    config: Any
+    """The class of its config, which has `from_folder`."""
+    run: _RunLoop
+    """The function of `compose` that runs it."""
+
+
+def make_loop_app(
+    name: str,
+    *,
+    help: str,
+    summary: str,
+    examples: Sequence[str],
+    paths: Sequence[str],
+    load: Callable[[], LoopParts],
+) -> cyclopts.App:
+    """The command group of one loop with its `run`; `paths` are the flags that name files."""
+
+    def run(
+        config: Path,
+        *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+        name: str = "",
+        runs_dir: Path = Path("runs"),
+        resume: Annotated[bool, Parameter(negative="")] = False,
+    ) -> int:
+        parts = load()
+        log_warnings()
+        check_flags(overrides, fields=parts.config.model_fields, own=_OWN)
+        if resume:
+            return _resume(runs_dir, name=name, overrides=overrides)
+        words = paths_from_here(overrides, paths=paths)
+        loaded = load_config(parts.config, config, overrides=words).from_folder(config.parent)
+        return print_outcome(parts.run(loaded, name=name, runs_dir=runs_dir))
+
+    lines = "\n".join(f"        {example}" for example in examples)
+    run.__doc__ = f"{summary}\n{_REST.format(examples=lines)}"
+    app = cyclopts.App(name=name, help=help)
+    app.command(run, name="run")
+    return app
+
+
+def _resume(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> int:
+    """A run has one config, the one it was made with."""
+    from rookery.compose.resuming import resume
+
+    if not name:
+        raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
+    if overrides:
+        raise ConfigError(
+            "--resume goes on with the config that the run was made with: leave out "
+            f"{' '.join(overrides)}, or start a new run."
+        )
+    return print_outcome(resume(runs_dir / name))

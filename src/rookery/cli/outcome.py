@@ -1,0 +1,124 @@
+"""The end of a run on the terminal: its headline, its table, where things are, the exit code."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from rookery.cli.terminal import console, fail
+
+if TYPE_CHECKING:
+    from rookery.compose.running import Outcome
+    from rookery.reports import EvaluationReport, GenomeReport, IcmReport
+
+__all__ = ["print_outcome"]
+
+
+def print_outcome(outcome: "Outcome[Any]") -> int:
+    """Print what a run found; the exit code is 2 when something of it failed."""
+    return _PRINTERS[outcome.report.kind](outcome.report, outcome.path)
+
+
+def _print_genome(report: "GenomeReport", path: Path) -> int:
+    from rookery.ui.headline import make_headline
+    from rookery.ui.table import COLUMNS, genome_rows
+
+    console.print(make_headline(report).sentence, style="bold", markup=False)
+    _print_warnings(report.warnings)
+    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
+    title = f"{num_tasks} tasks that the search never saw"
+    _print_table(title, columns=COLUMNS, rows=genome_rows(report))
+    console.print(
+        f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
+        f"{report.num_tokens:,} tokens, {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places({"winner": path / "winner", "report": path / "report.html"})
+    return 0
+
+
+def _print_icm(report: "IcmReport", path: Path) -> int:
+    from rookery.ui.icm import COLUMNS, icm_rows
+
+    title = f"{report.num_labelled} of {report.num_items} items labelled"
+    _print_table(title, columns=COLUMNS, rows=icm_rows(report))
+    console.print(f"verdict  [bold]{report.verdict}[/bold]")
+    _print_warnings(report.warnings)
+    tokens = report.tokens
+    console.print(
+        f"search: {tokens.computed:,} prompt tokens computed of {tokens.naive:,} that a plain loop "
+        f"computes; baselines {tokens.baselines:,}; {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places(
+        {
+            "labels": path / "labels.jsonl",
+            "exports": f"{path / 'sft.jsonl'}, pairs.jsonl, soft.jsonl",
+            "report": path / "report.html",
+        }
+    )
+    return 0
+
+
+def _print_evaluation(report: "EvaluationReport", path: Path) -> int:
+    from rich.table import Table
+
+    from rookery.ui import wording
+
+    table = Table(title=escape(f"{report.taskset}: {report.num_tasks} tasks"))
+    for column in ("model", "accuracy", "95 % interval", "gain over base", "failed"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in report.models:
+        cells = (wording.score(row.mean), wording.interval(row), wording.gain(row.gain))
+        table.add_row(escape(row.name), *cells, str(row.num_failed))
+    console.print(table)
+    tokens = report.tokens
+    counts = (
+        f"{tokens['prompt_asked']:,} prompt tokens asked, {tokens['prompt_computed']:,} computed, "
+        f"{tokens['decoded']:,} decoded"
+        if "decoded" in tokens
+        else f"{tokens['asked_and_answered']:,} tokens asked and answered"
+    )
+    line = f"{report.seconds or 0:.1f} s; {counts}. Run: {path}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return fail_if_tasks_failed(report)
+
+
+def fail_if_tasks_failed(report: "EvaluationReport") -> int:
+    """A line for each model with tasks that failed, and the exit code."""
+    failures = [row for row in report.models if row.num_failed]
+    for row in failures:
+        fail(f"{row.name}: {row.num_failed} tasks failed. {row.first_error}")
+    return 2 if failures else 0
+
+
+def _print_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(warning, style="yellow", markup=False)
+
+
+def _print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _print_places(places: Mapping[str, str | Path]) -> None:
+    width = max(map(len, places))
+    for name, place in places.items():
+        line = f"{name:<{width}}  {place}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+_PRINTERS: Mapping[str, Callable[[Any, Path], int]] = {
+    "eval": _print_evaluation,
+    "genome": _print_genome,
+    "icm": _print_icm,
+}

@@ -1,0 +1,14 @@
+"""From a config to a finished run, once for all callers: scripts, notebooks, the command line.
+
+    outcome = run_genome("configs/demo.yaml", seed=3)
+    outcome.report.winner.mean, outcome.path / "winner"
+
+genome.py, icm.py, evaluation.py   one each: config -> objects -> loop -> report and page
+sft.py                             a taskset -> an adapter
+running.py                         configs from files and keywords, runs, the one event loop
+resuming.py                        any run that was interrupted, by its kind
+
+Each is imported by itself: a loop loads what it needs and no more.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,222 @@
+"""`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rookery.compose.running import (
+    OpenRun,
+    Outcome,
+    new_run,
+    quiet_libraries,
+    resumable,
+    run_async,
+)
+from rookery.config import Config, parse_config
+from rookery.embedded import EngineConfig, resolve_model
+from rookery.engines import AnyEngineConfig, open_engine
+from rookery.errors import TaskError
+from rookery.fleet import FleetConfig
+from rookery.ports import Engine
+from rookery.reports import Estimate, EvaluationReport, ModelRow
+from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.runs import Run
+from rookery.search.statistics import bootstrap_mean, paired_difference, wilson
+from rookery.seeding import stream
+from rookery.tasks.taskset import Taskset, load_taskset_file
+from rookery.tasks.template import Template, load_template
+from rookery.types import Adapter, Evaluation, ModelRef, Task
+from rookery.ui.display import Display
+from rookery.weights import read_adapter
+
+__all__ = ["EvaluationConfig", "Split", "evaluate", "finish_evaluation"]
+
+Split = Literal["all", "search", "select", "report"]
+
+
+class EvaluationConfig(Config):
+    """What one evaluation measures."""
+
+    model: str
+    taskset: str
+    adapters: tuple[str, ...] = ()
+    split: Split = "all"
+    limit: int | None = Field(default=None, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    fleet: FleetConfig | None = None
+    """The servers to run on; None computes in this process."""
+
+
+def evaluate(
+    model: str,
+    taskset: str | Path,
+    *,
+    adapters: Sequence[str | Path] = (),
+    name: str = "",
+    runs_dir: str | Path = "runs",
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[EvaluationReport]:
+    """Measure a model, and adapters of it, on a taskset: accuracy with a 95 % interval each.
+
+    `evaluate("smollm2", "tasks.jsonl", adapters=["out/poet"])`; `values` are split, limit, device,
+    dtype and fleet (its config).
+    """
+    given = {
+        "model": model if model.lower() == "smollm2" else _anchored(model),
+        "taskset": _anchored(str(taskset)),
+        "adapters": [_anchored(str(path)) for path in adapters],
+        **values,
+    }
+    config = parse_config(EvaluationConfig, given, origin="the evaluation")
+    open_run = new_run(config, kind="eval", name=name, runs_dir=runs_dir)
+    return finish_evaluation(config, open_run, Display(is_quiet=not progress))
+
+
+def _anchored(name: str) -> str:
+    """A path to something that is there, made absolute: a run is resumed from any folder.
+
+    A taskset's file may have options behind it: `rows.jsonl?bad_rows=skip`.
+    """
+    for end in (len(name), name.find("?")):
+        path = Path(name[:end]).expanduser()
+        if end > 0 and path.exists():
+            return f"{path.absolute()}{name[end:]}"
+    return name
+
+
+def finish_evaluation(
+    config: EvaluationConfig, open_run: OpenRun, display: Display
+) -> Outcome[EvaluationReport]:
+    """Take an evaluation to its end, from its beginning or from where it was."""
+    quiet_libraries()
+    inputs = _read_inputs(config)
+    display.note(inputs.taskset.notes)
+    if config.fleet is None:
+        display.say(f"loading {config.model}")
+    return run_async(_evaluate(config, inputs, open_run, display))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Everything an evaluation reads, checked before the run is made."""
+
+    taskset: Taskset
+    tasks: tuple[Task, ...]
+    adapters: list[Adapter]
+    template: Template
+
+
+def _read_inputs(config: EvaluationConfig) -> _Inputs:
+    taskset = load_taskset_file(config.taskset)
+    tasks = taskset.split(config.split)[: config.limit]
+    if not tasks:
+        raise TaskError(f"{config.taskset} has no tasks in its {config.split} split.")
+    adapters = [read_adapter(path) for path in config.adapters]
+    template = load_template(resolve_model(config.model).path)
+    return _Inputs(taskset, tasks, adapters, template)
+
+
+def _engine(config: EvaluationConfig) -> AnyEngineConfig:
+    fleet = config.fleet
+    if fleet is None:
+        return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+    launch = fleet.launch
+    own = None if launch is None else launch.model_copy(update={"model": config.model})
+    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": own})
+
+
+async def _evaluate(
+    config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
+) -> Outcome[EvaluationReport]:
+    """What can be refused is refused before the run is made."""
+    with display.launching() as show:
+        async with open_engine(_engine(config), on_launch=show) as engine:
+            models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
+            TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
+            with open_run() as run, resumable(run.path, display):
+                report = await _measure(run, config, inputs, engine, models, display)
+                document = report.model_dump(mode="json", exclude_none=True)
+                await asyncio.to_thread(run.write_json, "report.json", document)
+                await asyncio.to_thread(run.finish, "finished")
+    return Outcome(report, run.path)
+
+
+async def _measure(
+    run: Run,
+    config: EvaluationConfig,
+    inputs: _Inputs,
+    engine: Engine,
+    models: list[ModelRef],
+    display: Display,
+) -> EvaluationReport:
+    taskset, tasks = inputs.taskset, inputs.tasks
+    with display.bar(taskset.name, total=len(models) * len(tasks)) as bar:
+
+        def advance(progress: Progress) -> None:
+            bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
+
+        evaluator = TasksetEvaluator(
+            engine,
+            template=inputs.template,
+            tasksets=[taskset],
+            log=RolloutLog(run),
+            on_progress=advance,
+        )
+        evaluations = await evaluator.evaluate(models, tasks)
+    names = ["base", *_names(config.adapters)]
+    return EvaluationReport(
+        model=config.model,
+        taskset=taskset.name,
+        num_tasks=len(tasks),
+        num_skipped_rows=taskset.skipped.num_skipped,
+        warnings=tuple(taskset.notes),
+        models=tuple(
+            _row(name, evaluation, evaluations[0], tasks)
+            for name, evaluation in zip(names, evaluations, strict=True)
+        ),
+        seconds=evaluations[0].seconds,
+        tokens=dict(engine.token_counts) or {"asked_and_answered": evaluator.num_tokens},
+    )
+
+
+def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders' names where they tell the adapters apart, else their paths."""
+    names = tuple(Path(path).name for path in paths)
+    return names if len({"base", *names}) == len(names) + 1 else paths
+
+
+def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task, ...]) -> ModelRow:
+    """One model's line: mean with interval, and the paired difference to the base model."""
+    rewards = [evaluation.rewards[t.id] for t in tasks if t.id in evaluation.rewards]
+    row = ModelRow(
+        name=name,
+        version=evaluation.model.version,
+        num_scored=len(rewards),
+        num_failed=len(evaluation.errors),
+        first_error=next(iter(evaluation.errors.values()), ""),
+    )
+    if not rewards:
+        return row
+    if set(rewards) <= {0.0, 1.0}:
+        interval = wilson(successes=int(sum(rewards)), trials=len(rewards))
+    else:
+        interval = bootstrap_mean(rewards, rng=stream(0, "eval", name))
+    row = row.model_copy(
+        update={"mean": interval.estimate, "low": interval.low, "high": interval.high}
+    )
+    both = [t.id for t in tasks if t.id in evaluation.rewards and t.id in base.rewards]
+    if evaluation is base or not both:
+        return row
+    gain = paired_difference(
+        [evaluation.rewards[i] for i in both],
+        [base.rewards[i] for i in both],
+        rng=stream(0, "gain", name),
+    )
+    gained = Estimate(mean=gain.estimate, low=gain.low, high=gain.high)
+    return row.model_copy(update={"gain": gained})

@@ -1,0 +1,218 @@
+"""`run_genome`: an evolution of adapters from its config to its report and page."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rookery.compose.running import (
+    Given,
+    OpenRun,
+    Outcome,
+    new_run,
+    quiet_libraries,
+    read_config,
+    resumable,
+    run_async,
+)
+from rookery.embedded import EngineConfig
+from rookery.engines import model_folder, open_engine
+from rookery.loops.genome import Generation, GenomeConfig, GenomeResult, Watcher, evolve
+from rookery.loops.genome.adapter_builder import check_device
+from rookery.loops.genome.checks import check_inputs, check_tasks
+from rookery.loops.genome.founders import (
+    FileInit,
+    RandomInit,
+    ZeroInit,
+    make_founders,
+    read_founders,
+)
+from rookery.ports import Engine
+from rookery.reports import GenomeReport, parse_genome_report
+from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
+from rookery.runs import Run
+from rookery.tasks.splits import SPLITS
+from rookery.tasks.taskset import Taskset, load_tasksets
+from rookery.tasks.template import Template, load_template
+from rookery.types import Adapter
+from rookery.ui.display import Bar, Display
+from rookery.ui.page import render_genome_page
+
+__all__ = ["finish_genome", "run_genome"]
+
+
+def run_genome(
+    config: Given | GenomeConfig,
+    *,
+    name: str = "",
+    runs_dir: str | Path = "runs",
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[GenomeReport]:
+    """Evolve adapters as a config says, and report honestly how good the best one is.
+
+    `run_genome("configs/demo.yaml", seed=3)`; `values` are keys of the config. The folder of the
+    outcome holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
+    """
+    loaded = read_config(GenomeConfig, config, values)
+    open_run = new_run(loaded, kind="genome", name=name, runs_dir=runs_dir)
+    return finish_genome(loaded, open_run, Display(is_quiet=not progress))
+
+
+def finish_genome(
+    config: GenomeConfig, open_run: OpenRun, display: Display
+) -> Outcome[GenomeReport]:
+    """Take an evolution to its end, from its beginning or from where it was."""
+    quiet_libraries()
+    inputs = _read_inputs(config)
+    display.note(note for taskset in inputs.tasksets for note in taskset.notes)
+    return run_async(_evolve(config, inputs, open_run, display))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Everything the loop reads, checked before a run is made."""
+
+    tasksets: list[Taskset]
+    founders: dict[str, Adapter] | None
+    """None when they are to be made from the model's shape."""
+    template: Template
+
+
+def _read_inputs(config: GenomeConfig) -> _Inputs:
+    check_device(config.merge_device)
+    tasksets = load_tasksets(config.tasksets)
+    for taskset in tasksets:
+        for name in SPLITS:
+            taskset.split(name)  # refuses one that should have tasks and has none
+    founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
+    template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
+    return _Inputs(tasksets, founders, template)
+
+
+async def _evolve(
+    config: GenomeConfig, inputs: _Inputs, open_run: OpenRun, display: Display
+) -> Outcome[GenomeReport]:
+    """What can be refused is refused before the run is made."""
+    _share_cores(config)
+    if isinstance(config.engine, EngineConfig):
+        display.say(f"loading {config.engine.model}")
+    with display.launching() as show:
+        async with open_engine(config.engine, on_launch=show) as engine:
+            founders = await _ready_founders(config, inputs, engine)
+            _check(config, inputs, engine, founders)
+            with open_run() as run, resumable(run.path, display):
+                result = await _search(run, config, inputs, engine, founders, display)
+                report = parse_genome_report(result.report)
+                page = await asyncio.to_thread(render_genome_page, report)
+                await asyncio.to_thread(run.write_text, "report.html", page)
+                await asyncio.to_thread(run.finish, "finished")
+    return Outcome(report, run.path)
+
+
+def _share_cores(config: GenomeConfig) -> None:
+    """Candidates are made while servers that were started here answer, which needs cores too."""
+    if config.engine.type == "fleet" and config.engine.launch is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+
+
+def _check(
+    config: GenomeConfig, inputs: _Inputs, engine: Engine, founders: dict[str, Adapter]
+) -> None:
+    evaluator = TasksetEvaluator(engine, template=inputs.template, tasksets=inputs.tasksets)
+    check_inputs(config, founders=founders, tasksets=inputs.tasksets, engine=engine)
+    check_tasks(evaluator, inputs.tasksets, context_tokens=engine.context_tokens)
+
+
+async def _ready_founders(
+    config: GenomeConfig, inputs: _Inputs, engine: Engine
+) -> dict[str, Adapter]:
+    """Founders that the engine takes: one that does not fit is the user's mistake."""
+    founders = inputs.founders or {}
+    if isinstance(config.init, ZeroInit | RandomInit):
+        layers, base = engine.linear_layers, engine.base.version
+        founders = make_founders(config.init, layers=layers, base=base, seed=config.seed)
+    for founder in founders.values():
+        await engine.unload(await engine.load(founder))
+    return founders
+
+
+async def _search(
+    run: Run,
+    config: GenomeConfig,
+    inputs: _Inputs,
+    engine: Engine,
+    founders: dict[str, Adapter],
+    display: Display,
+) -> GenomeResult:
+    tasksets = inputs.tasksets
+    total = _expected_rollouts(config, len(founders), tasksets)
+    with display.bar("founders", total=total) as bar:
+        shown = _Shown(bar, display)
+        evaluator = TasksetEvaluator(
+            engine,
+            template=inputs.template,
+            tasksets=tasksets,
+            log=RolloutLog(run),
+            on_progress=shown.answered,
+        )
+        result = await evolve(
+            config,
+            founders=founders,
+            tasksets=tasksets,
+            engine=engine,
+            evaluator=evaluator,
+            run=run,
+            watcher=Watcher(on_generation=shown.generation_done, on_phase=shown.phase_started),
+        )
+        shown.finish()
+        return result
+
+
+class _Shown:
+    """The search on its progress bar: what it is doing, answers of at most so many, generations."""
+
+    def __init__(self, bar: Bar, display: Display) -> None:
+        self._bar, self._display = bar, display
+
+    def answered(self, progress: Progress) -> None:
+        """A block of answers is there."""
+        self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
+
+    def phase_started(self, name: str) -> None:
+        """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
+        self._bar.update(name=name)
+
+    def generation_done(self, generation: Generation) -> None:
+        """A line that stays."""
+        self._display.say(_generation_line(generation))
+
+    def finish(self) -> None:
+        """The total was a bound: races and known answers make it less."""
+        self._bar.update(total=self._bar.done, name="done")
+
+
+def _expected_rollouts(config: GenomeConfig, num_founders: int, tasksets: list[Taskset]) -> int:
+    """An upper bound for the bar: racing makes it less, so the bar ends at what was asked."""
+    search, select, report = (
+        sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS
+    )
+    candidates = num_founders + sum(stage.num_candidates for stage in config.stages)
+    rounds = 2 if config.finals.random_search and num_founders > 1 else 1
+    finalists = config.finals.num_finalists * rounds
+    entrants = 6 + 2 * config.finals.num_voters
+    return candidates * rounds * search + finalists * select + entrants * report
+
+
+def _generation_line(generation: Generation) -> str:
+    def show(value: float | None) -> str:
+        return "  -  " if value is None else f"{value:.3f}"
+
+    dropped = f", {generation.num_dropped} dropped early" if generation.num_dropped else ""
+    failed = f", {generation.num_failed} failed" if generation.num_failed else ""
+    return (
+        f"{generation.stage:>8} {generation.generation:>3}   best {show(generation.best)}   "
+        f"mean {show(generation.mean)}   {generation.num_candidates} candidates{dropped}{failed}"
+    )

@@ -1,0 +1,174 @@
+"""`run_icm`: a labelling from its config to its labels, report and page."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rookery.compose.running import (
+    Given,
+    OpenRun,
+    Outcome,
+    new_run,
+    quiet_libraries,
+    read_config,
+    resumable,
+    run_async,
+)
+from rookery.embedded import EngineConfig
+from rookery.engines import model_folder, open_sampler
+from rookery.fleet.http.external import Codec
+from rookery.loops.icm import (
+    Bench,
+    IcmConfig,
+    IcmResult,
+    check_batches,
+    label,
+    load_encoder,
+    read_gold,
+    read_items,
+)
+from rookery.loops.icm.items import Item
+from rookery.loops.icm.loop import ChainStep
+from rookery.loops.icm.prompts import Encoder
+from rookery.ports import Engine
+from rookery.reports import IcmReport, parse_icm_report
+from rookery.runs import Run
+from rookery.slots import load_model
+from rookery.tasks.template import load_template
+from rookery.train.sft import sft
+from rookery.types import Datum, ModelRef
+from rookery.ui.display import Display
+from rookery.ui.icm import render_icm_page
+
+__all__ = ["finish_icm", "run_icm"]
+
+Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
+
+
+def run_icm(
+    config: Given | IcmConfig,
+    *,
+    name: str = "",
+    runs_dir: str | Path = "runs",
+    progress: bool = True,
+    **values: Any,
+) -> Outcome[IcmReport]:
+    """Label items as a config says, and say honestly what the labels are worth.
+
+    `run_icm("configs/icm_reviews.yaml", num_chains=4)`; `values` are keys of the config. The
+    folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
+    """
+    loaded = read_config(IcmConfig, config, values)
+    open_run = new_run(loaded, kind="icm", name=name, runs_dir=runs_dir)
+    return finish_icm(loaded, open_run, Display(is_quiet=not progress))
+
+
+def finish_icm(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
+    """Take a labelling to its end, from its beginning or from where it was."""
+    quiet_libraries()
+    return run_async(_label(config, _read_inputs(config), open_run, display))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Everything the loop reads, checked before a run is made; the true labels are not kept."""
+
+    items: list[Item]
+    folder: Path
+    """Of the model: its tokenizer."""
+    encoder: Encoder
+
+
+def _read_inputs(config: IcmConfig) -> _Inputs:
+    items = read_items(config.data)
+    read_gold(config.data, items)
+    folder = model_folder(config.engine, tokenizer=config.tokenizer)
+    return _Inputs(items, folder, load_encoder(folder))
+
+
+async def _label(
+    config: IcmConfig, inputs: _Inputs, open_run: OpenRun, display: Display
+) -> Outcome[IcmReport]:
+    """What can be refused is refused before the run is made."""
+    if isinstance(config.engine, EngineConfig):
+        display.say(f"loading {config.engine.model}")
+    codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
+    with display.launching() as show:
+        async with open_sampler(config.engine, codec=codec, on_launch=show) as sampler:
+            bench = Bench(
+                sampler=sampler,
+                model=sampler.base,
+                encoder=inputs.encoder,
+                context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
+            )
+            check_batches(config, inputs.items, bench=bench)
+            with open_run() as run, resumable(run.path, display):
+                if config.iterate is not None:
+                    engine = cast(Engine, sampler)  # the config refuses to iterate on an API
+                    bench = replace(bench, tune=_tuner(run, config, engine, inputs.folder))
+                result = await _search(run, config, inputs, bench, display)
+                report = parse_icm_report(result.report)
+                page = await asyncio.to_thread(render_icm_page, report)
+                await asyncio.to_thread(run.write_text, "report.html", page)
+                await asyncio.to_thread(run.finish, "finished")
+    return Outcome(report, run.path)
+
+
+def _context_tokens(folder: Path) -> int | None:
+    """The longest prompt, as the model's config says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = document.get("text_config", document).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+async def _search(
+    run: Run, config: IcmConfig, inputs: _Inputs, bench: Bench, display: Display
+) -> IcmResult:
+    with display.bar("labelling", total=config.search.iterations) as bar:
+
+        def stepped(now: ChainStep) -> None:
+            step = now.step
+            num_labelled = sum(x >= 0 for x in step.labels)
+            text = (
+                f"{num_labelled} of {now.num_items}, {step.num_frustrated} frustrated, "
+                f"U {step.utility:.1f}"
+            )
+            done = max(bar.done, step.iteration + 1)
+            bar.update(done=done, tokens=now.num_tokens, name=text)
+
+        return await label(
+            config,
+            items=inputs.items,
+            bench=bench,
+            run=run,
+            gold=lambda: read_gold(config.data, inputs.items),
+            on_step=stepped,
+        )
+
+
+def _tuner(run: Run, config: IcmConfig, engine: Engine, folder: Path) -> Tuner:
+    """Training in this process, beside the engine; a resumed run finds what it trained before."""
+    assert config.iterate is not None
+    settings = config.iterate.sft
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    async def tune(data: Sequence[Datum]) -> ModelRef:
+        adapter = await sft(
+            load_model(folder, device=device),
+            data,
+            settings,
+            name="icm",
+            base=engine.base.version,
+            checkpoints=run.path / "training",
+        )
+        return await engine.load(adapter)
+
+    return tune

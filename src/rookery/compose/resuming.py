@@ -1,0 +1,53 @@
+"""Goes on with any run that was interrupted, by the kind that it is."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rookery.compose.running import OpenRun, Outcome
+from rookery.config import Config, parse_config
+from rookery.errors import RunError
+from rookery.runs import Run
+from rookery.ui.display import Display
+
+__all__ = ["resume"]
+
+Parts = tuple[type[Config], Callable[[Any, OpenRun, Display], Outcome[Any]]]
+"""What a run was made from, and what takes it to its end."""
+
+
+def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
+    """Go on with the run in a folder from where its event log ends; nothing is done twice."""
+    with Run.open(Path(path)) as run:
+        if run.kind not in KINDS:
+            raise RunError(
+                f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
+            )
+        model, finish = KINDS[run.kind]()
+        config = parse_config(model, run.config, origin=str(run.path / "config.json"))
+        return finish(config, lambda: nullcontext(run), Display(is_quiet=not progress))
+
+
+def _evaluation() -> Parts:
+    from rookery.compose.evaluation import EvaluationConfig, finish_evaluation
+
+    return EvaluationConfig, finish_evaluation
+
+
+def _genome() -> Parts:
+    from rookery.compose.genome import finish_genome
+    from rookery.loops.genome import GenomeConfig
+
+    return GenomeConfig, finish_genome
+
+
+def _icm() -> Parts:
+    from rookery.compose.icm import finish_icm
+    from rookery.loops.icm import IcmConfig
+
+    return IcmConfig, finish_icm
+
+
+KINDS: Mapping[str, Callable[[], Parts]] = {"eval": _evaluation, "genome": _genome, "icm": _icm}
+"""By the kind of the run; each imports its loop when it is needed."""

@@ -1,0 +1,185 @@
+"""What every run has in common: its config, its folder, its end, and the event loop it runs in."""
+
+import asyncio
+import logging
+import os
+import shlex
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from rookery.compose.stopping import run_stoppable
+from rookery.config import Config, parse_config, read_document
+from rookery.errors import RunError
+from rookery.runs import Run
+from rookery.ui.display import Display
+
+__all__ = [
+    "Given",
+    "OpenRun",
+    "Outcome",
+    "new_run",
+    "quiet_libraries",
+    "read_config",
+    "resumable",
+    "run_async",
+]
+
+Report = TypeVar("Report")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[Report]):
+    """A finished run: its report, and the folder with everything else it left."""
+
+    report: Report
+    path: Path
+
+
+class _FileConfig(Protocol):
+    """A config whose paths are relative to its file."""
+
+    def from_folder(self, folder: Path) -> Self: ...
+
+
+Settings = TypeVar("Settings", bound=_FileConfig)
+Given = str | Path | Mapping[str, Any]
+"""A config file, or a document as such a file would hold it."""
+OpenRun = Callable[[], AbstractContextManager[Run]]
+"""Makes a run or goes on with one, when everything that can be refused has been read."""
+
+
+def read_config(
+    model: type[Settings], given: "Given | Settings", values: Mapping[str, Any]
+) -> Settings:
+    """A config from a file, a document or a config, with keyword values laid over it.
+
+    Paths in a file are relative to it, all others to the current folder. A mapping given for a
+    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`.
+    """
+    assert issubclass(model, Config)
+    if isinstance(given, str | Path):
+        path = Path(given)
+        config = parse_config(model, read_document(path), origin=str(path))
+        config = config.from_folder(path.parent)
+    elif isinstance(given, Mapping):
+        document = _merge(given, values)
+        return parse_config(model, document, origin="the config").from_folder(Path.cwd())
+    else:
+        config = given
+    if not values:
+        return config
+    document = _merge(config.model_dump(mode="json"), values)
+    return parse_config(model, document, origin="the config").from_folder(Path.cwd())
+
+
+def _merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(document)
+    for key, value in values.items():
+        own = merged.get(key)
+        if isinstance(own, Mapping) and isinstance(value, Mapping):
+            value = _merge(own, value)
+        merged[key] = value
+    return merged
+
+
+def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
+    """The run that is made later, so that a model or an adapter that cannot be used leaves none.
+
+    A name that is taken and a folder that cannot hold runs are refused now, before a model is read.
+    """
+    root = Path(runs_dir)
+    _require_folder(root)
+    if name and _is_run(root / name):
+        path = root / name
+        raise RunError(
+            f"{path} already holds a run: go on with it by `rookery runs resume "
+            f"{shlex.quote(str(path))}`, or choose another --name."
+        )
+    document = config.model_dump(mode="json")
+    return lambda: Run.create(root, kind=kind, config=document, name=name)
+
+
+def _require_folder(runs_dir: Path) -> None:
+    root = runs_dir.absolute()
+    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        problem = "may not be written" if nearest.is_dir() else "is a file"
+        raise RunError(
+            f"Runs cannot be kept in {runs_dir}: {nearest} {problem}. Give another folder with "
+            "--runs-dir."
+        )
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        Run.view(path).close()
+    except RunError:
+        return False  # if something else is there, `Run.create` says what
+    return True
+
+
+@contextmanager
+def resumable(path: Path, display: Display) -> Iterator[None]:
+    """Ctrl-C or SIGTERM in the block says how to go on with the run."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        display.fail(f"Interrupted. Go on with: rookery runs resume {shlex.quote(str(path))}")
+        raise
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """The only place where an event loop starts: in this thread, or in one of its own where a loop
+    runs already, as in a notebook. Ctrl-C and SIGTERM cancel the work and wait for its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_stoppable(work)
+    return _run_in_thread(work)
+
+
+def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+    outcome: list[Result | BaseException] = []
+
+    def live() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            try:
+                outcome.append(runner.run(_await(task)))
+            except BaseException as error:  # noqa: BLE001 - belongs to the caller
+                outcome.append(error)
+
+    thread = threading.Thread(target=live, name="rookery-run")
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    [found] = outcome
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+async def _await(task: "asyncio.Task[Result]") -> Result:
+    return await task
+
+
+def quiet_libraries() -> None:
+    """Hugging Face prints bars and warnings of its own; ours say what matters."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,113 @@
+"""Which engines there are, as a config names them, and how one is opened.
+
+    async with open_engine("smollm2") as engine: ...
+    async with open_engine(FleetConfig(urls=("http://gpu1:8000",))) as engine: ...
+
+An external API is no engine, as it takes no adapters: `open_sampler` opens any of the three.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from rookery.embedded import EngineConfig, resolve_model
+from rookery.embedded import open_engine as open_embedded
+from rookery.errors import ConfigError
+from rookery.fleet import FleetConfig, LaunchProgress, open_fleet
+from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
+from rookery.ports import Engine
+
+__all__ = [
+    "AnyEngineConfig",
+    "AnySamplerConfig",
+    "EngineChoice",
+    "SamplerChoice",
+    "model_folder",
+    "open_engine",
+    "open_sampler",
+    "resolve_smollm2",
+]
+
+OnLaunch = Callable[[LaunchProgress], None]
+"""Told how far each server is that is being started."""
+AnyEngineConfig = EngineConfig | FleetConfig
+AnySamplerConfig = EngineConfig | FleetConfig | ExternalConfig
+
+
+def _is_embedded_unless_told(value: Any) -> Any:
+    is_untold = isinstance(value, dict) and "type" not in value
+    return {"type": "embedded", **value} if is_untold else value
+
+
+EngineChoice = Annotated[
+    AnyEngineConfig, Field(discriminator="type"), BeforeValidator(_is_embedded_unless_told)
+]
+"""In this process (`type: embedded`, the default) or vLLM servers (`type: fleet`)."""
+SamplerChoice = Annotated[
+    AnySamplerConfig, Field(discriminator="type"), BeforeValidator(_is_embedded_unless_told)
+]
+"""The same, or an OpenAI-compatible API (`type: external`)."""
+
+
+@asynccontextmanager
+async def open_engine(
+    config: AnyEngineConfig | str, *, on_launch: OnLaunch | None = None
+) -> AsyncIterator[Engine]:
+    """The engine, open for the block. A text is the model of an engine in this process."""
+    if isinstance(config, str):
+        config = EngineConfig(model=config)
+    if isinstance(config, EngineConfig):
+        async with open_embedded(config) as embedded:
+            yield embedded
+        return
+    async with open_fleet(_with_folder(config), progress=on_launch) as fleet:
+        yield fleet
+
+
+@asynccontextmanager
+async def open_sampler(
+    config: AnySamplerConfig, *, codec: Codec, on_launch: OnLaunch | None = None
+) -> AsyncIterator[Engine | ExternalSampler]:
+    """The engine or the external API, open for the block; `codec` is the API's tokenizer."""
+    if isinstance(config, ExternalConfig):
+        async with open_external(config, codec=codec) as external:
+            yield external
+        return
+    async with open_engine(config, on_launch=on_launch) as engine:
+        yield engine
+
+
+def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
+    """Where the tokenizer and the chat template of the engine's model are."""
+    if isinstance(config, EngineConfig):
+        own = config.model
+    elif isinstance(config, FleetConfig) and config.launch is not None:
+        own = config.launch.model
+    else:
+        own = ""
+    model = tokenizer or own
+    if not model:
+        keeper = (
+            "An external API keeps its tokenizer to itself"
+            if isinstance(config, ExternalConfig)
+            else "Servers given by URL keep their tokenizer to themselves"
+        )
+        raise ConfigError(f"{keeper}: write tokenizer, the model's folder or Hugging Face id.")
+    return resolve_model(model).path
+
+
+def resolve_smollm2(model: str) -> str:
+    """`smollm2` as a folder that vLLM can load; other names as they are."""
+    return str(resolve_model(model).path) if model.lower() == "smollm2" else model
+
+
+def _with_folder(config: FleetConfig) -> FleetConfig:
+    """The model under the name that the config gives it, loaded from where it is."""
+    launch = config.launch
+    if launch is None:
+        return config
+    own = launch.model_copy(update={"model": resolve_smollm2(launch.model)})
+    return config.model_copy(update={"name": config.name or launch.model, "launch": own})

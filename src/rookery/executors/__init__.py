@@ -1,0 +1,21 @@
+"""Where jobs run: processes of this machine, the nodes of a Ray cluster, Modal.
+
+All three are one Executor port over one pool; `worker_task.py` says what a worker runs.
+"""
+
+from rookery.executors.folder import FolderPackage, pack_folder
+from rookery.executors.local import open_local
+from rookery.executors.modal import open_modal
+from rookery.executors.ray import open_ray
+from rookery.executors.worker_task import TASKS, WorkerSpec, WorkerTask
+
+__all__ = [
+    "TASKS",
+    "FolderPackage",
+    "WorkerSpec",
+    "WorkerTask",
+    "open_local",
+    "open_modal",
+    "open_ray",
+    "pack_folder",
+]

@@ -1,0 +1,232 @@
+"""Workers as actors on the nodes of a Ray cluster.
+
+    async with open_ray(spec, address="auto", num_workers=64) as executor:
+        outcome = await executor.submit(job)
+
+Ray places and connects; what a lost worker means is the caller's business, so Ray retries and
+restarts nothing. Each actor is bound to one node, round-robin over the nodes, one CPU each. Nodes
+that join are used; a node whose workers are refused gets no work. The folder of the spec is put
+into Ray's object store once and read from there by nodes that lack it: no shared disk is needed.
+
+A dead worker process is seen at once, a dead node when Ray sees it: seconds when its connections
+break, up to Ray's health check (`health_check_*` of its system config) when it only goes silent.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from rookery.concurrency import task_group
+from rookery.errors import ExecutorError, boundary
+from rookery.executors.pool import WorkerPool, open_pool
+from rookery.executors.ray_cluster import connect_ray
+from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
+from rookery.executors.worker_host import WorkerHost
+from rookery.executors.worker_task import (
+    CLOSE_S,
+    Answer,
+    WorkerSpec,
+    count_cores,
+    read_version,
+)
+from rookery.types import Job, WorkerInfo
+
+__all__ = ["RayHost", "open_ray"]
+
+NODES_POLL_S = 2.0
+"""How soon a new node is used."""
+DOWN_S = 60.0
+"""How long jobs wait for a node when the last one is lost."""
+MAX_REASON_CHARS = 500
+
+
+class RayHost:
+    """The actor. Its event loop is Ray's."""
+
+    def __init__(self) -> None:
+        self._host = WorkerHost()
+
+    async def hello(self) -> tuple[str, int]:
+        return read_version(), count_cores()
+
+    async def open(
+        self, task: str, settings: bytes, digest: str | None, content: list[Any]
+    ) -> tuple[bool, str]:
+        """`content` holds a reference and not the folder: it is read only if the node lacks it."""
+        import ray
+
+        return await self._host.open(
+            task, settings, digest=digest, fetch=lambda: bytes(ray.get(content[0]))
+        )
+
+    async def run(self, payload: bytes) -> Answer:
+        return await self._host.run(payload)
+
+    async def stay(self) -> None:
+        """Never returns: the call fails when the actor ends."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+class RayWorker:
+    """One actor, as the pool sees it."""
+
+    def __init__(self, name: str, actor: Any, ray: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self.info = WorkerInfo(name=name)
+        self.gone: asyncio.Future[str] = loop.create_future()
+        self._actor = actor
+        self._ray = ray
+        self._killing: asyncio.Future[None] | None = None
+        self._staying: asyncio.Future[None] = asyncio.wrap_future(actor.stay.remote().future())
+        self._staying.add_done_callback(self._note_end)
+
+    async def open(self, spec: WorkerSpec, content: list[Any]) -> None:
+        version, cores = await self._result(self._actor.hello.remote())
+        self.info = replace(self.info, version=version, cores=cores)
+        check_version(self.info)
+        digest = None if spec.folder is None else spec.folder.digest
+        opening = self._actor.open.remote(spec.task, spec.settings, digest, content)
+        is_open, text = await self._result(opening)
+        if not is_open:
+            raise WorkerRefused(text, info=self.info)
+        self.info = replace(self.info, about=text)
+
+    async def run(self, job: Job) -> Answer:
+        answer: Answer = await self._result(self._actor.run.remote(job.payload))
+        return answer
+
+    def kill(self) -> None:
+        if self._killing is None:
+            loop = asyncio.get_running_loop()
+            self._killing = loop.run_in_executor(None, self._ray.kill, self._actor)
+            self._note_gone("It was killed.")
+
+    async def close(self) -> None:
+        try:
+            if not self.gone.done():
+                closing = asyncio.wrap_future(self._actor.close.remote().future())
+                await asyncio.wait(
+                    {closing, self.gone}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                closing.cancel()
+        finally:
+            self.kill()
+            self._staying.cancel()
+            await asyncio.wait({self._killing} if self._killing else (), timeout=CLOSE_S)
+
+    async def _result(self, reference: Any) -> Any:
+        """What a call returns. Ray reports a dead actor late if its node went silent: a worker
+        that is known to be gone is not waited for."""
+        answer = asyncio.wrap_future(reference.future())
+        try:
+            await asyncio.wait({answer, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise WorkerGone(self.gone.result())
+            return answer.result()
+        except self._ray.exceptions.RayError as error:
+            raise WorkerGone(_shorten(error)) from None
+        finally:
+            answer.cancel()
+
+    def _note_end(self, staying: asyncio.Future[None]) -> None:
+        if not staying.cancelled():
+            self._note_gone(_shorten(staying.exception()))
+
+    def _note_gone(self, reason: str) -> None:
+        if not self.gone.done():
+            self.gone.set_result(reason)
+
+
+def _shorten(error: BaseException | None) -> str:
+    """Ray's sentences without the addresses and traces that follow."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
+
+
+@asynccontextmanager
+async def open_ray(
+    spec: WorkerSpec, *, address: str | None = None, num_workers: int | None = None
+) -> AsyncIterator[WorkerPool]:
+    """An Executor of at most `num_workers` actors, or one per CPU of the cluster; one is ready.
+
+    Without an address a cluster is started on this machine, and ended with the block.
+    """
+    options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        options |= {"num_cpus": num_workers or count_cores(), "include_dashboard": False}
+    async with AsyncExitStack() as stack:
+        connection = connect_ray(address or "local", error=ExecutorError, **options)
+        ray = await stack.enter_async_context(connection)
+        content = []
+        if spec.folder is not None:
+            content = [await asyncio.to_thread(ray.put, spec.folder.content)]
+
+        node_ids: dict[str, str] = {}
+
+        async def start(slot: str) -> RayWorker:
+            host = ray.remote(**_placed(node_ids[slot]))(RayHost)
+            return await _start(RayWorker(slot, host.remote(), ray), spec, content)
+
+        pool = await stack.enter_async_context(open_pool(start, down_s=DOWN_S))
+        group = await stack.enter_async_context(task_group())
+        watching = group.create_task(_add_nodes(ray, pool, node_ids, num_workers))
+        stack.callback(watching.cancel)
+        await pool.wait_ready()
+        yield pool
+
+
+def _placed(node_id: str) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {
+        "num_cpus": 1,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+
+
+async def _start(worker: RayWorker, spec: WorkerSpec, content: list[Any]) -> RayWorker:
+    try:
+        await worker.open(spec, content)
+    except BaseException:
+        worker.kill()
+        await worker.close()
+        raise
+    return worker
+
+
+async def _add_nodes(
+    ray: Any, pool: WorkerPool, node_ids: dict[str, str], num_workers: int | None
+) -> None:
+    """Give the pool a slot per CPU of every node that is there or joins, up to `num_workers`.
+
+    A slot that was given up, and noted in `node_ids`, is not tried again.
+    """
+    while True:
+        with boundary(ExecutorError, "Listing the nodes of the Ray cluster"):
+            nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+        for slot, node_id in _list_slots(nodes):
+            is_full = num_workers is not None and pool.num_slots >= num_workers
+            if slot not in node_ids and not is_full:
+                node_ids[slot] = node_id
+                pool.add_slot(slot)
+        await asyncio.sleep(NODES_POLL_S)
+
+
+def _list_slots(nodes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Slots and their nodes' ids, the first slot of every node before the second of any.
+
+    `("10.0.0.2/1a2b3c4d/0", "1a2b3c4d...")`
+    """
+    places = [
+        (number, f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}/{number}", node["NodeID"])
+        for node in nodes
+        for number in range(int(node["Resources"].get("CPU", 0)))
+    ]
+    return [(slot, node_id) for _, slot, node_id in sorted(places)]

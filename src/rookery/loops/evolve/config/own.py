@@ -1,0 +1,67 @@
+"""The section `rookery`: what OpenEvolve has no key for."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.config import Config
+
+__all__ = ["BudgetConfig", "RookeryConfig", "SandboxSettings"]
+
+
+class BudgetConfig(Config):
+    """The run ends before it would spend more; null: no limit."""
+
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of prompts and answers together."""
+    max_usd: float | None = Field(default=None, gt=0)
+    usd_per_million_prompt_tokens: float | None = Field(default=None, ge=0)
+    usd_per_million_answer_tokens: float | None = Field(default=None, ge=0)
+    max_hours: float | None = Field(default=None, gt=0)
+
+
+class SandboxSettings(Config):
+    """What a generated program may use."""
+
+    backend: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
+    """`none` is what `--unsafe` says: the program runs with all that you may do."""
+    memory_mb: int = Field(default=4096, gt=0)
+    """Of all processes of a program together."""
+    cpu_s: float | None = Field(default=None, gt=0)
+    processes: int = Field(default=64, gt=0)
+    scratch_mb: int = Field(default=1024, gt=0)
+    output_mb: int = Field(default=64, gt=0)
+    network: bool = False
+    devices: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    """Environment variables that are passed on."""
+    read_paths: tuple[str, ...] = ()
+
+
+class RookeryConfig(Config):
+    """Where and how an evolution runs."""
+
+    in_flight: int = Field(default=16, gt=0)
+    """Model calls at a time."""
+    workers: int | None = Field(default=None, gt=0)
+    """Evaluations at a time; null: `evaluator.parallel_evaluations`."""
+    executor: Literal["local", "ray", "modal"] = "local"
+    address: str | None = None
+    """Of a Ray cluster; null starts one."""
+    mode: Literal["steady", "deterministic"] = "steady"
+    lag: int | None = Field(default=None, gt=0)
+    """deterministic: attempt k sees what attempts up to k - lag found; null: in_flight."""
+    target_score: float | None = None
+    """The run ends when a program's fitness reaches it."""
+    confirm: int = Field(default=0, ge=0)
+    """Times that a new best program is scored again before it counts."""
+    budget: BudgetConfig = BudgetConfig()
+    sandbox: SandboxSettings = SandboxSettings()
+    baselines: tuple[Literal["best_of_n", "sequential"], ...] = ()
+    """Run beside the evolution, with as much to spend."""
+    pareto: tuple[str, ...] = ()
+    """Metrics of which none is traded against another; empty: fitness alone."""
+    bandit: bool = False
+    """Ask more often the models whose children are better, not by fixed weights."""
+    first_programs: tuple[str, ...] = ()
+    """Further programs to start from."""

@@ -1,0 +1,152 @@
+"""A config file, the environment and flags as one EvolveConfig, with what in it has no effect.
+
+    loaded = read_config(Path("config.yaml"), flags=Flags(iterations=50), environment=os.environ)
+    loaded.config, loaded.warnings
+
+Flags go before the file, the file before the environment. Keys of models (`api_key`) are secrets:
+they are not written with the config and are read again when a run is resumed.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from rookery.config import override, parse_config, parse_overrides, read_document
+from rookery.errors import ConfigError
+from rookery.loops.evolve.config.evolve import EvolveConfig
+from rookery.loops.evolve.config.ignored import drop_unknown, warn_not_built, warn_unknown
+from rookery.loops.evolve.config.llm import DEFAULT_API_BASE
+
+__all__ = ["Flags", "LoadedConfig", "read_config"]
+
+_VARIABLE = re.compile(r"\$\{([^}]+)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """OpenEvolve's flags that change the config, and dotted ones (`--database.num_islands 3`)."""
+
+    iterations: int | None = None
+    target_score: float | None = None
+    log_level: str | None = None
+    api_base: str | None = None
+    primary_model: str | None = None
+    secondary_model: str | None = None
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A config, and one sentence for each key of its file that changes nothing."""
+
+    config: EvolveConfig
+    warnings: tuple[str, ...]
+
+
+def read_config(
+    path: Path | None, *, environment: Mapping[str, str], flags: Flags | None = None
+) -> LoadedConfig:
+    """Read, override, expand, validate. Wrong types and unset variables are a ConfigError."""
+    flags = flags or Flags()
+    document = read_document(path) if path is not None else {}
+    document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
+    _override(document, flags)
+    warnings = [warn_unknown(EvolveConfig, dotted) for dotted in unknown]
+    _expand(document.get("llm"), environment)
+    origin = str(path) if path else "the command line"
+    config = parse_config(EvolveConfig, document, origin=origin)
+    warnings += warn_not_built(document, EvolveConfig().model_dump())
+    config = _complete(config, flags, environment)
+    _check_models(config)
+    return LoadedConfig(config=_beside(config, path), warnings=tuple(warnings))
+
+
+def _without_empty_sections(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`database:` with nothing below it is the default section."""
+    defaults = EvolveConfig().model_dump()
+    is_section = {key for key, value in defaults.items() if isinstance(value, dict)}
+    return {k: v for k, v in document.items() if not (v is None and k in is_section)}
+
+
+def _override(document: dict[str, Any], flags: Flags) -> None:
+    pairs = parse_overrides(flags.overrides)
+    alone: dict[str, Any] = {}
+    override(EvolveConfig, alone, [pair for pair in pairs if not re.search(r"\.\d+\.", pair[0])])
+    if unknown := drop_unknown(EvolveConfig, alone)[1]:
+        raise ConfigError(f"--{warn_unknown(EvolveConfig, unknown[0])}.")
+    override(EvolveConfig, document, pairs)
+    if flags.iterations is not None:
+        document["max_iterations"] = flags.iterations
+    if flags.log_level is not None:
+        document["log_level"] = flags.log_level
+    if flags.target_score is not None:
+        own = document.setdefault("rookery", {})
+        if isinstance(own, dict):  # else the validation says what it is
+            own["target_score"] = flags.target_score
+
+
+def _expand(llm: object, environment: Mapping[str, str], place: str = "llm") -> None:
+    """Put the values of variables in place of `${NAME}` in the keys and URLs of models."""
+    if not isinstance(llm, dict):
+        return
+    for key in ("api_key", "api_base"):
+        value = llm.get(key)
+        match = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            continue
+        if match[1] not in environment:
+            raise ConfigError(
+                f"{place}.{key} is ${{{match[1]}}}, and the variable {match[1]} is not set: "
+                f"export {match[1]}=..., or leave {key} out for a server that needs none."
+            )
+        llm[key] = environment[match[1]]
+    for models in ("models", "evaluator_models"):
+        entries = llm.get(models)
+        for index, model in enumerate(entries if isinstance(entries, list) else ()):
+            _expand(model, environment, f"{place}.{models}.{index}")
+
+
+def _complete(config: EvolveConfig, flags: Flags, environment: Mapping[str, str]) -> EvolveConfig:
+    """Lay flags over the models, and the environment below all."""
+    llm = config.llm.with_models(primary=flags.primary_model, secondary=flags.secondary_model)
+    if flags.api_base:
+        llm = llm.with_api_base(flags.api_base)
+    base = llm.api_base or environment.get("OPENAI_API_BASE") or DEFAULT_API_BASE
+    llm = llm.model_copy(update={"api_base": base})
+    if llm.api_key is None and environment.get("OPENAI_API_KEY"):
+        llm = llm.model_copy(update={"api_key": SecretStr(environment["OPENAI_API_KEY"])})
+    embedding = config.database.embedding_api_base or environment.get("OPENAI_EMBEDDING_BASE_URL")
+    database = config.database.model_copy(update={"embedding_api_base": embedding or None})
+    evaluator = config.evaluator
+    if environment.get("ENABLE_ARTIFACTS", "true").lower() != "true":
+        evaluator = evaluator.model_copy(update={"enable_artifacts": False})
+    return config.model_copy(update={"llm": llm, "database": database, "evaluator": evaluator})
+
+
+def _check_models(config: EvolveConfig) -> None:
+    for model in (*config.llm.ensemble, *config.llm.judges):
+        if model.provider not in (None, "openai"):
+            raise ConfigError(
+                f"llm.provider is {model.provider!r}; it should be 'openai': give --api-base, "
+                "the URL of a server with OpenAI's API."
+            )
+        if model.manual_mode:
+            raise ConfigError("llm.manual_mode is true; answers by hand are not supported.")
+        if not model.name:
+            raise ConfigError("A model of llm.models has no name: write `- name: ...`.")
+
+
+def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
+    """`prompt.template_dir` is relative to the config file."""
+    folder = config.prompt.template_dir
+    if folder is None:
+        return config
+    folder = ((path.parent if path else Path()) / folder.expanduser()).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"prompt.template_dir is {folder}, and there is no such folder.")
+    prompt = config.prompt.model_copy(update={"template_dir": folder})
+    return config.model_copy(update={"prompt": prompt})

@@ -1,0 +1,152 @@
+"""What one gets without the search, on the same items and the same model: rows beside its result.
+
+zero-shot         no demonstration at all
+random few-shot   demonstrations with random labels: what the format alone elicits
+bootstrap         its own surest answers as demonstrations, a few rounds, made consistent
+golden few-shot   demonstrations with true labels, where they are given for the report
+inverted seed     the search again, from the opposite of the labels it ended with
+"""
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import Field
+
+from rookery.config import Config
+from rookery.loops.icm.chain import Chain, ChainResult, Problem
+from rookery.loops.icm.objective import LabelLogprobs, normalised
+from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
+from rookery.search.constraints import Constraints
+from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
+from rookery.seeding import shuffled, stream, stream_seed
+
+__all__ = ["Baselines", "BaselinesConfig", "calibrated", "invert", "most_likely", "surest"]
+
+
+class BaselinesConfig(Config):
+    """What the search is compared with."""
+
+    num_shots: int = Field(default=8, ge=1)
+    """Demonstrations of the few-shot rows."""
+    num_rounds: int = Field(default=3, ge=1)
+    """Rounds of the bootstrap."""
+    inverted: bool = True
+    """Search again from the opposite labels: as long as the search itself, and the best sign of
+    whether the labels mean more than their start."""
+
+
+class Baselines:
+    """The other ways to label one batch."""
+
+    def __init__(self, problem: Problem, *, config: BaselinesConfig, seed: int) -> None:
+        self._problem = problem
+        self._config = config
+        self._seed = seed
+        self._blank: Labels = (UNLABELLED,) * problem.num_items
+
+    async def zero_shot(self) -> Labels:
+        """The most likely label of each item by itself."""
+        return self._answer(await self._read(self._blank))
+
+    async def random_few_shot(self) -> Labels:
+        """The most likely labels behind a few random ones."""
+        return self._answer(await self._read(self._random_shots()))
+
+    async def bootstrap(self) -> Labels:
+        """The surest answers of each label become the demonstrations of the next round."""
+        labels = self._consistent(await self._read(self._random_shots()))
+        for _ in range(self._config.num_rounds):
+            reads = await self._read(labels[1])
+            labels = self._consistent(reads)
+        return labels[0]
+
+    async def golden_few_shot(self, gold: Mapping[int, int]) -> Labels:
+        """The most likely labels behind a few true ones; an item never sees its own."""
+        rng = stream(self._seed, "golden")
+        shots = self._blank
+        for item in shuffled(sorted(gold), rng=rng)[: self._config.num_shots]:
+            shots = relabel(shots, item, gold[item])
+        return self._answer(await self._read(shots))
+
+    async def inverted(self, result: ChainResult, *, config: AnnealingConfig) -> ChainResult | None:
+        """The search from the opposite of its result; None where constraints forbid that start."""
+        start = self._blank
+        for item in labelled_items(result.start):
+            if result.labels[item] != UNLABELLED:
+                start = relabel(start, item, result.labels[item])
+        start = invert(start, num_labels=self._problem.num_labels)
+        if not labelled_items(start) or self._problem.constraints.num_violated(start):
+            return None
+        if (await self._problem.assess([start]))[0] is None:
+            return None
+        seed = stream_seed(self._seed, "inverted")
+        return await Chain(self._problem, config=config, seed=seed).run(start)
+
+    async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
+        """All items behind the same demonstrations, each without itself."""
+        contexts = [(shots, item) for item in range(self._problem.num_items)]
+        found = await self._problem.scorer.score(contexts)
+        reads = [None if read is None else normalised(read) for read in found]
+        return calibrated(reads) if self._problem.objective.calibrate else reads
+
+    def _answer(self, reads: Sequence[LabelLogprobs | None]) -> Labels:
+        return tuple(UNLABELLED if read is None else argmax_label(read) for read in reads)
+
+    def _random_shots(self) -> Labels:
+        return start_labels(
+            self._problem.constraints,
+            num_items=self._problem.num_items,
+            num_labels=self._problem.num_labels,
+            config=AnnealingConfig(num_start=self._config.num_shots),
+            seed=stream_seed(self._seed, "shots"),
+        )
+
+    def _consistent(self, reads: Sequence[LabelLogprobs | None]) -> tuple[Labels, Labels]:
+        """The likeliest consistent labels, and the surest of each label as demonstrations."""
+        labels = most_likely(reads, self._problem.constraints)
+        sure = {i: read[labels[i]] for i, read in enumerate(reads) if read is not None}
+        number = -(-self._config.num_shots // self._problem.num_labels)
+        return labels, surest(labels, sure, num_each=number)
+
+
+def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Labels:
+    """Of each label the items that are surest of it, and no other labels."""
+    shots: Labels = (UNLABELLED,) * len(labels)
+    for label in sorted({*labels} - {UNLABELLED}):
+        own = [item for item in labelled_items(labels) if labels[item] == label]
+        for item in sorted(own, key=lambda item: -sure[item])[:num_each]:
+            shots = relabel(shots, item, label)
+    return shots
+
+
+def calibrated(reads: Sequence[LabelLogprobs | None]) -> list[LabelLogprobs | None]:
+    """Normalised reads without what the model says of every item alike."""
+    found = [read for read in reads if read is not None]
+    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+
+    def centred(read: LabelLogprobs) -> LabelLogprobs:
+        return normalised(tuple(v - mean for v, mean in zip(read, means, strict=True)))
+
+    return [None if read is None else centred(read) for read in reads]
+
+
+def most_likely(reads: Sequence[LabelLogprobs | None], constraints: Constraints) -> Labels:
+    """Of the items that are tied together, the consistent labels of the highest log-probability.
+
+    An item without a read has no label.
+    """
+    known = {item: read for item, read in enumerate(reads) if read is not None}
+    labels = tuple(argmax_label(known[i]) if i in known else UNLABELLED for i in range(len(reads)))
+    seen: set[int] = set()
+    for item in known:
+        if item not in seen:
+            tied = constraints.tied(labels, item)
+            seen.update(tied)
+            options = list(constraints.consistent(labels, item=item))
+            if options:
+                labels = max(options, key=lambda o: sum(known[m][o[m]] for m in tied))
+    return labels
+
+
+def invert(labels: Labels, *, num_labels: int) -> Labels:
+    """The opposite labels; with more than two, each becomes the next."""
+    return tuple(x if x == UNLABELLED else (x + 1) % num_labels for x in labels)

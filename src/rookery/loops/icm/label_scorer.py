@@ -1,0 +1,393 @@
+"""Reading label log-probabilities: each context once, all that are asked for together.
+
+    scorer = SharedLabelScorer(sampler, prompts=prompts, order=order, model=ref, store=store)
+    reads = await scorer.score([(labels, 0), (labels, 1)])
+
+`PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
+a search takes the same decisions with either. `ChainLabelScorer` is a SharedLabelScorer as one
+chain uses it: its contexts differ little from one iteration to the next, so they go to one server
+if possible.
+
+What the engine cannot answer is an answer too: a context that fails by itself while others are
+answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
+When nothing is answered the engine is gone: that is an error, and nothing is stored.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from zlib import crc32
+
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
+from rookery.loops.icm.objective import LabelLogprobs
+from rookery.loops.icm.prompts import Prompts
+from rookery.ports import Sampler
+from rookery.runs import NewEvent, Run
+from rookery.search.labelling import UNLABELLED, Labels
+from rookery.search.orders import Order
+from rookery.search.prefixes import PrefixCache
+from rookery.types import ModelRef, Score, ScoreRequest
+
+__all__ = [
+    "ChainLabelScorer",
+    "Context",
+    "LabelScorer",
+    "PlainLabelScorer",
+    "ScoreStore",
+    "SharedLabelScorer",
+]
+
+Context = tuple[Labels, int]
+"""All labels and the item that is asked for: its own label is not shown."""
+
+BLOCK_REQUESTS = 32
+"""Requests stored together: what a killed process loses at most, per block in flight."""
+
+NUM_BLOCKS = 16
+"""Blocks in flight: enough to fill an engine's batch."""
+
+PLANNED_BLOCK_TOKENS = 16
+"""The block of the planned count: what most servers' prefix caches use."""
+
+
+NUM_PROBES = 3
+"""Short contexts that are asked for to see whether an engine answers anything at all."""
+
+Failure = EngineError | FleetError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A context that was sent, and what came of it."""
+
+    key: str
+    read: LabelLogprobs | None
+    error: str
+    """Why there is no read; empty where there is one."""
+    num_tokens: int
+    num_computed: int
+    """Of these, what a prefix cache leaves to compute."""
+
+
+class ScoreStore:
+    """Reads found again by content; durable when they have a run."""
+
+    def __init__(self, run: Run | None = None) -> None:
+        self._run = run
+        self._known: dict[str, LabelLogprobs | None] = {}
+        self._cache = PrefixCache(block_tokens=PLANNED_BLOCK_TOKENS)
+        self.part = "search"
+        """What new reads are counted as."""
+        self.errors: dict[str, str] = {}
+        """Of the contexts that the engine could not answer, by key."""
+        self.requests: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        """Of the contexts that were sent, each once, by part."""
+        self.computed: Counter[str] = Counter()
+        """Of these, what a prefix cache leaves to compute; it begins cold when a run is resumed."""
+        for event in run.events("score") if run is not None else ():
+            self._take(event.key, event.payload)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it was answered, be it by a failure."""
+        return key in self._known
+
+    def find(self, key: str) -> LabelLogprobs | None:
+        return self._known.get(key)
+
+    def plan(self, request: ScoreRequest) -> int:
+        """Count a request that is about to be sent: the tokens left to compute."""
+        return self._cache.add(request.tokens, salt=crc32(request.model.served_name.encode()))
+
+    async def add(self, scored: Iterable[Scored]) -> None:
+        """Store a block, all or none. Failed contexts are stored as good ones are.
+
+        Of two answers to one context the first that was stored is kept.
+        """
+        news = {
+            one.key: {
+                "logprobs": None if one.read is None else list(one.read),
+                "error": one.error,
+                "num_tokens": one.num_tokens,
+                "num_computed": one.num_computed,
+                "part": self.part,
+            }
+            for one in scored
+            if one.key not in self._known
+        }
+        stored: Mapping[str, Mapping[str, Any]] = news
+        if self._run is not None:
+            events = await self._run.append_many(
+                [
+                    NewEvent(kind="score", payload=new, key=key, first_wins=True)
+                    for key, new in news.items()
+                ]
+            )
+            stored = {event.key: event.payload for event in events}
+        for key, payload in stored.items():
+            if key not in self._known:
+                self._take(key, payload)
+
+    def _take(self, key: str, payload: Mapping[str, Any]) -> None:
+        logprobs = payload["logprobs"]
+        self._known[key] = None if logprobs is None else tuple(logprobs)
+        if logprobs is None:
+            self.errors[key] = payload["error"]
+        self.requests[payload["part"]] += 1
+        self.tokens[payload["part"]] += payload["num_tokens"]
+        self.computed[payload["part"]] += payload["num_computed"]
+
+
+class LabelScorer(Protocol):
+    """Reads contexts of one batch of items under one model."""
+
+    @property
+    def naive_tokens(self) -> int:
+        """Prompt tokens of all reads, had nothing been shared."""
+        ...
+
+    def of_chain(self, affinity: Hashable) -> "LabelScorer":
+        """The same scorer for one chain: what it asks for goes to one server where that is as
+        quick."""
+        ...
+
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        """The reads, in order; None for a context that the engine cannot answer."""
+        ...
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        """Make these known, if anything can be."""
+        ...
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        """A read that costs nothing any more; None for what is not known, or failed."""
+        ...
+
+
+class PlainLabelScorer:
+    """Every context is sent when it is asked for, one after another, and forgotten."""
+
+    def __init__(
+        self, sampler: Sampler, *, prompts: Prompts, order: Order, model: ModelRef
+    ) -> None:
+        self._sampler = sampler
+        self._prompts = prompts
+        self._order = order
+        self._model = model
+        self.naive_tokens = 0
+
+    def of_chain(self, affinity: Hashable) -> "PlainLabelScorer":
+        del affinity
+        return self
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        del context
+        return None
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        del contexts
+
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        reads: list[LabelLogprobs | None] = []
+        for labels, target in contexts:
+            request = _request(self._prompts, self._order, self._model, (labels, target))
+            self.naive_tokens += len(request.tokens)
+            [answer] = await _ask(self._sampler, [request])
+            if isinstance(answer, Exception):
+                raise answer
+            reads.append(answer)
+        return reads
+
+
+class SharedLabelScorer:
+    """Contexts that are known cost nothing; the others are sent together, in tree order."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        prompts: Prompts,
+        order: Order,
+        model: ModelRef,
+        store: ScoreStore,
+    ) -> None:
+        self._sampler = sampler
+        self._prompts = prompts
+        self._order = order
+        self._model = model
+        self._store = store
+        self._place = {item: place for place, item in enumerate(order.leaves)}
+        # Filled by chains of the same batch, drained by the one whose block is answered.
+        self._in_flight: dict[str, asyncio.Future[None]] = {}
+        self._room = asyncio.Semaphore(NUM_BLOCKS)
+        self.naive_tokens = 0
+
+    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
+        return ChainLabelScorer(self, affinity=affinity)
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        return self._store.find(self._key(context))
+
+    async def prefetch(self, contexts: Sequence[Context], *, affinity: Hashable = None) -> None:
+        await self._fetch({self._key(context): context for context in contexts}, affinity)
+
+    async def score(
+        self, contexts: Sequence[Context], *, affinity: Hashable = None
+    ) -> list[LabelLogprobs | None]:
+        """Each context's read, in order; none is ever asked for twice."""
+        keys = [self._key(context) for context in contexts]
+        for labels, target in contexts:
+            self.naive_tokens += self._prompts.num_tokens(
+                labels, target, order=self._order.of(target)
+            )
+        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity)
+        assert all(key in self._store for key in keys)
+        return [self._store.find(key) for key in keys]
+
+    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable) -> None:
+        missing = {key: c for key, c in contexts.items() if key not in self._store}
+        waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
+        own = [key for key in missing if key not in self._in_flight]
+        own.sort(key=lambda key: self._place[missing[key][1]])
+        blocks = [
+            own[first : first + BLOCK_REQUESTS] for first in range(0, len(own), BLOCK_REQUESTS)
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for block in blocks:
+                    done = asyncio.get_running_loop().create_future()
+                    self._in_flight.update(dict.fromkeys(block, done))
+                    part = {key: missing[key] for key in block}
+                    group.create_task(self._send(part, done, affinity))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        for future in waiting:
+            await asyncio.shield(future)
+
+    async def _send(
+        self, block: dict[str, Context], done: asyncio.Future[None], affinity: Hashable
+    ) -> None:
+        try:
+            async with self._room:
+                requests = [
+                    replace(
+                        _request(self._prompts, self._order, self._model, context),
+                        affinity=affinity,
+                    )
+                    for context in block.values()
+                ]
+                plans = [self._store.plan(request) for request in requests]
+                answers = await self._answer(requests)
+            await self._store.add(map(_scored, block, answers, requests, plans))
+            done.set_result(None)
+        except BaseException as error:  # a cancellation too: others wait for the same block
+            done.set_exception(error)
+            done.exception()  # who waits sees it; where nobody does it is no second error
+            raise
+        finally:
+            for key in block:
+                del self._in_flight[key]
+
+    async def _answer(self, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
+        """An answer to each. What fails is asked for by itself, twice, of an engine that lives."""
+        answers = await _ask(self._sampler, requests)
+        for _ in range(2):
+            failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+            if not failed:
+                return answers
+            await self._require_live_engine()
+            alone = await asyncio.gather(*(_ask(self._sampler, [requests[i]]) for i in failed))
+            for i, [answer] in zip(failed, alone, strict=True):
+                answers[i] = answer
+        if any(isinstance(answer, Exception) for answer in answers):
+            await self._require_live_engine()
+        return answers
+
+    async def _require_live_engine(self) -> None:
+        """Raise unless one of the shortest contexts there are is answered: an item by itself."""
+        blank = (UNLABELLED,) * len(self._prompts.items)
+        errors: list[Failure] = []
+        for item in range(min(NUM_PROBES, len(blank))):
+            request = _request(self._prompts, self._order, self._model, (blank, item))
+            [answer] = await _ask(self._sampler, [request])
+            if not isinstance(answer, Exception):
+                return
+            errors.append(answer)
+        raise errors[-1]
+
+    def _key(self, context: Context) -> str:
+        labels, target = context
+        return self._prompts.digest(
+            labels, target, order=self._order.of(target), salt=self._model.served_name
+        )
+
+
+class ChainLabelScorer:
+    """What one chain asks of the scorer that it shares with the other chains of its batch."""
+
+    def __init__(self, scorer: SharedLabelScorer, *, affinity: Hashable) -> None:
+        self._scorer = scorer
+        self._affinity = affinity
+
+    @property
+    def naive_tokens(self) -> int:
+        return self._scorer.naive_tokens
+
+    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
+        return ChainLabelScorer(self._scorer, affinity=affinity)
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        return self._scorer.known(context)
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        await self._scorer.prefetch(contexts, affinity=self._affinity)
+
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        return await self._scorer.score(contexts, affinity=self._affinity)
+
+
+def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:
+    labels, target = context
+    tokens = prompts.context(labels, target, order=order.of(target))
+    return ScoreRequest(model=model, tokens=tokens, start=len(tokens), labels=prompts.label_tokens)
+
+
+async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[LabelLogprobs | Failure]:
+    """One answer per request: finite numbers for all labels, or why there are none."""
+    try:
+        scores = await sampler.score(requests)
+    except (EngineDownError, FleetDownError):
+        raise  # nobody can answer anything: the run ends, and goes on when somebody can
+    except (EngineError, FleetError) as error:
+        return [error] * len(requests)
+    if len(scores) != len(requests):
+        sentence = f"{len(requests)} contexts were asked for and {len(scores)} answered."
+        return [EngineError(sentence)] * len(requests)
+    return [_read(score, request) for score, request in zip(scores, requests, strict=True)]
+
+
+def _read(score: Score, request: ScoreRequest) -> LabelLogprobs | Failure:
+    found = score.label_logprobs
+    if len(found) == len(request.labels) and all(map(math.isfinite, found)):
+        return found
+    return EngineError(
+        f"{request.model.served_name} gave the label log-probabilities {list(found)} for "
+        f"{len(request.labels)} labels: all must be there and finite. A server needs "
+        "log-probabilities of given tokens."
+    )
+
+
+def _scored(
+    key: str, answer: LabelLogprobs | Failure, request: ScoreRequest, num_computed: int
+) -> Scored:
+    is_failure = isinstance(answer, Exception)
+    return Scored(
+        key=key,
+        read=None if isinstance(answer, Exception) else answer,
+        error=str(answer) if is_failure else "",
+        num_tokens=len(request.tokens),
+        num_computed=num_computed,
+    )

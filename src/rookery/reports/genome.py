@@ -1,0 +1,130 @@
+"""The report of an evolution of adapters: what `report.json` of a genome run holds.
+
+report = parse_genome_report(json.loads(path.read_text()))
+report.winner.mean          # None when it was not measured
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.reports.record import Estimate, Measured, Record, Text, parse_record
+from rookery.types import Json
+
+__all__ = [
+    "CandidateRecord",
+    "GenerationRecord",
+    "GenomeReport",
+    "LineageRecord",
+    "ReportRow",
+    "TasksetRecord",
+    "parse_genome_report",
+]
+
+
+class TasksetRecord(Record):
+    """One taskset of the run and how many of its tasks each split took."""
+
+    name: Text = ""
+    weight: Measured = None
+    num_search: int = 0
+    num_select: int = 0
+    num_report: int = 0
+
+
+class ReportRow(Estimate):
+    """One line of the comparison on the report tasks: the winner or a baseline."""
+
+    name: Text = ""
+    is_winner: bool = False
+    gain: Estimate | None = None
+    """Over the best founder, paired by task; None for the best founder itself."""
+    by_source: dict[Text, Measured] = Field(default_factory=dict)
+    """Mean per taskset."""
+    num_failed: int = 0
+    note: Text = ""
+    num_candidates: int = 0
+    """Candidates that were tried to find it."""
+    num_tokens: int = 0
+    seconds: Measured = None
+
+
+class CandidateRecord(Record):
+    """One candidate on the search tasks."""
+
+    id: Text = ""
+    score: Measured = None
+    by_source: dict[Text, Measured] = Field(default_factory=dict)
+
+
+class GenerationRecord(Record):
+    """What one generation scored on the search tasks, and what it cost."""
+
+    generation: int = 0
+    stage: Text = ""
+    best: Measured = None
+    """Of all candidates so far."""
+    mean: Measured = None
+    worst: Measured = None
+    scores: tuple[Measured, ...] = ()
+    """Of this generation's candidates."""
+    num_candidates: int = 0
+    num_dropped: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    seconds: Measured = None
+
+
+class LineageRecord(Record):
+    """How one candidate was made."""
+
+    id: Text = ""
+    generation: int = 0
+    operator: Text = ""
+    parents: tuple[Text, ...] = ()
+    weights: tuple[Measured, ...] = ()
+    """One for each parent; empty when the operator has none."""
+    score: Measured = None
+    is_winner: bool = False
+    is_ancestor: bool = False
+    """Whether the winner descends from it."""
+
+
+class GenomeReport(Record):
+    """Everything the page and the table show."""
+
+    kind: Literal["genome"] = "genome"
+    run: Text = ""
+    model: Text = ""
+    seed: int | None = None
+    tasksets: tuple[TasksetRecord, ...] = ()
+    rows: tuple[ReportRow, ...] = ()
+    generations: tuple[GenerationRecord, ...] = ()
+    lineage: tuple[LineageRecord, ...] = ()
+    population: tuple[CandidateRecord, ...] = ()
+    """The candidates that the search ended with."""
+    front: tuple[CandidateRecord, ...] = ()
+    """Those that no other candidate beats on every taskset."""
+    num_candidates: int = 0
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    seconds: Measured = None
+    warnings: tuple[Text, ...] = ()
+
+    @property
+    def winner(self) -> ReportRow | None:
+        """The first row marked as winner; None before the report tasks were read."""
+        return next((row for row in self.rows if row.is_winner), None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every taskset with a mean, in the order of `tasksets`, then of the rows."""
+        measured = dict.fromkeys(source for row in self.rows for source in row.by_source)
+        declared = dict.fromkeys(t.name for t in self.tasksets if t.name in measured)
+        return tuple(declared | measured)
+
+
+def parse_genome_report(document: Mapping[str, Json]) -> GenomeReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(GenomeReport, document, kind="a genome")

@@ -1,0 +1,113 @@
+"""The report of a labelling: what `report.json` of an icm run holds."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.types import Json
+
+__all__ = [
+    "ChainRecord",
+    "IcmReport",
+    "IcmRow",
+    "ItemRecord",
+    "StepRecord",
+    "TokensRecord",
+    "parse_icm_report",
+]
+
+
+class IcmRow(Record):
+    """One way to label the items."""
+
+    name: Text = ""
+    is_winner: bool = False
+    note: Text = ""
+    num_labelled: int = 0
+    balance: dict[Text, int] = Field(default_factory=dict)
+    num_violated: int = 0
+    """Pairs that break a constraint."""
+    utility: Measured = None
+    agreement: Measured = None
+    """Share of labels that are the same as the search's."""
+    accuracy: Measured = None
+    """Share of labels that are the true ones, where these were given."""
+    low: Measured = None
+    high: Measured = None
+    chance: Measured = None
+
+
+class StepRecord(Record):
+    """Where a chain stood after one decision."""
+
+    iteration: int = 0
+    utility: Measured = None
+    best: Measured = None
+    temperature: Measured = None
+    num_labelled: int = 0
+    num_frustrated: int = 0
+    counts: tuple[int, ...] = ()
+
+
+class ChainRecord(Record):
+    """One search of one batch."""
+
+    batch: int = 0
+    chain: int = 0
+    is_best: bool = False
+    num_iterations: int = 0
+    num_accepted: int = 0
+    num_labelled: int = 0
+    num_frustrated: int = 0
+    is_settled: bool = False
+    utility: Measured = None
+    steps: tuple[StepRecord, ...] = ()
+
+
+class ItemRecord(Record):
+    """One item and its label."""
+
+    id: Text = ""
+    text: Text = ""
+    label: Text = ""
+    margin: Measured = None
+
+
+class TokensRecord(Record):
+    """Prompt tokens of the search."""
+
+    naive: int = 0
+    requested: int = 0
+    computed: int = 0
+    baselines: int = 0
+
+
+class IcmReport(Record):
+    """Everything the page and the table show."""
+
+    kind: Literal["icm"] = "icm"
+    run: Text = ""
+    model: Text = ""
+    data: Text = ""
+    seed: int | None = None
+    labels: tuple[Text, ...] = ()
+    num_items: int = 0
+    num_labelled: int = 0
+    verdict: Text = ""
+    warnings: tuple[Text, ...] = ()
+    utility: Measured = None
+    num_frustrated: int = 0
+    num_violated: int = 0
+    balance: dict[Text, int] = Field(default_factory=dict)
+    rows: tuple[IcmRow, ...] = ()
+    chains: tuple[ChainRecord, ...] = ()
+    items: tuple[ItemRecord, ...] = ()
+    tokens: TokensRecord = TokensRecord()
+    seconds: Measured = None
+
+
+def parse_icm_report(document: Mapping[str, Json]) -> IcmReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(IcmReport, document, kind="an icm")

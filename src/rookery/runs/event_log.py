@@ -1,0 +1,153 @@
+"""The event log of the process that owns a run: appended in order, durable before it is told.
+
+    log = EventLog.open(run / "events.db")
+    future = log.submit([NewEvent(kind="evaluation", payload={"score": 0.5}, key="3/c7")])
+    log.append("evaluation", {"candidate": "c7", "score": 0.5}, key="3/c7")     # in a thread
+    log.close()
+
+One thread writes, in groups (see `group_commit`): an append that returned survives `kill -9` and a
+power cut, one that raised did not happen. It encodes the payloads too, so that an event loop that
+submits does neither. Reads have a connection of their own and never wait for a write.
+"""
+
+import re
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+from rookery.errors import RunError
+from rookery.runs.database import connect, damage, open_writer, sqlite_boundary, transaction
+from rookery.runs.document import canonical, encode, is_utf8
+from rookery.runs.events import COLUMNS, EVENTS_FORMAT, Event, EventView, NewEvent, read_event
+from rookery.runs.group_commit import GroupCommit
+
+__all__ = ["EventLog"]
+
+KIND = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
+PAYLOAD_CHARACTERS = 200_000_000
+"""SQLite holds a gigabyte, and a character has up to 4 bytes."""
+
+
+class EventLog(EventView):
+    """The only writer. Made by `open`."""
+
+    def __init__(self, path: Path, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
+        super().__init__(path, reader)
+        self._writer = writer
+        self._group: GroupCommit[Sequence[NewEvent], list[Event]] = GroupCommit(
+            self._commit, name=str(path)
+        )
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = False) -> Self:
+        """Open for writing: drop what a crash left half-written, and check the file as a whole.
+
+        The check reads the file once, about a second per gigabyte.
+        """
+        with sqlite_boundary(path):
+            writer = open_writer(path, EVENTS_FORMAT, create=create)
+            try:
+                _check_no_gaps(writer, path)
+                return cls(path, connect(path, mode="ro"), writer)
+            except BaseException:  # Ctrl-C too: nobody else could close it
+                writer.close()
+                raise
+
+    def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
+        """Have events stored, all or none; the future ends when they are durable.
+
+        The same kind and key again gives the first event and stores nothing; with another payload
+        it is a RunError, as one of the two would be lost, unless the event says `first_wins`.
+        """
+        return self._group.submit(news)
+
+    def append(self, kind: str, payload: Mapping[str, object], *, key: str = "") -> Event:
+        """Store one event and wait for the disk: not in an event loop."""
+        return self.append_many([NewEvent(kind=kind, payload=payload, key=key)])[0]
+
+    def append_many(self, news: Sequence[NewEvent]) -> list[Event]:
+        """Store all of them, or none, and wait once for the disk; in the order given."""
+        return self.submit(news).result()
+
+    def close(self) -> None:
+        """Store what still waits and fold the write-ahead log into the file. Idempotent."""
+        self._group.close()
+        super().close()
+        with sqlite_boundary(self._path):
+            self._writer.close()
+
+    def _commit(self, batches: Sequence[Sequence[NewEvent]]) -> list[list[Event] | RunError]:
+        with sqlite_boundary(self._path), transaction(self._writer):
+            return [self._store(batch) for batch in batches]
+
+    def _store(self, news: Sequence[NewEvent]) -> list[Event] | RunError:
+        """The stored events; a RunError of the events themselves leaves nothing of them."""
+        if len(news) == 1:  # refused before it is inserted: nothing to take back
+            try:
+                return [self._insert(news[0], _check_new(news[0]))]
+            except RunError as refusal:
+                return refusal
+        self._writer.execute("SAVEPOINT batch")
+        try:
+            stored: list[Event] | RunError = [self._insert(new, _check_new(new)) for new in news]
+        except RunError as refusal:
+            self._writer.execute("ROLLBACK TO batch")
+            stored = refusal
+        self._writer.execute("RELEASE batch")
+        return stored
+
+    def _insert(self, new: NewEvent, text: str) -> Event:
+        first = self._find(new) if new.key else None
+        if first is not None:
+            stored = encode(first.payload, what=f"Event {first.seq}")
+            if not new.first_wins and canonical(stored) != canonical(text):
+                raise RunError(
+                    f"The event {new.kind!r} with key {new.key!r} exists (seq {first.seq}) with "
+                    f"another payload: stored {_clip(stored)}, given {_clip(text)}. A key names "
+                    "one event for ever: use another key."
+                )
+            return first
+        now_s = time.time()
+        cursor = self._writer.execute(
+            "INSERT INTO events (kind, key, payload, time_s) VALUES (?, ?, ?, ?)",
+            (new.kind, new.key, text, now_s),
+        )
+        return read_event((cursor.lastrowid or 0, new.kind, new.key, text, now_s), self._path)
+
+    def _find(self, new: NewEvent) -> Event | None:
+        """The event of this key, also one of the transaction that is being written."""
+        query = f"SELECT {COLUMNS} FROM events WHERE kind = ? AND key = ? AND key <> ''"
+        row = self._writer.execute(query, (new.kind, new.key)).fetchone()
+        return None if row is None else read_event(row, self._path)
+
+
+def _check_no_gaps(writer: sqlite3.Connection, path: Path) -> None:
+    query = "SELECT count(*), coalesce(max(seq), 0) FROM events"
+    count, last = writer.execute(query).fetchone()
+    if count != last:
+        raise damage(path, f"{last - count} of {last} events are missing")
+
+
+def _check_new(new: NewEvent) -> str:
+    """The payload as text, or a RunError that names what is wrong with the event."""
+    if not KIND.fullmatch(new.kind):
+        raise RunError(
+            f"Got the event kind {new.kind!r}: a kind is a noun such as 'evaluation' or "
+            "'island/migration', in letters, digits, '_', '-' and '/'."
+        )
+    if not is_utf8(new.key):
+        raise RunError(f"Got the key {new.key!r} of a {new.kind!r}: a key is text that has UTF-8.")
+    text = encode(dict(new.payload), what=f"The payload of a {new.kind!r} event")
+    if len(text) > PAYLOAD_CHARACTERS:
+        raise RunError(
+            f"The payload of a {new.kind!r} event has {len(text):,} characters, the most is "
+            f"{PAYLOAD_CHARACTERS:,}: store it with blobs.put_bytes and write its digest."
+        )
+    return text
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."

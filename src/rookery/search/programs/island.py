@@ -1,0 +1,126 @@
+"""One island: its members, their ranking, its grid, and who came from elsewhere.
+
+    island.add(member, is_migrant=False)
+    island.draw(rng), island.draw_by_score(rng)     # ids
+
+Draws cost the same for 100 members and for 10,000, up to a running sum of their weights.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rookery.search.programs.grid import Grid
+from rookery.search.programs.program import Member
+from rookery.search.programs.ranking import Ranking
+
+__all__ = ["Island", "IslandState"]
+
+LOWEST_WEIGHT = 0.001
+"""Weight of a program whose score is lower, in draws by score: OpenEvolve's number."""
+HIGHEST_WEIGHT = 1e300
+"""Keeps the sum of the weights finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandState:
+    """An island as a value."""
+
+    members: tuple[str, ...] = ()
+    """In the order that draws count them in."""
+    migrants: tuple[str, ...] = ()
+    """Members that came from another island, sorted."""
+    cells: dict[str, str]
+    """{cell: id of its holder}."""
+    num_children: int = 0
+    """Programs told on this island, those that the search started from left out."""
+
+
+class Island:
+    """A group of programs that are parents and inspirations for one another."""
+
+    def __init__(self, state: IslandState, *, members: Mapping[str, Member]) -> None:
+        self.num_children = state.num_children
+        self.grid = Grid(state.cells)
+        self.migrants = set(state.migrants)
+        self.ranking = Ranking(members[id] for id in state.members)
+        self._digests = Counter(members[id].record.code.digest for id in state.members)
+        self._ids = list(state.members)
+        self._places = {id: place for place, id in enumerate(self._ids)}
+        self._weights = np.zeros(max(16, 2 * len(self._ids)))
+        self._weights[: len(self._ids)] = [_weight(members[id]) for id in self._ids]
+
+    @property
+    def state(self) -> IslandState:
+        return IslandState(
+            members=tuple(self._ids),
+            migrants=tuple(sorted(self.migrants)),
+            cells=self.grid.cells,
+            num_children=self.num_children,
+        )
+
+    @property
+    def best(self) -> str | None:
+        return self.ranking[0] if len(self.ranking) else None
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._places
+
+    def has_code(self, digest: str) -> bool:
+        """Whether a member has exactly this text."""
+        return self._digests[digest] > 0
+
+    def add(self, member: Member, *, is_migrant: bool) -> None:
+        place = len(self._ids)
+        if place == len(self._weights):
+            self._weights = np.concatenate([self._weights, np.zeros(place)])
+        self._ids.append(member.id)
+        self._places[member.id] = place
+        self._weights[place] = _weight(member)
+        self._digests[member.record.code.digest] += 1
+        self.ranking.add(member)
+        if is_migrant:
+            self.migrants.add(member.id)
+
+    def remove(self, member: Member) -> None:
+        """The last member takes the place that becomes free."""
+        place, last = self._places.pop(member.id), len(self._ids) - 1
+        moved = self._ids.pop()
+        if moved != member.id:
+            self._ids[place] = moved
+            self._places[moved] = place
+            self._weights[place] = self._weights[last]
+        self._digests[member.record.code.digest] -= 1
+        if not self._digests[member.record.code.digest]:
+            del self._digests[member.record.code.digest]
+        self.ranking.discard(member)
+        self.grid.discard(member.id)
+        self.migrants.discard(member.id)
+
+    def draw(self, rng: np.random.Generator) -> str:
+        """A member, all with the same chance."""
+        return self._ids[int(rng.integers(len(self._ids)))]
+
+    def draw_by_score(self, rng: np.random.Generator) -> str:
+        """A member with a chance in proportion to its score, at least `LOWEST_WEIGHT`."""
+        sums = np.cumsum(self._weights[: len(self._ids)])
+        place = int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
+        return self._ids[min(place, len(self._ids) - 1)]
+
+    def draw_others(
+        self, count: int, *, without: Iterable[str], rng: np.random.Generator
+    ) -> tuple[str, ...]:
+        """Up to `count` members, none twice and none of `without`."""
+        excluded = set(without)
+        size = min(len(self._ids), count + len(excluded))
+        drawn = (self._ids[int(i)] for i in rng.choice(len(self._ids), size=size, replace=False))
+        return tuple(id for id in drawn if id not in excluded)[:count]
+
+
+def _weight(member: Member) -> float:
+    return min(max(member.score, LOWEST_WEIGHT), HIGHEST_WEIGHT)

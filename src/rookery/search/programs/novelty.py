@@ -1,0 +1,172 @@
+"""Novelty: says whether a program was there before, and what it repeats.
+
+    index = NoveltyIndex(NoveltyConfig())
+    repeated = index.find(code=code_hash(text, language="python"), embedding=vector)
+    if repeated is None:
+        index.add("p7", code=code_hash(text, language="python"), embedding=vector)
+
+Before an evaluation the code and its embedding are known, afterwards its output too: `find` looks
+at what it is given. Embeddings are compared with the newest `num_compared` programs, so the cost
+does not grow with the run.
+"""
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from rookery.config import Config
+
+__all__ = ["NoveltyConfig", "NoveltyIndex", "NoveltyState", "Repetition", "code_hash", "text_hash"]
+
+
+class NoveltyConfig(Config):
+    """What counts as a repetition."""
+
+    code: bool = True
+    """Reject a program whose code is the same up to layout and comments."""
+    output: bool = False
+    """Reject a program whose output is the same."""
+    similarity_threshold: float = Field(default=0.99, gt=0, le=1)
+    """Reject a program whose embedding has at least this cosine with another's."""
+    num_compared: int = Field(default=1000, ge=1)
+    """Embeddings are compared with this many of the newest programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """Why a program is not new: `Repetition(kind="code", of="p3")`."""
+
+    kind: Literal["code", "output", "embedding"]
+    of: str
+    """The id of the program that it repeats."""
+    similarity: float = 1.0
+    """The cosine of the embeddings; 1 for equal code or output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoveltyState:
+    """The index as a value, without vectors: their owner hands them in again."""
+
+    codes: dict[str, str]
+    """{hash: id of the first program with it}."""
+    outputs: dict[str, str]
+    embedded: tuple[str, ...] = ()
+    """Ids of the programs whose embeddings are compared, oldest first."""
+
+
+EMPTY = NoveltyState(codes={}, outputs={})
+
+
+class NoveltyIndex:
+    """The hashes of all programs added, and the embeddings of the newest."""
+
+    def __init__(
+        self,
+        config: NoveltyConfig,
+        *,
+        state: NoveltyState = EMPTY,
+        embeddings: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """`embeddings` has a vector for each id of `state.embedded`."""
+        self._config = config
+        self._codes, self._outputs = dict(state.codes), dict(state.outputs)
+        self._embedded: list[str] = []
+        self._vectors = np.zeros((0, 0), dtype=np.float32)
+        self._next = 0
+        for id in state.embedded:
+            self._add_embedding(id, (embeddings or {})[id])
+
+    @property
+    def state(self) -> NoveltyState:
+        order = (*self._embedded[self._next :], *self._embedded[: self._next])
+        return NoveltyState(codes=dict(self._codes), outputs=dict(self._outputs), embedded=order)
+
+    def find(
+        self,
+        *,
+        code: str | None = None,
+        output: str | None = None,
+        embedding: Sequence[float] | None = None,
+    ) -> Repetition | None:
+        """The program that this one repeats, or None when it is new."""
+        if self._config.code and code in self._codes:
+            return Repetition(kind="code", of=self._codes[code])
+        if self._config.output and output in self._outputs:
+            return Repetition(kind="output", of=self._outputs[output])
+        return self._find_similar(embedding) if embedding is not None else None
+
+    def add(
+        self,
+        id: str,
+        *,
+        code: str | None = None,
+        output: str | None = None,
+        embedding: Sequence[float] | None = None,
+    ) -> None:
+        """Remember the program; of equal ones the first is the one that is named."""
+        if code is not None:
+            self._codes.setdefault(code, id)
+        if output is not None:
+            self._outputs.setdefault(output, id)
+        if embedding is not None:
+            self._add_embedding(id, embedding)
+
+    def _find_similar(self, embedding: Sequence[float]) -> Repetition | None:
+        if not self._embedded:
+            return None
+        cosines = self._vectors[: len(self._embedded)] @ _unit(embedding)
+        nearest = int(np.argmax(cosines))
+        similarity = min(1.0, float(cosines[nearest]))
+        if similarity < self._config.similarity_threshold:
+            return None
+        return Repetition(kind="embedding", of=self._embedded[nearest], similarity=similarity)
+
+    def _add_embedding(self, id: str, embedding: Sequence[float]) -> None:
+        """A ring: the newest takes the place of the oldest."""
+        vector = _unit(embedding)
+        if not len(self._vectors):
+            self._vectors = np.zeros((self._config.num_compared, len(vector)), dtype=np.float32)
+        if len(self._embedded) < self._config.num_compared:
+            self._embedded.append(id)
+            self._vectors[len(self._embedded) - 1] = vector
+        else:
+            self._embedded[self._next] = id
+            self._vectors[self._next] = vector
+            self._next = (self._next + 1) % self._config.num_compared
+
+
+def code_hash(code: str, *, language: str) -> str:
+    """Equal for two programs that differ in layout and comments alone.
+
+    Python is compared by its syntax tree; other languages, and Python that does not parse, by
+    their text without differences of white space. Takes milliseconds for a long program: call it
+    in a thread or a worker.
+    """
+    if language == "python":
+        try:
+            return text_hash("python " + ast.dump(ast.parse(code)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass  # too deep or not Python: its text says as much as can be known
+    return text_hash("text " + " ".join(code.split()))
+
+
+def text_hash(text: str) -> str:
+    """Of the exact text, such as a program's output."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _unit(embedding: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    vector = np.array(embedding, dtype=np.float64)
+    norm = float(np.linalg.norm(vector))
+    if vector.ndim != 1 or not 0 < norm < math.inf:
+        raise ValueError(
+            f"Got an embedding of shape {vector.shape} and length {norm}: "
+            "it is a list of finite numbers that are not all 0."
+        )
+    return (vector / norm).astype(np.float32)

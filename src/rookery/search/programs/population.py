@@ -1,0 +1,252 @@
+"""The programs kept: on islands with feature grids, in the archive, in the front.
+
+    population = Population(PopulationConfig(), state=None)
+    population.add(member)
+    population.best, population.islands[2].ranking.best(3)
+
+Adding one program costs the same however many there are. When it moves a bound of the feature
+space, all holders of cells are placed anew; their number is bounded by the grid.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.search.programs.front import Front
+from rookery.search.programs.grid import FeatureSpace
+from rookery.search.programs.island import Island, IslandState
+from rookery.search.programs.program import Member
+from rookery.search.programs.ranking import Ranking
+
+__all__ = ["Population", "PopulationConfig", "PopulationState"]
+
+
+class PopulationConfig(Config):
+    """Which programs are kept, and where."""
+
+    population_size: int = Field(default=1000, ge=1)
+    """The most programs kept. The worst without a cell go first, then the worst with one; the best
+    of all, the best of each island and the newest stay."""
+    archive_size: int = Field(default=100, ge=1)
+    """The most programs in the archive and in the front."""
+    num_islands: int = Field(default=5, ge=1)
+    """Groups that evolve apart; attempt k works on island (k - 1) modulo this."""
+    feature_dimensions: tuple[str, ...] = Field(default=("complexity", "diversity"), min_length=1)
+    """Dimensions of the grid: `complexity`, `diversity`, `score` or the name of a metric."""
+    feature_bins: int | dict[str, int] = 10
+    """Bins of every dimension, or by dimension. One number is raised until the grid has at least
+    `archive_size` cells, as in OpenEvolve."""
+    migration_interval: int = Field(default=50, ge=1)
+    """Children of the busiest island between migrations."""
+    migration_rate: float = Field(default=0.1, ge=0, le=1)
+    """Share of an island's programs, the best ones, that go to both neighbours."""
+    objectives: tuple[str, ...] = ()
+    """Metrics of a Pareto front, bigger is better; parents are then drawn from the front where
+    they would be from the archive."""
+
+    @model_validator(mode="after")
+    def _check_features(self) -> "PopulationConfig":
+        names = list(self.feature_dimensions)
+        if len(set(names)) != len(names):
+            raise ValueError(f"feature_dimensions {names} name one dimension twice.")
+        if min(self.bins) < 1:
+            raise ValueError(f"feature_bins is {self.feature_bins}; bins are 1 or above.")
+        return self
+
+    @property
+    def bins(self) -> tuple[int, ...]:
+        """In the order of `feature_dimensions`; 10 where a dict names no number."""
+        names = self.feature_dimensions
+        if isinstance(self.feature_bins, dict):
+            return tuple(self.feature_bins.get(name, 10) for name in names)
+        least = int(self.archive_size ** (1 / len(names)) + 0.99)
+        return (max(self.feature_bins, least),) * len(names) if self.feature_bins > 0 else (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PopulationState:
+    """A population as a value."""
+
+    members: tuple[Member, ...] = ()
+    """In the order in which they were told."""
+    islands: tuple[IslandState, ...] = ()
+    archive: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    last_migration: int = 0
+    """Children of the busiest island at the last migration."""
+
+
+class Population:
+    """Programs by id, with every index that search needs of them."""
+
+    def __init__(self, config: PopulationConfig, *, state: PopulationState | None) -> None:
+        empty = tuple(IslandState(cells={}) for _ in range(config.num_islands))
+        state = state or PopulationState(islands=empty)
+        if len(state.islands) != config.num_islands:
+            raise ValueError(
+                f"The state has {len(state.islands)} islands and the config {config.num_islands}."
+            )
+        self._config = config
+        self._last_migration = state.last_migration
+        self._members = {member.id: member for member in state.members}
+        self.islands = tuple(Island(one, members=self._members) for one in state.islands)
+        self.archive = Ranking(self._members[id] for id in state.archive)
+        self.front = Front(
+            size=config.archive_size,
+            members={id: self._objectives(self._members[id]) for id in state.front},
+        )
+        self.space = FeatureSpace(config.feature_dimensions, bins=config.bins, bounds=state.bounds)
+        self._elites = Ranking(one for one in self._members.values() if self._is_elite(one.id))
+        self._others = Ranking(one for one in self._members.values() if one not in self._elites)
+
+    @property
+    def state(self) -> PopulationState:
+        """A copy that later changes do not reach."""
+        return PopulationState(
+            members=tuple(self._members.values()),
+            islands=tuple(island.state for island in self.islands),
+            archive=tuple(self.archive),
+            front=self.front.ids,
+            bounds=self.space.bounds,
+            last_migration=self._last_migration,
+        )
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        return self._members
+
+    @property
+    def best(self) -> Member | None:
+        """The highest score of all, the first told of equal ones."""
+        bests = [self._members[island.ranking[0]] for island in self.islands if len(island)]
+        return min(bests, key=lambda member: member.rank, default=None)
+
+    def add(self, member: Member) -> None:
+        """Take in a new program, make room, and let migration happen if it is due."""
+        if self.space.widen(member.features):
+            self._move_cells()
+        self._members[member.id] = member
+        island = self.islands[member.record.island]
+        self._place(member, island, is_migrant=False)
+        self._add_to_archive(member)
+        self._add_to_front(member)
+        self._make_room(member)
+        if member.record.parent is not None:
+            island.num_children += 1
+            self._migrate_if_due()
+
+    def _place(self, member: Member, island: Island, *, is_migrant: bool) -> None:
+        """Join the island, and take the cell if it is free or its holder's score is lower.
+
+        A holder that lost its cell to a better program leaves the island.
+        """
+        cell = self.space.cell(member.features)
+        holder = island.grid.holder(cell)
+        island.add(member, is_migrant=is_migrant)
+        if holder is None:
+            island.grid.put(cell, member.id)
+        elif member.score > self._members[holder].score:
+            island.grid.put(cell, member.id)
+            island.remove(self._members[holder])
+            self._settle(self._members[holder])
+        self._rank(member)
+
+    def _settle(self, member: Member) -> None:
+        """Forget a program that is on no island and not in the front, else rank it anew."""
+        if member.id in self.front or any(member.id in island for island in self.islands):
+            self._rank(member)
+            return
+        for ranking in (self.archive, self._elites, self._others):
+            ranking.discard(member)
+        del self._members[member.id]
+
+    def _is_elite(self, id: str) -> bool:
+        return id in self.front or any(id in island.grid for island in self.islands)
+
+    def _rank(self, member: Member) -> None:
+        """Put the program among those with or without a cell, as it is now."""
+        self._elites.discard(member)
+        self._others.discard(member)
+        (self._elites if self._is_elite(member.id) else self._others).add(member)
+
+    def _move_cells(self) -> None:
+        """Place the holders of all cells anew after a bound moved."""
+        for island in self.islands:
+            holders = sorted((self._members[id] for id in island.grid), key=lambda one: one.rank)
+            cells = [(one.id, self.space.cell(one.features)) for one in holders]
+            for loser in island.grid.replace_all(cells):
+                self._rank(self._members[loser])
+
+    def _add_to_archive(self, member: Member) -> None:
+        if member in self.archive:
+            return
+        if len(self.archive) >= self._config.archive_size:
+            worst = self._members[self.archive[-1]]
+            if member.score <= worst.score:
+                return
+            self.archive.discard(worst)
+        self.archive.add(member)
+
+    def _objectives(self, member: Member) -> tuple[float, ...]:
+        return tuple(member.record.metrics[name] for name in self._config.objectives)
+
+    def _add_to_front(self, member: Member) -> None:
+        if not self._config.objectives:
+            return
+        change = self.front.add(member.id, self._objectives(member))
+        for id in change.removed:
+            self._settle(self._members[id])
+        self._rank(member)
+
+    def _make_room(self, newest: Member) -> None:
+        while len(self._members) > self._config.population_size:
+            # The best of all is the best of an island.
+            kept = {newest.id, *(island.best for island in self.islands)}
+            worst = next(
+                (
+                    id
+                    for ranking in (self._others, self._elites)
+                    for id in reversed(ranking)
+                    if id not in kept
+                ),
+                None,
+            )
+            if worst is None:
+                return
+            self._evict(self._members[worst])
+
+    def _evict(self, member: Member) -> None:
+        for island in self.islands:
+            if member.id in island:
+                island.remove(member)
+        self.front.discard(member.id)
+        self._settle(member)
+
+    def _migrate_if_due(self) -> None:
+        """The best of every island go to both neighbours; they stay at home as well.
+
+        All are chosen before the first one moves. Who came from elsewhere does not move on, and
+        nobody goes where its exact text is already.
+        """
+        num_children = max(island.num_children for island in self.islands)
+        is_due = num_children - self._last_migration >= self._config.migration_interval
+        if len(self.islands) < 2 or not is_due:
+            return
+        self._last_migration = num_children
+        for id, target in self._migrations():
+            member, island = self._members.get(id), self.islands[target]
+            if member is not None and not island.has_code(member.record.code.digest):
+                self._place(member, island, is_migrant=True)
+
+    def _migrations(self) -> list[tuple[str, int]]:
+        moves = []
+        for number, island in enumerate(self.islands):
+            count = max(1, int(len(island) * self._config.migration_rate))
+            natives = (id for id in island.ranking if id not in island.migrants)
+            targets = ((number + 1) % len(self.islands), (number - 1) % len(self.islands))
+            moves += [(id, target) for id in islice(natives, count) for target in targets]
+        return moves

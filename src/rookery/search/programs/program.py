@@ -1,0 +1,130 @@
+"""A program under search as the database keeps it: what was measured of it, never its code.
+
+    record = ProgramRecord(id="p7", attempt=7, island=1, metrics=numeric_metrics(answer),
+                           code=summarize(text), parent="p3", parent_score=0.4, generation=2)
+
+A failed evaluation is no record: it is told with `ProgramDatabase.tell_failure`.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+__all__ = [
+    "COMBINED",
+    "CodeSummary",
+    "Member",
+    "ProgramRecord",
+    "mean_of",
+    "numeric_metrics",
+    "score_of",
+    "summarize",
+]
+
+COMBINED = "combined_score"
+"""The metric that is the score when an evaluator reports it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSummary:
+    """What the database needs of a program's text.
+
+    `summarize("a = 1\\n")` has num_chars 6, num_newlines 1 and characters "\\n 1=a".
+    """
+
+    digest: str
+    """Of the exact text."""
+    num_chars: int
+    num_newlines: int
+    characters: str
+    """Every character of the text once, sorted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRecord:
+    """One evaluated program."""
+
+    id: str
+    attempt: int
+    """The attempt that made it; 0 for a program that the search started from."""
+    island: int
+    metrics: dict[str, float]
+    code: CodeSummary
+    parent: str | None = None
+    parent_score: float | None = None
+    """The parent's score when the child was planned: the parent may be gone by now."""
+    generation: int = 0
+    arm: str = ""
+    """The model or adapter that wrote it; empty for a program that the search started from."""
+    cost: float = 0.0
+    """What writing it cost, in the unit in which arms are compared, such as tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A record in the database, with what was derived from it when it was told."""
+
+    record: ProgramRecord
+    serial: int
+    """How many programs were told before."""
+    score: float
+    features: tuple[float, ...]
+    """In the order of `feature_dimensions`."""
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Sorts the best first; of equal scores the one told first."""
+        return (-self.score, self.serial)
+
+
+def summarize(code: str) -> CodeSummary:
+    """The summary of a program's text; cost grows with its length."""
+    return CodeSummary(
+        digest=blake2b(code.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(),
+        num_chars=len(code),
+        num_newlines=code.count("\n"),
+        characters="".join(sorted(set(code))),
+    )
+
+
+def numeric_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    """The numbers among an evaluator's metrics.
+
+    A bool is a flag and left out, except as the combined score. A number beyond the range of
+    floats becomes an infinity, which `score_of` refuses.
+    """
+    return {
+        name: _as_float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and (name == COMBINED or not isinstance(value, bool))
+    }
+
+
+def score_of(metrics: Mapping[str, float], *, features: Collection[str] = ()) -> float | None:
+    """The combined score if there is one, else the mean of the metrics that are no features.
+
+    Where all metrics are features it is the mean of all. None when there is no metric, or when a
+    number that counts is NaN or infinite: leaving it out would reward a broken evaluation.
+    """
+    if COMBINED in metrics:
+        return mean_of([metrics[COMBINED]])
+    own = [value for name, value in metrics.items() if name not in features]
+    return mean_of(own or metrics.values())
+
+
+def mean_of(values: Collection[float]) -> float | None:
+    """None when there are no values, or when one of them or their sum is not finite."""
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _as_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -1,0 +1,72 @@
+"""The order of asks and tells that makes a search independent of the number of workers.
+
+    window = Window(width=16, num_attempts=1000)
+    while (step := window.next_step()) is not None:
+        match step:
+            case Ask(attempt=attempt): start(database.ask(attempt))
+            case Tell(attempt=attempt, result=result): tell(database, result)
+    # and whenever an attempt ends, failed ones too:
+    window.decide(attempt, result)
+
+Attempt k is asked when the attempts up to k - width are told and no later ones: an attempt that
+ends early waits here until it is its turn. `width` belongs to the run; it bounds how many attempts
+are in flight, and a number of workers never changes it.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Ask", "Tell", "Window"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Ask the database for this attempt now."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell(Generic[Result]):
+    """Tell the database the result of this attempt now."""
+
+    attempt: int
+    result: Result
+
+
+class Window(Generic[Result]):
+    """Attempts count from 1. A window that is decided again from the start repeats its steps."""
+
+    def __init__(self, *, width: int, num_attempts: int) -> None:
+        if width < 1:
+            raise ValueError(f"Got width {width}: it is 1 or above; 1 is one attempt at a time.")
+        self._width = width
+        self._num_attempts = num_attempts
+        self._num_asked = 0
+        self._num_told = 0
+        self._decided: dict[int, Result] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Attempts that ended and wait for their turn."""
+        return len(self._decided)
+
+    def decide(self, attempt: int, result: Result) -> None:
+        """Hand in the result of an attempt that was asked; the first one counts."""
+        if attempt > self._num_asked:
+            raise ValueError(f"Attempt {attempt} is decided before it was asked.")
+        if attempt > self._num_told:
+            self._decided.setdefault(attempt, result)
+
+    def next_step(self) -> Ask | Tell[Result] | None:
+        """What to do now; None when an attempt in flight has to end first."""
+        is_open = self._num_asked < self._num_attempts
+        if is_open and self._num_asked < self._num_told + self._width:
+            self._num_asked += 1
+            return Ask(attempt=self._num_asked)
+        if self._num_told + 1 in self._decided:
+            self._num_told += 1
+            return Tell(attempt=self._num_told, result=self._decided.pop(self._num_told))
+        return None

@@ -1,0 +1,159 @@
+"""SIGTERM ends a command as Ctrl-C does: in order; a second signal kills at once."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from driving import Command, write_rows
+
+from rookery.compose.stopping import Stopped, run_stoppable, stop_signals
+from rookery.runs import Run
+
+SCORER = """
+import asyncio, os
+from pathlib import Path
+
+mode, judged = os.environ.get("ROOKERY_TEST_MODE"), 0
+
+async def reward(task, completion):
+    global judged
+    judged += 1
+    if mode and judged > 60:
+        Path("waiting").touch()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            Path("cancelled").touch()
+            if mode == "stubborn":
+                await asyncio.sleep(3600)
+    return len(completion.tokens) / 4
+"""
+
+CONFIG = """\
+engine: {model: tiny}
+init: {type: file, path: founders, use: adapters}
+tasksets:
+- type: jsonl
+  path: rows.jsonl
+  scorer: {type: python, function: 'scorer.py:reward'}
+  sampling: {max_tokens: 4, temperature: 1.0}
+stages: [{type: ga, generations: 3, population: {size: 2, children: {count: 2}}}]
+finals: {num_finalists: 2, num_voters: 2, random_search: false}
+"""
+
+
+@pytest.fixture
+def config(place: Path) -> Path:
+    rows = [{"id": str(i), "prompt": f"w{4 + i % 90} w{4 + i % 7}", "reference": ""}
+            for i in range(40)]  # fmt: skip
+    write_rows(place / "rows.jsonl", rows)
+    (place / "g.yaml").write_text(CONFIG)
+    (place / "scorer.py").write_text(SCORER)
+    return place
+
+
+@contextmanager
+def running(config: Path, mode: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "rookery", "genome", "run", "g.yaml", "--name", "x"]
+    environment = {**os.environ, "ROOKERY_TEST_MODE": mode}
+    with subprocess.Popen(
+        command, cwd=config, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    ) as process:  # fmt: skip
+        try:
+            wait_for(process, (config / "waiting").exists)
+            assert has_rollouts(config / "runs/x")
+            yield process
+        finally:
+            process.kill()
+
+
+def has_rollouts(path: Path) -> bool:
+    with Run.view(path) as run:
+        return run.last("rollout") is not None
+
+
+def wait_for(process: "subprocess.Popen[str]", is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert process.poll() is None, "it ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_evolution_told_to_terminate_is_resumed(rookery: Command, config: Path) -> None:
+    with running(config, "slow") as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 143 and "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert last == f"error: Interrupted. Go on with: rookery runs resume {config / 'runs/x'}"
+    with Run.view(config / "runs/x") as run:
+        assert run.status == "interrupted" and run.ending is not None, "it was closed in order"
+    assert rookery("runs", "resume", config / "runs/x").code == 0
+    assert rookery("genome", "run", "g.yaml", "--name", "whole").code == 0
+    resumed, whole = (
+        json.loads((config / f"runs/{name}/report.json").read_text()) for name in ("x", "whole")
+    )
+    for key in ("winner", "lineage", "num_rollouts", "num_tokens"):
+        assert resumed[key] == whole[key]
+
+
+def test_a_second_signal_kills_at_once(config: Path) -> None:
+    with running(config, "stubborn") as process:
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, (config / "cancelled").exists)
+        assert process.poll() is None, "it does not end by itself"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == -signal.SIGTERM
+    with Run.open(config / "runs/x") as run:
+        assert run.last("rollout") is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_work_is_cancelled_and_the_handlers_come_back(number: signal.Signals) -> None:
+    has_cleaned = False
+
+    async def work() -> None:
+        nonlocal has_cleaned
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+        finally:
+            has_cleaned = True
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with stop_signals():
+        with pytest.raises(Stopped, match=number.name) as stopped:
+            run_stoppable(work())
+        assert has_cleaned and stopped.value.code == 128 + number
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_sigterm_outside_a_loop_raises() -> None:
+    with stop_signals(), pytest.raises(Stopped) as stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert stopped.value.code == 143
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+        return "done"
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            assert run_stoppable(work()) == "done"
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,5 @@
+"""Runs through the front door, over the tiny model."""
+
+from working_folder import files, place
+
+__all__ = ["files", "place"]

@@ -1,0 +1,132 @@
+"""The journal: durable entries, cut behind snapshots, replayed from the last one."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rookery
+from rookery.errors import RunError
+from rookery.runs import Journal, Run
+
+
+async def test_replay_begins_behind_the_snapshot(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="tink", name="poet", config={}) as run:
+        journal = run.open_journal()
+        assert journal is run.open_journal() and journal.last_seq == 0
+        seqs = await asyncio.gather(*(journal.append(b"%d" % i) for i in range(20)))
+        assert seqs == list(range(1, 21))
+        await run.append("snapshot", {"journal": seqs[11]})
+    with Run.open(run.path) as run:  # killed before the cut
+        last = run.last("snapshot")
+        assert last is not None
+        after = last.payload["journal"]
+        journal = run.open_journal()
+        expected = [(i + 1, b"%d" % i) for i in range(12, 20)]
+        assert [(e.seq, e.data) for e in journal.entries(after=after)] == expected
+        await journal.cut(through=after)
+        assert [(e.seq, e.data) for e in journal.entries(after=after)] == expected
+        assert await journal.append_many([b"a", b""]) == [21, 22]
+
+
+async def test_a_cut_journal_never_counts_again_and_tells_what_is_missing(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    await journal.append_many([b"x"] * 5)
+    await journal.cut(through=5)
+    journal.close()
+    journal = Journal.open(tmp_path / "journal.db")
+    assert list(journal.entries(after=5)) == [] and journal.last_seq == 5
+    with pytest.raises(RunError, match="was cut through entry 5, and the entries behind 3"):
+        list(journal.entries(after=3))
+    assert await journal.append(b"y") == 6
+    with pytest.raises(RunError, match="load a newer snapshot"):
+        list(journal.entries(after=4))
+    journal.close()
+
+
+async def test_the_file_shrinks_behind_a_snapshot(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = Journal.open(path)
+
+    def size_bytes() -> int:
+        return sum(p.stat().st_size for p in tmp_path.iterdir() if not p.name.endswith("-shm"))
+
+    empty = size_bytes()
+    sizes = []
+    for _ in range(3):
+        last = (await journal.append_many([os.urandom(10_000)] * 100))[-1]
+        assert size_bytes() > 1_000_000
+        await journal.cut(through=last)
+        sizes.append(size_bytes())
+    assert max(sizes) < empty + 100_000
+    journal.close()
+
+
+KILLED = """
+import asyncio, os, sys
+from pathlib import Path
+from rookery.runs import Journal
+
+async def main():
+    journal = Journal.open(Path(sys.argv[1]))
+    async def add(i):
+        seq = await journal.append(b"%d" % i * 500)
+        os.write(1, b"%d\\n" % seq)
+        if seq % 500 == 0:
+            await journal.cut(through=seq - 100)
+    await asyncio.gather(*(add(i) for i in range(20_000)))
+
+asyncio.run(main())
+"""
+
+
+def test_kill_9_loses_nothing_that_was_told(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    environment = {**os.environ, "PYTHONPATH": str(Path(rookery.__file__).parents[1])}
+    command = [sys.executable, "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        told = [int(process.stdout.readline()) for _ in range(1500)]
+        process.kill()
+        told += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
+    journal = Journal.open(path)
+    last = journal.last_seq
+    assert max(told) <= last < 20_000, "it was killed too late"
+    kept = list(journal.entries(after=last - 100))
+    assert [entry.data for entry in kept] == [b"%d" % (e.seq - 1) * 500 for e in kept]
+    assert [entry.seq for entry in kept] == list(range(last - 99, last + 1))
+    journal.close()
+
+
+def test_a_torn_tail_is_dropped(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    sizes = []
+    for i in range(10):
+        asyncio.run(journal.append(b"%d" % i * 900))
+        sizes.append((tmp_path / "journal.db-wal").stat().st_size)
+    image = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.endswith("-shm")}
+    journal.close()
+    for length, num_whole in ((sizes[6] + 100, 7), (sizes[4] - 1, 4), (sizes[9], 10)):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        (folder / "journal.db").write_bytes(image["journal.db"])
+        (folder / "journal.db-wal").write_bytes(image["journal.db-wal"][:length])
+        torn = Journal.open(folder / "journal.db")
+        assert [e.seq for e in torn.entries(after=0)] == list(range(1, num_whole + 1))
+        assert asyncio.run(torn.append(b"next")) == num_whole + 1
+        torn.close()
+
+
+async def test_use_after_close_and_other_files_are_sentences(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.close()
+    journal.close()
+    with pytest.raises(RunError, match="was closed"):
+        await journal.append(b"x")
+    with Run.create(tmp_path, kind="tink", name="poet", config={}) as run:
+        pass
+    with pytest.raises(RunError, match="is not a journal"):
+        Journal.open(run.path / "events.db")

@@ -1,0 +1,81 @@
+import pytest
+from pydantic import TypeAdapter
+
+from rookery.search.programs.novelty import (
+    NoveltyConfig,
+    NoveltyIndex,
+    NoveltyState,
+    Repetition,
+    code_hash,
+    text_hash,
+)
+
+SQUARE = "def f(x):\n    return x * x\n"
+
+
+@pytest.mark.parametrize(
+    ("other", "language", "is_same"),
+    [
+        ("# EVOLVE-BLOCK-START\ndef f( x ):  # square\n\n  return (x*x)", "python", True),
+        ("def f(x):\n    return x * y\n", "python", False),
+        ("def f(x):\n    return 'x  *  x'\n", "python", False),
+        ("def  f(x):\n\treturn x * x", "rust", True),
+        ("def f(x):\n    return x * x // 1", "rust", False),
+    ],
+)
+def test_layout_and_comments_do_not_make_a_program_new(
+    other: str, language: str, is_same: bool
+) -> None:
+    same = code_hash(other, language=language) == code_hash(SQUARE, language=language)
+    assert same == is_same
+
+
+@pytest.mark.parametrize("code", ["def f(:", "x = '\0'", "(" * 5000, "-" * 50_000 + "1", "\ud800"])
+def test_python_that_cannot_be_parsed_is_compared_by_its_text(code: str) -> None:
+    assert code_hash(code, language="python") == code_hash(f" {code}\n", language="python")
+    assert code_hash(code, language="python") != code_hash(f"{code} 1", language="python")
+
+
+def test_what_is_repeated_is_named() -> None:
+    index = NoveltyIndex(NoveltyConfig(output=True, similarity_threshold=0.9))
+    index.add("a", code="c1", output=text_hash("42"), embedding=[1.0, 0.0])
+    index.add("b", code="c2", output=text_hash("43"), embedding=[0.0, 2.0])
+    assert index.find(code="c1", output=text_hash("9")) == Repetition(kind="code", of="a")
+    assert index.find(code="c9", output=text_hash("43")) == Repetition(kind="output", of="b")
+    similar = index.find(code="c9", embedding=[0.1, 5.0])
+    assert similar is not None
+    assert (similar.kind, similar.of) == ("embedding", "b")
+    assert 0.99 < similar.similarity < 1
+    assert index.find(code="c9", output=text_hash("9"), embedding=[1.0, 1.0]) is None
+    index.add("c", code="c1")
+    assert index.find(code="c1") == Repetition(kind="code", of="a")
+
+
+def test_outputs_may_repeat_unless_asked_for() -> None:
+    index = NoveltyIndex(NoveltyConfig())
+    index.add("a", output=text_hash("42"))
+    assert index.find(output=text_hash("42")) is None
+
+
+def test_embeddings_of_the_newest_are_compared_also_after_reloading() -> None:
+    config = NoveltyConfig(num_compared=3, similarity_threshold=0.999)
+    vectors = {f"p{k}": [float(k == place) for place in range(5)] for k in range(5)}
+    index = NoveltyIndex(config)
+    for id, vector in vectors.items():
+        index.add(id, code=id, embedding=vector)
+    document = TypeAdapter(NoveltyState).dump_json(index.state)
+    again = NoveltyIndex(
+        config, state=TypeAdapter(NoveltyState).validate_json(document), embeddings=vectors
+    )
+    for one in (index, again):
+        repeated = [one.find(embedding=vector) for vector in vectors.values()]
+        assert [found and found.of for found in repeated] == [None, None, "p2", "p3", "p4"]
+        one.add("p5", embedding=[1.0, 1.0, 0.0, 0.0, 0.0])
+        assert one.find(embedding=vectors["p2"]) is None
+        assert one.state.embedded == ("p3", "p4", "p5")
+
+
+@pytest.mark.parametrize("vector", [[0.0, 0.0], [float("nan")], [[1.0]]])
+def test_an_embedding_without_direction_is_refused(vector: list[float]) -> None:
+    with pytest.raises(ValueError, match="finite numbers"):
+        NoveltyIndex(NoveltyConfig()).add("a", embedding=vector)

@@ -1,0 +1,220 @@
+"""The population against a slow one that computes everything anew from the definitions."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.search.programs.population import Population, PopulationConfig
+from rookery.search.programs.program import Member, ProgramRecord, summarize
+from rookery.seeding import stream
+
+CONFIG = PopulationConfig(
+    population_size=12,
+    archive_size=4,
+    num_islands=3,
+    feature_dimensions=("complexity", "speed"),
+    feature_bins={"complexity": 3, "speed": 2},
+    migration_interval=4,
+    migration_rate=0.3,
+)
+
+
+@dataclass
+class SlowPopulation:
+    """Lists and sorting, no index."""
+
+    told: list[Member] = field(default_factory=list)
+    alive: dict[str, Member] = field(default_factory=dict)
+    islands: list[dict[str, bool]] = field(default_factory=lambda: [{}, {}, {}])
+    """{id: whether it came from another island}."""
+    holders: list[dict[tuple[int, ...], str]] = field(default_factory=lambda: [{}, {}, {}])
+    archive: set[str] = field(default_factory=set)
+    children: list[int] = field(default_factory=lambda: [0, 0, 0])
+    last_migration: int = 0
+
+    def cell(self, member: Member) -> tuple[int, ...]:
+        found = []
+        for dimension, bins in enumerate((3, 2)):
+            values = [one.features[dimension] for one in self.told]
+            low, high = min(values), max(values)
+            share = (member.features[dimension] - low) / (high - low) if high > low else 0.5
+            found.append(min(bins - 1, int(share * bins)))
+        return tuple(found)
+
+    def best_first(self, ids: object) -> list[str]:
+        return sorted(ids, key=lambda id: (-self.alive[id].score, self.alive[id].serial))  # type: ignore[call-overload]
+
+    def add(self, member: Member) -> None:
+        self.told.append(member)
+        for island, holders in enumerate(self.holders):
+            again: dict[tuple[int, ...], str] = {}
+            for id in self.best_first(holders.values()):
+                again.setdefault(self.cell(self.alive[id]), id)
+            self.holders[island] = again
+        self.alive[member.id] = member
+        self.place(member, member.record.island, is_migrant=False)
+        self.offer(member)
+        self.evict(member)
+        if member.record.parent is not None:
+            self.children[member.record.island] += 1
+            if max(self.children) - self.last_migration >= 4:
+                self.migrate()
+
+    def place(self, member: Member, island: int, *, is_migrant: bool) -> None:
+        cell = self.cell(member)
+        holder = self.holders[island].get(cell)
+        self.islands[island][member.id] = is_migrant
+        if holder is None:
+            self.holders[island][cell] = member.id
+        elif member.score > self.alive[holder].score:
+            self.holders[island][cell] = member.id
+            del self.islands[island][holder]
+            if not any(holder in there for there in self.islands):
+                del self.alive[holder]
+                self.archive.discard(holder)
+
+    def offer(self, member: Member) -> None:
+        if len(self.archive | {member.id}) <= 4:
+            self.archive.add(member.id)
+            return
+        worst = self.best_first(self.archive)[-1]
+        if member.score > self.alive[worst].score:
+            self.archive = self.archive - {worst} | {member.id}
+
+    def evict(self, newest: Member) -> None:
+        while len(self.alive) > 12:
+            stay = {newest.id, *(self.best_first(there)[0] for there in self.islands if there)}
+            elites = {id for holders in self.holders for id in holders.values()}
+            plain = [id for id in self.best_first(self.alive) if id not in stay | elites]
+            rest = [id for id in self.best_first(self.alive) if id not in stay]
+            victim = (plain or rest)[-1]
+            del self.alive[victim]
+            self.archive.discard(victim)
+            for there, holders in zip(self.islands, self.holders, strict=True):
+                there.pop(victim, None)
+                for cell in [cell for cell, id in holders.items() if id == victim]:
+                    del holders[cell]
+
+    def migrate(self) -> None:
+        self.last_migration = max(self.children)
+        moves = []
+        for island, there in enumerate(self.islands):
+            natives = [id for id in self.best_first(there) if not there[id]]
+            for id in natives[: max(1, int(0.3 * len(there)))]:
+                moves += [(id, (island + 1) % 3), (id, (island - 1) % 3)]
+        for id, target in moves:
+            codes = {self.alive[other].record.code.digest for other in self.islands[target]}
+            if id in self.alive and self.alive[id].record.code.digest not in codes:
+                self.place(self.alive[id], target, is_migrant=True)
+
+
+def make(serial: int, drawn: tuple[int, int, int, int, bool]) -> Member:
+    score, length, speed, island, is_child = drawn
+    record = ProgramRecord(
+        id=f"p{serial}",
+        attempt=serial,
+        island=island,
+        metrics={"combined_score": score, "speed": speed},
+        code=summarize("x" * length),
+        parent="p0" if is_child else None,
+    )
+    return Member(record=record, serial=serial, score=score, features=(float(length), float(speed)))
+
+
+DRAWN = st.lists(
+    st.tuples(
+        st.integers(-2, 6),
+        st.integers(1, 40),
+        st.integers(-20, 20),
+        st.integers(0, 2),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def compare(drawn: list[tuple[int, int, int, int, bool]]) -> SlowPopulation:
+    fast, slow = Population(CONFIG, state=None), SlowPopulation()
+    for serial, values in enumerate(drawn):
+        member = make(serial, values)
+        fast.add(member)
+        slow.add(member)
+        state = fast.state
+        assert set(fast.members) == set(slow.alive)
+        assert [set(island.members) for island in state.islands] == [*map(set, slow.islands)]
+        assert [set(island.migrants) for island in state.islands] == [
+            {id for id, is_migrant in there.items() if is_migrant} for there in slow.islands
+        ]
+        assert [island.cells for island in state.islands] == [
+            {"-".join(map(str, cell)): id for cell, id in holders.items()}
+            for holders in slow.holders
+        ]
+        assert set(state.archive) == slow.archive
+    return slow
+
+
+@given(DRAWN)
+def test_every_index_agrees_with_the_slow_population(
+    drawn: list[tuple[int, int, int, int, bool]],
+) -> None:
+    compare(drawn)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_they_agree_over_a_long_run_in_which_scores_and_bounds_grow(seed: int) -> None:
+    rng = stream(seed, "drawn")
+    drawn = [
+        (
+            int(rng.integers(-2, 3 + step // 20)),
+            int(rng.integers(1, 40 + step // 4)),
+            int(rng.integers(-20 - step // 10, 20)),
+            int(rng.integers(3)),
+            bool(rng.random() < 0.8),
+        )
+        for step in range(200)
+    ]
+    slow = compare(drawn)
+    assert slow.last_migration > 0
+    assert any(any(there.values()) for there in slow.islands)
+
+
+@given(DRAWN)
+def test_the_best_of_all_and_of_each_island_stay_whatever_comes(
+    drawn: list[tuple[int, int, int, int, bool]],
+) -> None:
+    population = Population(CONFIG, state=None)
+    best: dict[int, int] = {}
+    for serial, values in enumerate(drawn):
+        population.add(make(serial, values))
+        best[values[3]] = max(best.get(values[3], -9), values[0])
+        assert population.best is not None
+        assert population.best.score == max(best.values())
+        for island, score in best.items():
+            id = population.islands[island].best
+            assert id is not None and population.members[id].score >= score
+        assert population.best.id in population.archive.best(4)
+        assert len(population.members) <= CONFIG.population_size
+
+
+def test_cells_move_with_the_bounds_and_the_better_of_two_holders_stays() -> None:
+    config = PopulationConfig(
+        num_islands=1,
+        feature_dimensions=("complexity", "speed"),
+        feature_bins={"complexity": 2, "speed": 1},
+    )
+    population = Population(config, state=None)
+    for serial, (score, length) in enumerate([(1, 10), (2, 20)]):
+        population.add(make(serial, (score, length, 0, 0, False)))
+    assert population.state.islands[0].cells == {"0-0": "p0", "1-0": "p1"}
+    population.add(make(2, (0, 100, 0, 0, False)))  # 10 and 20 are now in the lower half
+    assert population.state.islands[0].cells == {"0-0": "p1", "1-0": "p2"}
+    assert "p0" in population.islands[0]
+
+
+def test_one_number_of_bins_gives_at_least_the_cells_of_the_archive() -> None:
+    assert PopulationConfig(feature_bins=3, archive_size=100).bins == (10, 10)
+    assert PopulationConfig(feature_bins=12, archive_size=100).bins == (12, 12)
+    assert PopulationConfig(feature_bins={"diversity": 4}).bins == (10, 4)
