@@ -86,10 +86,11 @@ class LoopThread(Generic[Resource]):
     def close(self) -> None:
         """Wake all callers, close the resource and end the thread. Idempotent."""
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._loop.call_soon_threadsafe(self._life.cancel)
+            is_first, self._is_closed = not self._is_closed, True
+        # Before the resource closes: callers are told that the client was shut down here.
         self._wake()
+        if is_first:
+            self._loop.call_soon_threadsafe(self._life.cancel)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("%s did not close within %g s", self._thread.name, CLOSE_S)

@@ -7,7 +7,8 @@
     answer["text"]
 
 The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (seconds to wait for
-it), VLLM_ENABLE_LORA, VLLM_MAX_LORAS, VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
+it), VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS,
+VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
 `VLLM_GROUP_PORT` is accepted and not needed: weights go through files in shared memory, not through
 a port.
 
@@ -70,6 +71,9 @@ class BackendConfig(Config):
     group_port: int = 51216
     timeout: float = Field(default=5.0, ge=0)
     """Seconds to wait for the server to be reachable."""
+    request_s: float = Field(default=900.0, gt=0)
+    """Seconds that one request for completions may take; one without an answer is sent once more,
+    then the call ends with a ConnectionError."""
     enable_lora: bool = True
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
@@ -322,6 +326,7 @@ async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         all_down_timeout_s=config.timeout,
+        client=ClientConfig(request_s=config.request_s),
     )
     async with open_fleet(settings) as fleet:
         yield fleet

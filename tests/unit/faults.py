@@ -7,15 +7,20 @@ from rookery.slots import SlottedModel
 
 
 class Fault:
-    """While it has an `error`, the model's next pass ends with it; later ones are as before."""
+    """While it has an `error`, the model's next `num` passes end with it; later ones are as
+    before."""
 
     def __init__(self, model: SlottedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.error: Exception | None = None
+        self.num = 1
         plain = model.layers
 
         def layers(*args: object, **kwargs: object) -> torch.Tensor:
-            error, self.error = self.error, None
+            error = self.error
             if error is not None:
+                self.num -= 1
+                if not self.num:
+                    self.error, self.num = None, 1
                 raise error
             return plain(*args, **kwargs)  # type: ignore[arg-type]
 

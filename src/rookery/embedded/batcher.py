@@ -16,6 +16,7 @@ import torch
 from rookery.embedded.decode import DecodeBatch
 from rookery.embedded.prefill import Prefill, Prompt
 from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
+from rookery.embedded.stop_search import StopSearch
 from rookery.errors import EngineError
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.types import (
@@ -43,6 +44,12 @@ class ScoreJob:
     request: ScoreRequest
     prompt: Prompt
     result: Score | EngineError | None = None
+    is_second_try: bool = False
+
+    def restart(self) -> None:
+        """Begin anew, in an empty batcher."""
+        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.result, self.is_second_try = None, True
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +62,13 @@ class SampleJob:
     completions: dict[int, Completion] = field(default_factory=dict)
     num_started: int = 0
     result: tuple[Completion, ...] | EngineError | None = None
+    is_second_try: bool = False
+
+    def restart(self) -> None:
+        """Begin anew, in an empty batcher."""
+        self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
+        self.completions, self.num_started = {}, 0
+        self.result, self.is_second_try = None, True
 
 
 Job = ScoreJob | SampleJob
@@ -66,6 +80,7 @@ class _Sequence:
 
     job: SampleJob
     index: int
+    stops: StopSearch
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
@@ -89,6 +104,8 @@ class Batcher:
         self._detokenize = detokenize
         self._prefill_tokens = prefill_tokens
         self._max_rows = max_rows
+        self._share = 1
+        """What is computed at a time, one part in so many: 2 while a job has its second try."""
         self._decode = DecodeBatch(model, max_rows=max_rows)
         self._waiting: list[Job] = []
         self._ready: list[SampleJob] = []
@@ -120,6 +137,16 @@ class Batcher:
         self.prefill.set_cut(self.prefill.cut)
 
     @torch.inference_mode()
+    def retry(self, jobs: Sequence[Job]) -> None:
+        """Memory was short: forget everything but these jobs, which begin anew, and compute half as
+        much at a time until they are done. Their answers do not depend on that."""
+        self._share = 2
+        self.reset()
+        for job in jobs:
+            job.restart()
+        self._waiting = sorted(jobs, key=lambda job: job.prompt.tokens)
+
+    @torch.inference_mode()
     def clear(self) -> None:
         """Forget every prefix that no job needs."""
         self.prefill.clear()
@@ -138,6 +165,14 @@ class Batcher:
         self.prefill.set_cut(cut)
 
     @property
+    def _num_free(self) -> int:
+        """Rows that sequences may begin in."""
+        return max(0, max(1, self._max_rows // self._share) - len(self._decoding))
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *self._ready, *(sequence.job for sequence in self._decoding)]
+
+    @property
     def is_idle(self) -> bool:
         return not (self._waiting or self._ready or self._decoding)
 
@@ -148,12 +183,15 @@ class Batcher:
         An answered job has left: it holds no memory and no row.
         """
         self._left = []
+        if self._share > 1 and not any(job.is_second_try for job in self._jobs()):
+            self._share = 1
         self._add(added)
         if dropped:
             self._drop(dropped)
         if self._waiting:
             self.prefill.advance(
-                [job.prompt for job in self._admissible()], budget=self._prefill_tokens
+                [job.prompt for job in self._admissible()],
+                budget=max(1, self._prefill_tokens // self._share),
             )
             self._leave_waiting()
         self._start_sequences()
@@ -166,7 +204,7 @@ class Batcher:
 
     def _admissible(self) -> list[Job]:
         """Waiting jobs worth computing now: all scores, and samples that will find rows."""
-        room = self._decode.num_free - len(self._ready)
+        room = self._num_free - len(self._ready)
         jobs: list[Job] = []
         for job in self._waiting:
             if isinstance(job, SampleJob):
@@ -242,9 +280,11 @@ class Batcher:
     def _start_sequences(self) -> None:
         """Give free rows to ready jobs and draw their first tokens."""
         started: list[_Sequence] = []
-        while self._ready and len(started) < self._decode.num_free:
+        num_free = self._num_free
+        while self._ready and len(started) < num_free:
             job = self._ready[0]
-            started.append(_Sequence(job=job, index=job.num_started))
+            stops = StopSearch(job.request.params.stop, detokenize=self._detokenize)
+            started.append(_Sequence(job=job, index=job.num_started, stops=stops))
             job.num_started += 1
             if job.num_started == job.request.params.n:
                 self._ready.pop(0)
@@ -317,11 +357,9 @@ class Batcher:
         is_eos = not params.ignore_eos and token in self._model.shape.eos_tokens
         if is_eos or token in params.stop_tokens:
             return "stop", self._detokenize(sequence.tokens[:-1])
-        if params.stop:
-            text = self._detokenize(sequence.tokens)
-            places = [at for stop in params.stop if (at := text.find(stop)) >= 0]
-            if places:
-                return "stop", text[: min(places)]
+        text = sequence.stops.find(sequence.tokens)
+        if text is not None:
+            return "stop", text
         if len(sequence.tokens) >= sequence.job.max_tokens:
             return "length", self._detokenize(sequence.tokens)
         return None, ""

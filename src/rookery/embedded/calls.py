@@ -2,7 +2,7 @@
 
     callers: await calls.answered(jobs)        driver: added, dropped = calls.take()
                                                        calls.leave(jobs)    # answered or dropped
-                                                       calls.fail(error)  # all that were taken
+                                                       calls.fail(jobs, error)
 
 A job counts as in flight until `leave` or `fail`, also when its caller was cancelled: until then
 the batcher may hold memory for it and compute with its adapter.
@@ -88,10 +88,15 @@ class Calls:
                 call.done.set_result(None)
         self.changed.set()
 
-    def fail(self, error: EngineError) -> None:
-        """End every call that was taken with this error; the batcher holds none of them."""
+    def taken(self) -> list[Job]:
+        """The jobs in flight that the driver has taken."""
         fresh = set(map(id, self._added))
         calls = {id(call): call for call in self._by_job.values() if id(call) not in fresh}
+        return [job for call in calls.values() for job in call.jobs if id(job) in self._by_job]
+
+    def fail(self, jobs: Iterable[Job], error: EngineError) -> None:
+        """End the calls of these jobs with this error; the batcher holds none of them."""
+        calls = {id(call): call for job in jobs if (call := self._by_job.get(id(job)))}
         for call in calls.values():
             if not call.done.done():
                 call.done.set_exception(error)
@@ -100,6 +105,6 @@ class Calls:
     def end(self, error: EngineError) -> None:
         """End every call, those not yet taken too."""
         self._added.clear()
-        self.fail(error)
+        self.fail(self.taken(), error)
         self._dropped.clear()
         self.changed.set()

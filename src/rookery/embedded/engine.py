@@ -298,8 +298,12 @@ class EmbeddedEngine:
             answered = await self._compute(self._batcher.step, added, dropped)
         except EngineError as error:
             self._require_running()
-            await self._compute(self._batcher.reset)
-            self._calls.fail(error)
+            self._calls.leave(dropped)
+            taken = self._calls.taken()
+            failed = [job for job in taken if job.is_second_try]
+            again = [job for job in taken if not job.is_second_try]
+            await self._compute(self._batcher.retry, again)
+            self._calls.fail(failed, error)
             return
         self._calls.leave([*answered, *dropped])
 

@@ -36,7 +36,7 @@ from rookery.fleet.http.client import Client, ClientConfig, max_calls, open_sess
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.urls import check_urls
 from rookery.fleet.http.wire import Choice, read_completion, read_reading, sample_fields
-from rookery.fleet.routing.batches import Entry, make_batches
+from rookery.fleet.routing.batches import Entry, Spread, make_batches
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.pool import Pool
 from rookery.fleet.routing.replica import Replica, ReplicaSettings
@@ -74,6 +74,9 @@ class FleetConfig(Config):
     """Adapters in flight per server, for servers that do not tell theirs."""
     max_lora_rank: int | None = Field(default=None, ge=1)
     """The highest rank, for servers that do not tell theirs."""
+    device: Literal["gpu", "cpu"] | None = None
+    """What the servers of `urls` compute on, for those that do not tell. Where it is not known, the
+    base model and adapters are not computed together."""
     max_in_flight: int | None = Field(default=None, ge=1)
     """Sequences in flight per server; by default as many as it computes together."""
     batch: int = Field(default=32, ge=1)
@@ -182,7 +185,7 @@ class Fleet:
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         entries = [
-            Entry(r.model, sample_fields(r, capabilities=self.capabilities), r.prompt)
+            Entry(r.model, sample_fields(r, capabilities=self.capabilities), r.prompt, r.affinity)
             for r in requests
         ]
         answers = await self._send(entries)
@@ -195,7 +198,7 @@ class Fleet:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         plans = [plan_score(request, capabilities=self.capabilities) for request in requests]
         entries = [
-            Entry(plan.request.model, part.fields, part.prompt)
+            Entry(plan.request.model, part.fields, part.prompt, plan.request.affinity)
             for plan in plans
             for part in plan.parts
         ]
@@ -265,13 +268,12 @@ class Fleet:
             uses = Counter(entry.ref for entry in entries if entry.ref != self.base)
             for ref in uses:
                 self._require(ref)
-            batches = make_batches(
-                entries,
-                base=self.base,
+            spread = Spread(
                 num_servers=len(self.pool.replicas),
+                num_affinities=self.pool.router.num_affinities,
                 max_sequences=self.config.batch,
-                now_s=time.monotonic(),
             )
+            batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
             async with self._served.used(uses):
                 answers = await self.pool.submit([batch.call for batch in batches])
         found: list[list[Choice]] = [[] for _ in entries]
@@ -334,6 +336,7 @@ async def _open_replicas(
         max_in_flight=config.max_in_flight,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
+        is_on_cpu=None if config.device is None else config.device == "cpu",
         is_folder_shared=config.adapter_folder is not None,
         has_resolver=config.resolver,
     )

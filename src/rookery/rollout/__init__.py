@@ -3,9 +3,19 @@
 evaluator.py  rollouts and evaluations of models on tasks
 asking.py     how a taskset's tasks are put to a model
 log.py        the rollouts of a run, found again
+text_model.py engines behind a chat template, and ensembles, as text models
 """
 
 from rookery.rollout.evaluator import Progress, TasksetEvaluator, mean_by_source
 from rookery.rollout.log import RolloutLog
+from rookery.rollout.text_model import EngineTextModel, EnsembleTextModel, Member
 
-__all__ = ["Progress", "RolloutLog", "TasksetEvaluator", "mean_by_source"]
+__all__ = [
+    "EngineTextModel",
+    "EnsembleTextModel",
+    "Member",
+    "Progress",
+    "RolloutLog",
+    "TasksetEvaluator",
+    "mean_by_source",
+]

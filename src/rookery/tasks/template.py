@@ -101,6 +101,12 @@ class Template:
             raise TaskError(f"Task {task.id}: its prompt {task.prompt!r} encodes to no tokens.")
         return tokens
 
+    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
+        """Tokens of a chat, with the opening of the assistant's turn. Not kept: for chats that are
+        not asked again."""
+        with boundary(TaskError, "The chat template", foreign=(jinja2.TemplateError,)):
+            return self._encode_prompt(messages)
+
     def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
         """Tokens of prompt and choice, and the index of the choice's first one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +58,9 @@ class SampleRequest:
     model: ModelRef
     prompt: TokenIds
     params: SamplingParams = field(default_factory=SamplingParams)
+    affinity: Hashable = field(default=None, compare=False)
+    """Requests of one affinity are better off on one server: they share prefixes. No answer depends
+    on it; None: no preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,8 @@ class ScoreRequest:
     start: int = 1
     labels: TokenIds = ()
     top_logprobs: int = 0
+    affinity: Hashable = field(default=None, compare=False)
+    """As that of a `SampleRequest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

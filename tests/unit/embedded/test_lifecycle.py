@@ -198,7 +198,33 @@ async def test_an_unexpected_error_ends_every_wait_and_refuses_what_comes_later(
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-async def test_short_memory_fails_what_is_in_flight_and_the_engine_goes_on(
+async def test_short_memory_once_costs_what_is_in_flight_time_alone(
+    tiny_model: SlottedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fault = Fault(tiny_model, monkeypatch)
+    async with running(tiny_model) as engine:
+        requests = [sample(engine.base, 1, i, params=LONG) for i in range(4, 10)]
+        scores = [ScoreRequest(model=engine.base, tokens=(1, i, 5)) for i in range(4, 10)]
+        expected = await engine.sample(requests), await engine.score(scores)
+        await engine.reset_prefix_cache()
+        sampling = asyncio.create_task(engine.sample(requests))
+        await until_decoding(engine)
+        scoring = asyncio.create_task(engine.score(scores))
+        fault.error = error
+        async with asyncio.timeout(LIMIT_S):
+            assert (await sampling, await scoring) == expected
+        assert fault.error is None and engine.stats.num_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 120 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+async def test_short_memory_twice_fails_what_is_in_flight_and_the_engine_goes_on(
     tiny_model: SlottedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     fault = Fault(tiny_model, monkeypatch)
@@ -206,7 +232,7 @@ async def test_short_memory_fails_what_is_in_flight_and_the_engine_goes_on(
         expected = await engine.sample([sample(engine.base, 1, 5)])
         task = asyncio.create_task(engine.sample([sample(engine.base, 1, 9, params=LONG)]))
         await until_decoding(engine)
-        fault.error = error
+        fault.error, fault.num = error, 2
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(EngineError, match=r"memory is short.*lower max_rows"):
                 await task

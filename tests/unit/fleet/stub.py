@@ -67,6 +67,8 @@ class Stub:
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
     hang: bool = False
+    is_silent: bool = False
+    """It answers neither /health nor /metrics."""
     reads_folders: bool = False
     """Reads an adapter's folder when it is loaded and for every call: none stays in memory."""
     num_dead_reads: int = 0
@@ -87,6 +89,9 @@ class Stub:
     has_met: bool = False
     """The base model and an adapter were in flight at once."""
     device: str = "cuda"
+    version: str = "0.0-stub"
+    cpu_space: str = ""
+    """What it reports of its cache on the CPU, if it does."""
     most_adapters: int = 0
     """The most distinct adapters that were in flight at once."""
     port: int = 0
@@ -174,7 +179,12 @@ class Stub:
         await self._runner.cleanup()
         self.adapters.clear()
 
+    async def _be_silent(self) -> None:
+        if self.is_silent:
+            await asyncio.Event().wait()
+
     async def _health(self, _: web.Request) -> web.Response:
+        await self._be_silent()
         return web.Response(status=200 if self.healthy and not self.has_crashed else 503)
 
     async def _openapi(self, _: web.Request) -> web.Response:
@@ -183,7 +193,7 @@ class Stub:
         return web.json_response({"paths": paths, "components": {"schemas": schema}})
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.0-stub"})
+        return web.json_response({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
         base = {"id": self.model, "root": self.root, "parent": None}
@@ -192,12 +202,14 @@ class Stub:
         return web.json_response({"data": [base, *adapters]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        await self._be_silent()
+        space = f'cpu_kvcache_space_bytes="{self.cpu_space}",' if self.cpu_space else ""
         page = (
             f'vllm:num_requests_running{{engine="0"}} {sum(self.in_flight.values())}.0\n'
             'vllm:num_requests_waiting{engine="0"} 0.0\n'
             'vllm:prefix_cache_queries_total{engine="0"} 100.0\n'
             'vllm:prefix_cache_hits_total{engine="0"} 75.0\n'
-            f'vllm:cache_config_info{{block_size="{self.block}",'
+            f'vllm:cache_config_info{{block_size="{self.block}",{space}'
             'enable_prefix_caching="True"} 1.0\n'
         )
         if self.started_s is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,6 +38,8 @@ class Api:
         """(status, headers) to answer to the next requests, one each."""
         self.change: dict[str, Any] = {}
         """What every choice says instead."""
+        self.refused = ""
+        """Prompts with this word are refused."""
         self.num_free = 10**6
         """Requests after so many are never answered."""
         self.arrived = asyncio.Condition()
@@ -53,6 +56,8 @@ class Api:
             self.arrived.notify_all()
         if len(self.asked) > self.num_free:
             await asyncio.Event().wait()
+        if self.refused and self.refused in json.dumps(body.get("messages")):
+            return web.json_response({"error": {"message": "as asked"}}, status=400)
         if self.failures:
             status, headers = self.failures.pop(0)
             error = {"error": {"message": headers.get("said", "as asked")}}
@@ -158,7 +163,7 @@ async def test_labels_are_scored_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.http.external.MINUTE_S", 0.4)
+    monkeypatch.setattr("rookery.fleet.http.api.MINUTE_S", 0.4)
     for limits, num in [({"requests_per_minute": 10}, 20), ({"tokens_per_minute": 70}, 20)]:
         api = Api()
         options = {"requests_per_minute": 1e6, "max_in_flight": 3} | limits
@@ -174,7 +179,7 @@ async def test_request_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_request_limit_holds_for_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.fleet.http.external.MINUTE_S", 2.0)
+    monkeypatch.setattr("rookery.fleet.http.api.MINUTE_S", 2.0)
     api = Api()
     api.failures = [(429, {})] * 3
     async with connect(api, monkeypatch, requests_per_minute=2) as sampler:
@@ -213,7 +218,48 @@ async def test_a_missing_key_and_adapters_are_refused(monkeypatch: pytest.Monkey
             await sampler.sample([ask(ModelRef(name="poet", version="1"))])
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 3, 100])
+async def test_what_was_answered_is_not_paid_twice(
+    monkeypatch: pytest.MonkeyPatch, max_in_flight: int
+) -> None:
+    api = Api()
+    api.refused = "mat"
+    async with connect(api, monkeypatch, max_in_flight=max_in_flight) as sampler:
+        requests = [
+            SampleRequest(model=sampler.base, prompt=(0, 1, word, n), params=SamplingParams(n=1))
+            for word, n in [(0, 0), (1, 0), (1, 0), (5, 0), (2, 0), (3, 0)]
+        ]
+        with pytest.raises(ServerRefusal):
+            await sampler.sample(requests)
+        for request in requests:
+            if 5 in request.prompt:
+                with pytest.raises(ServerRefusal):
+                    await sampler.sample([request])
+            else:
+                assert len(await sampler.sample([request])) == 1
+        asked = Counter(body["messages"][0]["content"] for body in api.asked)
+        assert asked == Counter(CODEC.decode(r.prompt) for r in [*requests, requests[3]])
+        await sampler.sample([requests[0]])
+        assert len(api.asked) == 8, "an answer is given once: the next is paid for"
+
+
+async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.fleet.http.external.MAX_KEPT", 2)
+    api = Api()
+    api.refused = "mat"
+    async with connect(api, monkeypatch, max_in_flight=1) as sampler:
+        requests = [
+            SampleRequest(model=sampler.base, prompt=(word,), params=SamplingParams(n=1))
+            for word in (0, 1, 2, 5)
+        ]
+        with pytest.raises(ServerRefusal):
+            await sampler.sample(requests)
+        await sampler.sample(requests[:3])
+    assert len(api.asked) == 4 + 1, "the oldest of three was forgotten"
+
+
 async def test_one_refusal_ends_the_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.fleet.http.external.LATE_S", 0.1)
     api = Api()
     api.failures, api.num_free = [(400, {})], 1
     async with connect(api, monkeypatch, max_in_flight=2) as sampler:

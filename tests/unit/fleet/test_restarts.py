@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,15 @@ import pytest
 from rookery.errors import FleetError
 from rookery.fleet.admin import up
 from rookery.fleet.servers import launch as launching
+from rookery.fleet.servers import upkeep
 from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.servers.upkeep import keep_alive
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +169,27 @@ async def test_errors_of_requests_are_not_given_as_the_reason_of_a_death() -> No
         await kill(server)
         with pytest.raises(FleetError, match=r"(?s)The end of its log,.*killed by its owner"):
             await server.restart()
+
+
+async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "HEALTH_S", 0.05)
+    monkeypatch.setattr(upkeep, "HANG_S", 2.0)
+    monkeypatch.setattr(launching, "HEALTH_LIMIT_S", 1.0)
+    monkeypatch.setattr(launching, "STOP_S", 0.3)
+    async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
+        keeping = asyncio.create_task(keep_alive(server))
+        first = server.pid
+        stop_group(first)
+        await until(lambda: server.pid != first and server.is_alive)
+        assert server.num_restarts == 1 and not keeping.done()
+        async with asyncio.timeout(LIMIT_S):
+            while not await server.is_healthy():  # noqa: ASYNC110  other processes tell no event
+                await asyncio.sleep(0.02)
+        stop_group(server.pid)
+        async with asyncio.timeout(LIMIT_S):
+            assert re.search(r"Given up after 1 restarts.*was not healthy for", str(await keeping))
+
+
+def stop_group(pid: int) -> None:
+    """Its processes live and answer nothing."""
+    os.killpg(pid, signal.SIGSTOP)

@@ -4,10 +4,13 @@ import heapq
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.fleet.http.wire import Fields
+from rookery.fleet.routing.affinity import HOME_S
+from rookery.fleet.routing.batches import Entry, Spread, make_batches
 from rookery.fleet.routing.load import PREFIX_TOKENS, Call, ReplicaLoad, prefix_hashes
 from rookery.fleet.routing.router import PATIENCE_S, SPILL_S, Router
 from rookery.types import ModelRef, TokenIds
@@ -71,14 +74,16 @@ class Simulation:
     windows=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     slots=st.integers(1, 4),
     slow=st.floats(1, 10),
+    num_affinities=st.integers(0, 5),
 )
 def test_every_call_is_done_once_within_the_limits(
-    refs: list[int], windows: list[int], slots: int, slow: float
+    refs: list[int], windows: list[int], slots: int, slow: float, num_affinities: int
 ) -> None:
     replicas = [ReplicaLoad(name=f"s{i}", window=w, max_loras=slots) for i, w in enumerate(windows)]
     simulation = Simulation(replicas, {replica.name: 1.0 for replica in replicas} | {"s0": slow})
     calls = [make_call(BASE if i < 0 else adapter(i)) for i in refs]
-    for call in calls:
+    for i, call in enumerate(calls):
+        call.affinity = i % num_affinities if num_affinities else None
         simulation.router.add(call)
     simulation.run()
     assert len(simulation.done) == len(calls) and set(simulation.done) == set(calls)
@@ -295,3 +300,129 @@ def test_a_call_is_stolen_at_most_once_and_only_for_a_gain() -> None:
     fast = make_call(BASE)
     quick.begin(fast, 30.0)
     assert router.steal(30.0) == [], "a slower replica gains nothing"
+
+
+def affine_call(affinity: object, at: float = 0.0, work: int = 100) -> Call:
+    prompt = tuple(range(work))
+    return Call(
+        ref=BASE,
+        is_base=True,
+        fields=Fields(max_tokens=1),
+        prompts=(prompt,),
+        arrival_s=at,
+        prefix=(),
+        affinity=affinity,
+    )
+
+
+def places(placed: list[tuple[Call, ReplicaLoad]]) -> dict[object, Counter[str]]:
+    found: dict[object, Counter[str]] = {}
+    for call, replica in placed:
+        found.setdefault(call.affinity, Counter())[replica.name] += 1
+    return found
+
+
+def test_every_affinity_has_a_replica_of_its_own_while_all_have_as_much_to_do() -> None:
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(4)]
+    router = Router(replicas)
+    homes: dict[object, set[str]] = {}
+    for step in range(10):
+        now = float(step)
+        # In another order every time: no chain is always the first.
+        for chain in range(4):
+            for _ in range(8):
+                router.add(affine_call((step + chain) % 4, at=now))
+        placed = router.dispatch(now)
+        assert len(placed) == 32
+        for affinity, names in places(placed).items():
+            homes.setdefault(affinity, set()).update(names)
+        for call, replica in placed:
+            router.end(call, replica, now + 0.5, is_done=True)
+    assert all(len(names) == 1 for names in homes.values())
+    assert len(set.union(*homes.values())) == 4 == router.num_affinities
+
+
+def test_fewer_affinities_than_replicas_leave_none_idle() -> None:
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(8)]
+    router = Router(replicas)
+    for chain in range(3):
+        for _ in range(8):
+            router.add(affine_call(chain))
+    placed = router.dispatch(0.0)
+    assert [len(replica.in_flight) for replica in replicas] == [3] * 8
+    assert all(max(names.values()) >= 2 for names in places(placed).values())
+
+
+def test_a_slow_home_keeps_less() -> None:
+    slow, quick = (ReplicaLoad(name=name, window=100, max_loras=1) for name in ("slow", "quick"))
+    router = Router([slow, quick])
+    router.add(affine_call("x"))
+    [(call, home)] = router.dispatch(0.0)
+    other = quick if home is slow else slow
+    router.end(call, home, 9.0, is_done=True)
+    measured = affine_call(None)
+    other.begin(measured, 0.0)
+    router.end(measured, other, 1.0, is_done=True)
+    for _ in range(20):
+        router.add(affine_call("x", at=10.0))
+    names = places(router.dispatch(10.0))["x"]
+    assert names[home.name] == 2 and names[other.name] == 18
+
+
+def test_an_affinity_moves_when_its_home_is_lost() -> None:
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(3)]
+    router = Router(replicas)
+    router.add(affine_call("x"))
+    [(call, home)] = router.dispatch(0.0)
+    router.end(call, home, 1.0, is_done=False)
+    home.is_open = False
+    call.tried.add(home.name)
+    router.add(call, is_first=True)
+    [(_, second)] = router.dispatch(1.0)
+    assert second is not home
+    router.end(call, second, 2.0, is_done=True)
+    home.is_open = True
+    router.add(affine_call("x", at=3.0))
+    assert router.dispatch(3.0)[0][1] is second, "it does not move back to a cold cache"
+
+
+def test_homes_are_forgotten_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.fleet.routing.affinity.MAX_HOMES", 5)
+    replica = ReplicaLoad(name="s", window=1000, max_loras=1)
+    router = Router([replica])
+    for i in range(20):
+        router.add(affine_call(i))
+    router.dispatch(0.0)
+    assert router.num_affinities == 5
+    router.add(affine_call(19, at=HOME_S + 1))
+    router.dispatch(HOME_S + 1)
+    assert router.num_affinities == 1
+
+
+def test_adapter_calls_keep_to_the_home_of_their_affinity() -> None:
+    replicas = [ReplicaLoad(name=f"s{i}", window=100, max_loras=1) for i in range(2)]
+    router = Router(replicas)
+    for i in range(8):
+        call = make_call(adapter(0))
+        call.affinity = i % 2
+        router.add(call)
+    found = places(router.dispatch(0.0))
+    assert {name for names in found.values() for name in names} == {"s0", "s1"}
+    assert all(len(names) == 1 for names in found.values())
+
+
+def test_the_requests_of_an_affinity_share_calls() -> None:
+    def num_prompts(num_servers: int, num_affinities: int, keys: list[object]) -> list[int]:
+        entries = [Entry(BASE, Fields(), (1, i), key) for i, key in enumerate(keys)]
+        spread = Spread(num_servers=num_servers, num_affinities=num_affinities, max_sequences=32)
+        batches = make_batches(entries, base=BASE, spread=spread, now_s=0.0)
+        assert sorted(p for batch in batches for p in batch.positions) == list(range(len(keys)))
+        for batch in batches:
+            assert {keys[p] for p in batch.positions} == {batch.call.affinity}
+        return [len(batch.positions) for batch in batches]
+
+    assert num_prompts(8, 8, ["x"] * 32) == [32]
+    assert num_prompts(8, 8, ["x", "y"] * 32) == [32, 32]
+    assert num_prompts(8, 8, ["x"] * 40) == [32, 8]
+    assert len(num_prompts(8, 3, ["x"] * 32)) >= 3, "three such chains keep eight servers busy"
+    assert num_prompts(8, 8, [None] * 32) == [1] * 32

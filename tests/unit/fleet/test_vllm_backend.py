@@ -134,6 +134,20 @@ def test_a_server_that_never_answers_is_given_up_in_time() -> None:
         assert time.monotonic() - began < 5
 
 
+def test_a_request_that_is_not_answered_ends_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_REQUEST_S", "0.3")
+    backend.initialize_vllm_client()
+    server.stub.hang = True
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"did not answer within 0\.3 s.*raise request_s"):
+        backend.generate_with_vllm([[1]])
+    assert time.monotonic() - began < 10
+    server.stub.hang = False
+    assert backend.generate_with_vllm([[1]], max_tokens=1), "the next call is served"
+
+
 def test_settings_come_from_the_environment_and_the_config(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

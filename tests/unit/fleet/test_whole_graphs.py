@@ -19,6 +19,7 @@ SETTINGS = ReplicaSettings(
     max_in_flight=None,
     max_loras=None,
     max_lora_rank=None,
+    is_on_cpu=None,
     is_folder_shared=False,
     has_resolver=False,
 )

@@ -125,6 +125,23 @@ async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> Non
     assert await Chain(opened, config=config.search, seed=3).run() == expected
 
 
+async def test_what_a_chain_asks_for_has_one_affinity(tmp_path: Path, monkeypatch) -> None:
+    oracle = Oracle(16, seed=1)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    config = make_config(path, num_chains=2, batch_size=8)
+    asked: list[set[object]] = []
+    score = oracle.sampler.score
+
+    async def recorded(requests):
+        asked.append({request.affinity for request in requests})
+        return await score(requests)
+
+    monkeypatch.setattr(oracle.sampler, "score", recorded)
+    await run_icm(tmp_path, oracle, config)
+    assert all(len(affinities) == 1 for affinities in asked)
+    assert set.union(*asked) - {None} == {(batch, chain) for batch in (0, 1) for chain in (0, 1)}
+
+
 async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
     for seed in range(4):
         oracle = Oracle(10, seed=seed)

@@ -48,8 +48,8 @@ class Capabilities:
     max_cpu_loras: int | None
     max_lora_rank: int | None
     lora_dtype: str | None
-    is_on_cpu: bool = False
-    """It says so, or was started so here."""
+    is_on_cpu: bool | None = None
+    """It says so, or was started so here, or the config says so; None: nobody does."""
 
     @property
     def has_lora_loading(self) -> bool:

@@ -1,4 +1,4 @@
-"""An external OpenAI-compatible API as a `Sampler`, within its request and token rate limits.
+"""An external OpenAI-compatible API as a `Sampler`; `api.py` is the connection to it.
 
     config = ExternalConfig(url="https://api.example.com/v1", model="big", requests_per_minute=60)
     async with open_external(config, codec=Codec(encode=encode, decode=decode)) as sampler:
@@ -6,43 +6,24 @@
 
 Such an API reads and writes text. Prompts are decoded and answers encoded with the caller's own
 tokenizer; log-probabilities are given where the API reports them for exactly those tokens, and are
-empty otherwise: they are never made up.
+empty otherwise: they are never made up. An answer that is filtered, cut off or unreadable is a
+FleetError; `api.py` has the others.
 
-| what goes wrong                                      | is raised      | and then               |
-|------------------------------------------------------|----------------|------------------------|
-| no connection, busy for `busy_s`, key, credit, model | FleetDownError | the run can be resumed |
-| 500 to 599 otherwise                                 | ServerLost     | sent again once        |
-| no answer in time                                    | ServerLost     |                        |
-| 400 to 499 otherwise                                 | ServerRefusal  |                        |
-| an answer that is filtered, cut off or unreadable    | FleetError     |                        |
-
-A call is all its requests: one that fails ends the others, sent or not, as nobody would see their
-answers.
+A call is all its requests. After one fails no further one is sent; those on their way are waited
+for. What was answered is kept for whoever asks for the same again, so that nothing is paid twice.
 """
 
 import asyncio
-import contextlib
-import json
 import math
-import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-from pydantic import Field
+from typing import Any, Generic, TypeVar
 
 from rookery.concurrency import together
-from rookery.config import Config
-from rookery.errors import ConfigError, FleetDownError, FleetError, boundary
-from rookery.fleet.http.client import (
-    Client,
-    ClientConfig,
-    ServerBusy,
-    ServerLost,
-    ServerRefusal,
-    open_session,
-)
+from rookery.errors import FleetError, boundary
+from rookery.fleet.http.api import Api, ExternalConfig, open_api
 from rookery.types import (
     Completion,
     ModelRef,
@@ -53,17 +34,16 @@ from rookery.types import (
     TokenIds,
 )
 
-if TYPE_CHECKING:
-    from aiolimiter import AsyncLimiter
-
 __all__ = ["Codec", "ExternalConfig", "ExternalSampler", "open_external"]
 
-Result = TypeVar("Result")
+Request = TypeVar("Request", SampleRequest, ScoreRequest)
+Answer = TypeVar("Answer")
 MAX_TOP = 20
 """The most likely tokens that OpenAI-compatible APIs report per position at most."""
-MINUTE_S = 60.0
-NO_REQUEST = frozenset({401, 402, 404, 429})
-"""Refusals of everybody: no key, no credit (a 429 that waiting does not help), no such model."""
+LATE_S = 30.0
+"""How long answers that are on their way are waited for after a request of their call failed."""
+MAX_KEPT = 10_000
+"""Answers of failed calls that are kept; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,105 +54,102 @@ class Codec:
     decode: Callable[[TokenIds], str]
 
 
-class ExternalClientConfig(ClientConfig):
-    """Time limits of requests to an API."""
+class KeptAnswers(Generic[Request, Answer]):
+    """Answers that nobody has got yet, by their request."""
 
-    busy_s: float = Field(default=300.0, ge=0)
-    """How long a request waits while the API answers 429 or 503; its Retry-After is kept. One that
-    asks for more is given up at once."""
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Request, list[Answer]] = OrderedDict()
 
+    def keep(self, request: Request, answer: Answer) -> None:
+        self._kept.setdefault(request, []).append(answer)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
 
-class ExternalConfig(Config):
-    """An API that is not ours: it has a key, and limits."""
-
-    type: Literal["external"] = "external"
-    url: str
-    """Up to and with /v1."""
-    model: str
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key."""
-    route: Literal["chat", "completions"] = "chat"
-    """`completions` continues a text, `chat` answers it as one message of a user."""
-    logprobs: bool = False
-    """Ask for log-probabilities; some APIs refuse requests that do. Scoring labels needs them."""
-    requests_per_minute: float = Field(default=100.0, ge=1)
-    tokens_per_minute: float | None = Field(default=None, gt=0)
-    """Prompt and new tokens together, as most providers count; none by default."""
-    max_in_flight: int = Field(default=8, ge=1)
-    client: ExternalClientConfig = ExternalClientConfig()
+    def take(self, request: Request) -> list[Answer]:
+        """One answer, which is forgotten; empty when there is none."""
+        answers = self._kept.get(request, [])
+        if len(answers) <= 1:
+            self._kept.pop(request, None)
+        return [answers.pop()] if answers else []
 
 
 class ExternalSampler:
     """A Sampler over one API; `open_external` makes one."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        config: ExternalConfig,
-        codec: Codec,
-        limits: "tuple[AsyncLimiter, AsyncLimiter | None]",
-    ) -> None:
-        self.base = ModelRef(name="base", version=config.model)
+    def __init__(self, api: Api, *, codec: Codec) -> None:
+        self.config = api.config
+        self.base = ModelRef(name="base", version=api.config.model)
         self.context_tokens: int | None = None
         """APIs do not tell."""
-        self.config = config
-        self._client = client
+        self._api = api
         self._codec = codec
-        self._requests, self._tokens = limits
-        # Filled by every request, drained by its answer; bounds what the provider sees at once.
-        self._in_flight = asyncio.Semaphore(config.max_in_flight)
-        self._calls: set[asyncio.Timeout] = set()
-        """Calls that wait; the timeout of each is when the sampler closes."""
-        self._is_closed = False
+        self._samples = KeptAnswers[SampleRequest, tuple[Completion, ...]]()
+        self._scores = KeptAnswers[ScoreRequest, Score]()
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         for request in requests:
             self._require(request.model)
             _require_text_params(request.params)
-        return await self._all(self._sample(request) for request in requests)
+        return await self._all(requests, self._sample, self._samples)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Log-probabilities of labels after a prompt, as far as the API reports them."""
         for request in requests:
             self._require(request.model)
             self._require_labels(request)
-        return await self._all(self._score(request) for request in requests)
+        return await self._all(requests, self._score, self._scores)
 
-    def close(self) -> None:
-        """Tell all who wait, at once."""
-        self._is_closed = True
-        for call in self._calls:
-            call.reschedule(asyncio.get_running_loop().time())
+    async def _all(
+        self,
+        requests: Sequence[Request],
+        ask: Callable[[Request, Callable[[], bool]], Awaitable[Answer]],
+        kept: KeptAnswers[Request, Answer],
+    ) -> list[Answer]:
+        """All answers, in order; when one cannot be had its error, and the others are kept."""
+        answers: dict[int, Answer] = {}
+        failures: list[FleetError] = []
 
-    async def _all(self, works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-        """All results, in order; the first error, or the end of the sampler, ends the others."""
-        closed = FleetDownError(f"The connection to {self.config.url} was closed here.")
-        if self._is_closed:
-            raise closed
-        call = asyncio.timeout(None)
-        self._calls.add(call)
+        async def answer(place: int, request: Request, limit: asyncio.Timeout) -> None:
+            try:
+                answers[place] = await ask(request, lambda: not failures)
+            except FleetError as error:
+                if not failures:
+                    limit.reschedule(asyncio.get_running_loop().time() + LATE_S)
+                failures.append(error)
+
+        is_whole = False
         try:
-            async with call:
-                return await together(works)
-        except (TimeoutError, FleetError):
-            if self._is_closed:
-                raise closed from None
-            raise
+            async with self._api.call() as limit:
+                for place, request in enumerate(requests):
+                    for known in kept.take(request):
+                        answers[place] = known
+                missing = [place for place in range(len(requests)) if place not in answers]
+                await together(answer(place, requests[place], limit) for place in missing)
+            is_whole = not failures
+        except TimeoutError:
+            pass  # the answers that were on their way are too late
         finally:
-            self._calls.discard(call)
+            if not is_whole:
+                for place, known in answers.items():
+                    kept.keep(requests[place], known)
+        if failures:
+            raise failures[0]
+        return [answers[place] for place in range(len(requests))]
 
-    async def _sample(self, request: SampleRequest) -> tuple[Completion, ...]:
+    async def _sample(
+        self, request: SampleRequest, is_wanted: Callable[[], bool]
+    ) -> tuple[Completion, ...]:
         params = request.params
         body = self._body(request.prompt, params)
         cost = len(request.prompt) + params.n * params.max_tokens
-        choices = await self._ask(body, cost=cost, num=params.n)
+        choices = await self._ask(body, cost=cost, num=params.n, is_wanted=is_wanted)
         with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
             return tuple(self._completion(choice, request) for choice in choices)
 
-    async def _score(self, request: ScoreRequest) -> Score:
+    async def _score(self, request: ScoreRequest, is_wanted: Callable[[], bool]) -> Score:
         body = self._body(request.tokens, SamplingParams(max_tokens=1), num_top=MAX_TOP)
-        [choice] = await self._ask(body, cost=len(request.tokens) + 1, num=1)
+        cost = len(request.tokens) + 1
+        [choice] = await self._ask(body, cost=cost, num=1, is_wanted=is_wanted)
         with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
             positions = _positions(choice)
         if not positions:
@@ -215,50 +192,17 @@ class ExternalSampler:
             body["logprobs"] = num_top
         return body
 
-    async def _ask(self, body: Mapping[str, Any], *, cost: int, num: int) -> list[Any]:
-        """One request within the limits. Those of requests come first: they are the scarcer."""
-        if self._tokens is not None and cost > self._tokens.max_rate:
-            raise FleetError(
-                f"A request of {cost} tokens can never keep to tokens_per_minute "
-                f"{self._tokens.max_rate:g}: shorten the prompt, lower max_tokens or raise it."
-            )
-        content = json.dumps(body).encode()
-        async with self._in_flight:
-            # Where a failed request made room for this one, its call ends now, before a request
-            # is sent that nobody reads.
-            await asyncio.sleep(0)
-            try:
-                answer = await self._post(content, cost=cost)
-            except ServerLost as loss:
-                if loss.status is None:
-                    raise
-                answer = await self._post(content, cost=cost)
-        choices = answer.get("choices") if isinstance(answer, dict) else None
+    async def _ask(
+        self, body: Mapping[str, Any], *, cost: int, num: int, is_wanted: Callable[[], bool]
+    ) -> list[Any]:
+        path = "/v1/chat/completions" if self.config.route == "chat" else "/v1/completions"
+        answer = await self._api.ask(path, body, cost=cost, is_wanted=is_wanted)
+        choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != num:
             raise FleetError(
                 f"{self.config.model} answered {choices!r:.80} where {num} choices were asked for."
             )
         return choices
-
-    async def _post(self, content: bytes, *, cost: int) -> Any:
-        async def admit() -> None:
-            await self._requests.acquire()
-            if self._tokens is not None:
-                await self._tokens.acquire(cost)
-
-        limit_s = self.config.client.request_s
-        path = "/v1/chat/completions" if self.config.route == "chat" else "/v1/completions"
-        try:
-            # Every attempt counts: the provider counts those that it answers with 429 too.
-            return await self._client.post(path, content, limit_s=limit_s, admit=admit)
-        except ServerRefusal as refusal:
-            if refusal.status in NO_REQUEST:
-                raise FleetDownError(str(refusal)) from refusal
-            raise
-        except ServerLost as loss:
-            if loss.is_broken or isinstance(loss, ServerBusy):
-                raise FleetDownError(str(loss)) from loss
-            raise
 
     def _completion(self, choice: Mapping[str, Any], request: SampleRequest) -> Completion:
         message = choice.get("message") or {}
@@ -302,31 +246,9 @@ class ExternalSampler:
 
 @asynccontextmanager
 async def open_external(config: ExternalConfig, *, codec: Codec) -> AsyncIterator[ExternalSampler]:
-    """Connect to the API; its key must be in the environment."""
-    key = os.environ.get(config.api_key_env, "")
-    if not key:
-        raise ConfigError(
-            f"{config.url} needs a key, and {config.api_key_env} is not set: export it, or name "
-            "another variable in api_key_env."
-        )
-    try:
-        from aiolimiter import AsyncLimiter
-    except ImportError as error:
-        raise ConfigError(
-            "External APIs need rate limits: pip install 'aiolimiter>=1.2'."
-        ) from error
-    requests = AsyncLimiter(config.requests_per_minute, MINUTE_S)
-    tokens = None
-    if config.tokens_per_minute is not None:
-        tokens = AsyncLimiter(config.tokens_per_minute, MINUTE_S)
-    async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(open_session())
-        client = Client(config.url, session=session, config=config.client, api_key=key)
-        limits = (requests, tokens)
-        with contextlib.closing(
-            ExternalSampler(client, config=config, codec=codec, limits=limits)
-        ) as sampler:
-            yield sampler
+    """Connect to the API as `open_api` does."""
+    async with open_api(config) as api:
+        yield ExternalSampler(api, codec=codec)
 
 
 def _require_text_params(params: SamplingParams) -> None:

@@ -27,6 +27,8 @@ class ServerMetrics:
     has_prefix_cache: bool | None
     started_s: float | None = None
     """When its process was started, in seconds since 1970."""
+    is_on_cpu: bool | None = None
+    """By a size of the cache that vLLM has on the CPU only; newer ones do not report it."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -57,6 +59,7 @@ def parse_metrics(page: str) -> ServerMetrics:
             cache_usage = max(cache_usage, value)
     block = cache.get("block_size", "")
     caching = cache.get("enable_prefix_caching")
+    space = cache.get("cpu_kvcache_space_bytes")
     return ServerMetrics(
         num_running=int(sums.get("num_requests_running", 0)),
         num_waiting=int(sums.get("num_requests_waiting", 0)),
@@ -67,4 +70,5 @@ def parse_metrics(page: str) -> ServerMetrics:
         block_tokens=int(block) if block.isdigit() else None,
         has_prefix_cache=None if caching is None else caching == "True",
         started_s=sums.get(_STARTED),
+        is_on_cpu=None if space is None else space.isdigit() and int(space) > 0,
     )

@@ -4,7 +4,8 @@
 
 `/openapi.json` names its routes and fields, `/v1/models` its model, `/metrics` its cache,
 `/server_info` (servers in development mode) its sizes; two requests of one token show how it
-reports tokens and log-probabilities. A version string decides nothing.
+reports tokens and log-probabilities. A version number decides nothing; the build that some version
+strings end in (`0.11.0+cpu`, `0.11.0+cu129`) tells the device.
 """
 
 import asyncio
@@ -45,6 +46,8 @@ _FLATTENED = 0.2
 """Raw log-probabilities do not depend on the temperature; processed ones of temperature 2 move by
 more than this, half-precision rounding by less."""
 _INFO = "/server_info"
+_BUILDS = ("cpu", "cu", "rocm", "xpu")
+"""How the local part of a version names what vLLM was built for."""
 _READ_PROMPTS = tuple(_PROMPT * times for times in range(1, 5))
 _NUM_READ = 32
 """Tokens that are drawn one by one, of each of these together, and then read as prompts."""
@@ -79,11 +82,12 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
     info = await _get(client, f"{_INFO}?config_format=json") if has_info else None
     config = _dig(info, "vllm_config")
     lora, model = _dig(config, "lora_config"), _dig(config, "model_config")
-    is_on_cpu = _dig(config, "device_config").get("device") == "cpu"
+    release = str(_dig(version).get("version", "unknown"))
+    is_on_cpu = _is_on_cpu(_dig(config, "device_config").get("device"), release, metrics)
     return Capabilities(
         model=base["id"],
         root=str(base.get("root") or base["id"]),
-        version=str(_dig(version).get("version", "unknown")),
+        version=release,
         max_model_len=_whole(base.get("max_model_len")),
         max_num_seqs=_whole(_dig(config, "scheduler_config").get("max_num_seqs")),
         max_logprobs=_whole(model.get("max_logprobs")) or DEFAULT_MAX_LOGPROBS,
@@ -180,6 +184,16 @@ async def _one_token(
         raise FleetError(f"{client.url} does not answer /v1/completions: is it a vLLM server?")
     tops = (choices[0].get("logprobs") or {}).get("top_logprobs")
     return dict(tops[0]) if tops and tops[0] else {}
+
+
+def _is_on_cpu(device: Any, release: str, metrics: ServerMetrics | None) -> bool | None:
+    """What a server computes on, from whatever it tells: its config, its build, its cache."""
+    if isinstance(device, str):
+        return device == "cpu"
+    build = release.partition("+")[2]
+    if build.startswith(_BUILDS):
+        return build.startswith("cpu")
+    return metrics.is_on_cpu if metrics is not None else None
 
 
 def _is_processed(mild: Mapping[str, float], hot: Mapping[str, float]) -> bool:

@@ -26,6 +26,12 @@ class Breaker:
     is_open: bool = False
     pause_s: float = FIRST_PAUSE_S
     probe_at_s: float = 0.0
+    opened_s: float = 0.0
+    """When it was opened last."""
+
+    def open_for_s(self, *, now_s: float) -> float:
+        """How long it has been open; 0 while it is closed."""
+        return now_s - self.opened_s if self.is_open else 0.0
 
     def record_success(self) -> None:
         self.is_open = False
@@ -36,11 +42,11 @@ class Breaker:
         if self.is_open:
             return False
         self.is_open = True
-        self.probe_at_s = now_s
+        self.opened_s = self.probe_at_s = now_s
         return True
 
     def record_failed_probe(self, *, now_s: float) -> None:
-        self.is_open = True
+        self.record_loss(now_s=now_s)
         self.probe_at_s = now_s + self.pause_s
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 

@@ -4,7 +4,7 @@ A replica only counts; `router.py` decides by it and `fleet.py` acts. Times are 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rookery.fleet.http.wire import Fields
@@ -36,6 +36,8 @@ class Call:
     prompts: tuple[TokenIds, ...]
     arrival_s: float
     prefix: tuple[int, ...]
+    affinity: Hashable = None
+    """Calls of one affinity share prefixes; None: it has none."""
     replicas: list["ReplicaLoad"] = field(default_factory=list)
     """Where it runs now: more than one when an idle replica took it over."""
     tried: set[str] = field(default_factory=set)

@@ -31,6 +31,8 @@ from rookery.fleet.http.wire import Choice
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.fleet.routing.replica import Replica
 from rookery.fleet.routing.router import Router
+from rookery.fleet.servers.launch import LocalServer
+from rookery.fleet.servers.upkeep import HANG_S
 from rookery.types import Adapter, ModelRef
 
 __all__ = ["Pool"]
@@ -261,24 +263,29 @@ class Pool:
             replica.attention.set()
 
     async def _look(self, replica: Replica) -> None:
-        if replica.local is not None and not replica.local.is_alive:
-            replica.load.is_open = False
-            try:
-                await replica.local.restart()
-            except FleetError:
-                replica.is_given_up = True
-                raise
-            await replica.reconnect(self._find_ref)
-            logger.info("%s is back", replica.url)
-        elif replica.breaker.is_open:
-            if not replica.breaker.should_probe(now_s=time.monotonic()):
-                return
-            if not await replica.client.is_healthy():
-                raise ServerLost(replica.last_error, is_broken=True)
-            await replica.reconnect(self._find_ref)
-            logger.info("%s is back", replica.url)
-        else:
+        local = replica.local
+        if local is not None and not local.is_alive:
+            await self._restart(replica, local)
+        elif not replica.breaker.is_open:
             await replica.measure()
+            return
+        elif not replica.breaker.should_probe(now_s=time.monotonic()):
+            return
+        elif not await replica.client.is_healthy():
+            open_s = replica.breaker.open_for_s(now_s=time.monotonic())
+            if local is None or open_s < HANG_S:
+                raise ServerLost(replica.last_error, is_broken=True)
+            await self._restart(replica, local, why=f"was not healthy for {open_s:.0f} s")
+        await replica.reconnect(self._find_ref)
+        logger.info("%s is back", replica.url)
+
+    async def _restart(self, replica: Replica, local: LocalServer, *, why: str = "") -> None:
+        replica.load.is_open = False
+        try:
+            await local.restart(why)
+        except FleetError:
+            replica.is_given_up = True
+            raise
 
     def _pause_s(self, replica: Replica) -> float:
         if not replica.breaker.is_open:

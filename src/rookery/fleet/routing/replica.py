@@ -46,6 +46,7 @@ class ReplicaSettings:
     max_in_flight: int | None
     max_loras: int | None
     max_lora_rank: int | None
+    is_on_cpu: bool | None
     is_folder_shared: bool
     """Servers on other machines see the staging folder too."""
     has_resolver: bool
@@ -110,7 +111,7 @@ class Replica:
             )
         report = await self._attach(found)
         limits = self._limits()
-        is_on_cpu = found.is_on_cpu or (self.local is not None and self.local.config.is_on_cpu)
+        is_on_cpu = self._is_on_cpu(found)
         self.capabilities = replace(
             found,
             has_prompt_logprobs=found.has_prompt_logprobs
@@ -127,9 +128,13 @@ class Replica:
             await self._check_steps()
         self.layers = {name: (size[0], size[1]) for name, size in report.get("layers", {}).items()}
         self.route = self._choose_route(bool(report))
-        # Those that show their sizes show their device; of others it is not known.
-        is_on_gpu = not is_on_cpu and (self.local is not None or found.max_num_seqs is not None)
-        self._base_runs_apart = self.route != "none" and not is_on_gpu
+        self._base_runs_apart = self.route != "none" and is_on_cpu is not False
+        if self.route != "none" and is_on_cpu is None:
+            logger.warning(
+                "%s does not tell whether it is on a GPU: requests for the base model and for "
+                "adapters take turns there, as they must on the CPU. Set device to gpu if it is.",
+                self.url,
+            )
         self.has_token_route = bool(report) and await self.client.has_token_route()
         together = self.capabilities.max_num_seqs
         own = int(OVERLAP * together) if together else DEFAULT_WINDOW
@@ -242,11 +247,13 @@ class Replica:
         await self._residency.leave(model=self.capabilities.model)
 
     async def measure(self) -> None:
-        """See what other clients have running there."""
+        """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
         if metrics is not None:
             busy = metrics.num_running + metrics.num_waiting
             self.load.foreign = max(0, busy - self.load.num_sequences)
+        elif not await self.client.is_healthy():
+            raise ServerLost(f"{self.url} answers neither /metrics nor /health.", is_broken=False)
 
     async def _attach(self, found: Capabilities) -> dict[str, Any]:
         """The worker extension's report; empty where it is not, which only our own servers tell."""
@@ -268,6 +275,12 @@ class Replica:
                 "token drawn. This vLLM's CUDA graphs cannot hold whole steps of this model: write "
                 "cuda_graphs: auto."
             )
+
+    def _is_on_cpu(self, found: Capabilities) -> bool | None:
+        if self.local is not None:
+            # A build for the CPU does not care for the GPUs of its machine.
+            return self.local.config.is_on_cpu or bool(found.is_on_cpu)
+        return self._settings.is_on_cpu if found.is_on_cpu is None else found.is_on_cpu
 
     def _limits(self) -> "_Limits":
         """What the config says of adapters, for servers that do not tell."""

@@ -9,7 +9,8 @@
 Calls wait in groups by model; the oldest is next. A call goes to the open replica where it would be
 done first: work in flight over measured speed, less the prefix tokens the replica has cached, plus
 a load where the adapter is missing. An adapter stays on the replica that holds it (its home) unless
-that is full for long; a replica never has more than `max_loras` adapters in flight.
+that is full for long; a replica never has more than `max_loras` adapters in flight. Calls of one
+affinity stay on one replica (`affinity.py`) while that has no more than its share of all work.
 
 Nobody starves. A call that finds no room, as one of eight sequences among many of one, has a
 replica kept free of younger calls until it fits. One that waits for an adapter slot holds back the
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from rookery.fleet.routing.affinity import AffinityHomes
 from rookery.fleet.routing.load import Call, ReplicaLoad
 from rookery.types import ModelRef
 
@@ -38,6 +40,8 @@ STEAL_GAIN = 1.5
 """An idle replica takes over a call when it would be this much sooner there."""
 STEAL_S = 0.05
 """... and when there is at least this much to gain."""
+STEAL_GAIN_HOME = 3.0
+"""The same of a call at its affinity's home, which has its prefixes cached; elsewhere is cold."""
 
 
 @dataclass(slots=True)
@@ -74,10 +78,17 @@ class Router:
         self.replicas = list(replicas)
         self._max_calls = max_calls
         self._groups: dict[ModelRef, _Group] = {}
+        self._homes = AffinityHomes()
+        self._waiting_work = 0.0
 
     @property
     def num_waiting(self) -> int:
         return sum(len(group.calls) for group in self._groups.values())
+
+    @property
+    def num_affinities(self) -> int:
+        """Affinities that calls came for lately."""
+        return len(self._homes)
 
     @property
     def waiting(self) -> list[Call]:
@@ -87,6 +98,7 @@ class Router:
         """Queue a call: last of its model, or first when it comes back from a lost server."""
         group = self._groups.setdefault(call.ref, _Group())
         group.calls[call] = None
+        self._waiting_work += call.work
         if is_first:
             group.calls.move_to_end(call, last=False)
         if group.home is not None:
@@ -101,6 +113,7 @@ class Router:
     def dispatch(self, now_s: float) -> list[tuple[Call, ReplicaLoad]]:
         """Assign what can be assigned now; the replicas count it as in flight at once."""
         self._leave_closed_homes()
+        self._homes.forget_unused(now_s)
         step = _Dispatch(now_s, list(self._open()))
         if not self._groups or not step.has_room():
             return []
@@ -142,7 +155,7 @@ class Router:
             replica = self._choose(call, step, may_spill=may_spill)
             if replica is None:
                 continue
-            if group.home is None and not call.is_base:
+            if group.home is None and not call.is_base and call.affinity is None:
                 group.home = replica
                 replica.promised += sum(other.work for other in group.calls)
             self._take(group, call)
@@ -178,17 +191,38 @@ class Router:
         some = [x for x in able if x.num_sequences < x.window and kept.get(x, call) is call]
         if not able and not call.is_base:
             step.horizon_s = min(step.horizon_s, call.arrival_s + PATIENCE_S)
-        if some and not call.is_base and any(replica.holds(call.ref) for replica in replicas):
+        is_by_adapter = not call.is_base and call.affinity is None
+        if some and is_by_adapter and any(replica.holds(call.ref) for replica in replicas):
             home = [replica for replica in some if replica.holds(call.ref)]
             may_leave = may_spill and step.now_s - call.arrival_s > SPILL_S
             some = home if home or not may_leave else some
         free = [replica for replica in some if replica.has_room(call)]
         if free:
-            return self._soonest(free, call, step.now_s)
+            return self._by_affinity(free, call, step) or self._soonest(free, call, step.now_s)
         if some and call not in kept.values():
             # The replica nearest to having room comes nearer with every end: it stays the nearest.
             kept[min(some, key=lambda replica: replica.num_missing(call))] = call
         return None
+
+    def _by_affinity(
+        self, free: Sequence[ReplicaLoad], call: Call, step: _Dispatch
+    ) -> ReplicaLoad | None:
+        """The home of the call's affinity, if it has room and has not had its share of the work;
+        an affinity without a home gets one here, where the fewest are."""
+        if call.affinity is None:
+            return None
+        home = self._homes.find(call.affinity, step.now_s)
+        if home is None:
+            home = self._soonest(self._homes.with_fewest(free), call, step.now_s)
+            assert home is not None
+            self._homes.settle(call.affinity, home, step.now_s)
+        is_behind = home.work / self._speed(home, step.now_s) >= self._fair_s(step)
+        return home if home in free and not is_behind else None
+
+    def _fair_s(self, step: _Dispatch) -> float:
+        """How long all work, waiting too, takes when no replica is idle before the others."""
+        work = self._waiting_work + sum(replica.work for replica in step.replicas)
+        return work / sum(self._speed(replica, step.now_s) for replica in step.replicas)
 
     def _usable(self, call: Call, replicas: list[ReplicaLoad]) -> list[ReplicaLoad]:
         """Those that serve such calls, and have not lost this one if there is any such."""
@@ -247,7 +281,8 @@ class Router:
             # Overdue: it may take as long again. And half of what is in flight is not done yet.
             left_s = due_s if due_s > 0 else elapsed_s
             left_s = max(left_s, 0.5 * victim.alone() / self._speed(victim, now_s))
-            gain_s = left_s - STEAL_GAIN * there_s
+            is_home = call.affinity is not None and self._homes.find(call.affinity, now_s) is victim
+            gain_s = left_s - (STEAL_GAIN_HOME if is_home else STEAL_GAIN) * there_s
             if gain_s > best[0]:
                 best = (gain_s, call)
         return best[1]
@@ -272,10 +307,13 @@ class Router:
     def _take(self, group: _Group, call: Call) -> None:
         """Out of the waiting ones."""
         del group.calls[call]
+        self._waiting_work -= call.work
         if group.home is not None:
             group.home.promised = max(0.0, group.home.promised - call.work)
         if not group.calls:
             self._groups.pop(call.ref, None)
+        if not self._groups:
+            self._waiting_work = 0.0
 
     def _leave_closed_homes(self) -> None:
         for group in self._groups.values():

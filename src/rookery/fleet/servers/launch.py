@@ -26,7 +26,7 @@ import aiohttp
 
 from rookery.errors import FleetError, boundary
 from rookery.fleet import vllm_plugin
-from rookery.fleet.http.client import Client, open_session
+from rookery.fleet.http.client import Client, ClientConfig, open_session
 from rookery.fleet.servers.log_hints import explain_failure, first_error, last_lines
 from rookery.fleet.servers.registry import (
     ServerRecord,
@@ -50,7 +50,6 @@ __all__ = [
     "LaunchProgress",
     "LocalServer",
     "Progress",
-    "keep_alive",
     "open_servers",
 ]
 
@@ -59,6 +58,8 @@ POLL_S = 0.5
 RESTART_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before the second restart, then twice as long each time: what killed a server (memory that
 another program holds, a driver that recovers) takes seconds to minutes to pass."""
+HEALTH_LIMIT_S = 20.0
+"""How long `/health` may take to answer: under load vLLM is late by seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +181,18 @@ class LocalServer:
         if self._process is not None:
             await self._process.wait()
 
-    async def restart(self) -> None:
-        """Start a dead server again on its port and wait until it serves.
+    async def is_healthy(self) -> bool:
+        return await self._client.is_healthy()
+
+    async def restart(self, why: str = "") -> None:
+        """Start a server again on its port, dead or not, and wait until it serves.
 
         A start that fails counts as one of `launch.restarts`, and the next one waits longer;
-        FleetError with the last failure when all are used up.
+        FleetError with the last failure when all are used up. `why` says what is wrong with a
+        server that lives.
         """
         await self.stop()
-        failure = self._failure(f"ended with status {self._status}")
+        failure = self._failure(why or f"ended with status {self._status}")
         while self.num_restarts < self.config.restarts:
             self.num_restarts += 1
             logger.warning(
@@ -300,17 +305,6 @@ async def open_servers(
                 await _stop_all(context.servers)
 
 
-async def keep_alive(server: LocalServer) -> FleetError:
-    """Start a server again whenever it dies; ends when it is given up, with the reason."""
-    while True:
-        await server.wait_ended()
-        try:
-            await server.restart()
-        except FleetError as error:
-            logger.error("%s", error)
-            return error
-
-
 @contextmanager
 def _prepared(
     config: LaunchConfig, root: Path, *, session: aiohttp.ClientSession, adapters: Path | None,
@@ -328,7 +322,8 @@ def _prepared(
             context.ports.append(reserve_port(config.host, first=config.port))
             host = f"[{config.host}]" if ":" in config.host else config.host
             url = f"http://{host}:{context.ports[-1].port}"
-            client = Client(url, session=session, api_key=config.api_key)
+            limits = ClientConfig(control_s=HEALTH_LIMIT_S)
+            client = Client(url, session=session, config=limits, api_key=config.api_key)
             context.servers.append(
                 LocalServer(index, config=config, registry=registry, client=client, context=context)
             )

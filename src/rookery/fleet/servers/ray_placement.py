@@ -26,8 +26,9 @@ from typing import Any
 from rookery.config import parse_config
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.executors.ray_cluster import connect_ray
-from rookery.fleet.servers.launch import keep_alive, open_servers
+from rookery.fleet.servers.launch import open_servers
 from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["Placed", "place_on_ray"]
 

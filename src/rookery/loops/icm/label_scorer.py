@@ -4,7 +4,9 @@
     reads = await scorer.score([(labels, 0), (labels, 1)])
 
 `PlainLabelScorer` asks for every context again, one at a time. Both give the same numbers, so that
-a search takes the same decisions with either.
+a search takes the same decisions with either. `ChainLabelScorer` is a SharedLabelScorer as one
+chain uses it: its contexts differ little from one iteration to the next, so they go to one server
+if possible.
 
 What the engine cannot answer is an answer too: a context that fails by itself while others are
 answered is stored as failed, is read as None, and is not asked for again when a run is resumed.
@@ -14,8 +16,8 @@ When nothing is answered the engine is gone: that is an error, and nothing is st
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -29,7 +31,14 @@ from rookery.search.orders import Order
 from rookery.search.prefixes import PrefixCache
 from rookery.types import ModelRef, Score, ScoreRequest
 
-__all__ = ["Context", "LabelScorer", "PlainLabelScorer", "ScoreStore", "SharedLabelScorer"]
+__all__ = [
+    "ChainLabelScorer",
+    "Context",
+    "LabelScorer",
+    "PlainLabelScorer",
+    "ScoreStore",
+    "SharedLabelScorer",
+]
 
 Context = tuple[Labels, int]
 """All labels and the item that is asked for: its own label is not shown."""
@@ -135,7 +144,15 @@ class ScoreStore:
 class LabelScorer(Protocol):
     """Reads contexts of one batch of items under one model."""
 
-    naive_tokens: int
+    @property
+    def naive_tokens(self) -> int:
+        """Prompt tokens of all reads, had nothing been shared."""
+        ...
+
+    def of_chain(self, affinity: Hashable) -> "LabelScorer":
+        """The same scorer for one chain: what it asks for goes to one server where that is as
+        quick."""
+        ...
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         """The reads, in order; None for a context that the engine cannot answer."""
@@ -161,6 +178,10 @@ class PlainLabelScorer:
         self._order = order
         self._model = model
         self.naive_tokens = 0
+
+    def of_chain(self, affinity: Hashable) -> "PlainLabelScorer":
+        del affinity
+        return self
 
     def known(self, context: Context) -> LabelLogprobs | None:
         del context
@@ -204,24 +225,29 @@ class SharedLabelScorer:
         self._room = asyncio.Semaphore(NUM_BLOCKS)
         self.naive_tokens = 0
 
+    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
+        return ChainLabelScorer(self, affinity=affinity)
+
     def known(self, context: Context) -> LabelLogprobs | None:
         return self._store.find(self._key(context))
 
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        await self._fetch({self._key(context): context for context in contexts})
+    async def prefetch(self, contexts: Sequence[Context], *, affinity: Hashable = None) -> None:
+        await self._fetch({self._key(context): context for context in contexts}, affinity)
 
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+    async def score(
+        self, contexts: Sequence[Context], *, affinity: Hashable = None
+    ) -> list[LabelLogprobs | None]:
         """Each context's read, in order; none is ever asked for twice."""
         keys = [self._key(context) for context in contexts]
         for labels, target in contexts:
             self.naive_tokens += self._prompts.num_tokens(
                 labels, target, order=self._order.of(target)
             )
-        await self._fetch(dict(zip(keys, contexts, strict=True)))
+        await self._fetch(dict(zip(keys, contexts, strict=True)), affinity)
         assert all(key in self._store for key in keys)
         return [self._store.find(key) for key in keys]
 
-    async def _fetch(self, contexts: dict[str, Context]) -> None:
+    async def _fetch(self, contexts: dict[str, Context], affinity: Hashable) -> None:
         missing = {key: c for key, c in contexts.items() if key not in self._store}
         waiting = [self._in_flight[key] for key in missing if key in self._in_flight]
         own = [key for key in missing if key not in self._in_flight]
@@ -234,17 +260,23 @@ class SharedLabelScorer:
                 for block in blocks:
                     done = asyncio.get_running_loop().create_future()
                     self._in_flight.update(dict.fromkeys(block, done))
-                    group.create_task(self._send({key: missing[key] for key in block}, done))
+                    part = {key: missing[key] for key in block}
+                    group.create_task(self._send(part, done, affinity))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         for future in waiting:
             await asyncio.shield(future)
 
-    async def _send(self, block: dict[str, Context], done: asyncio.Future[None]) -> None:
+    async def _send(
+        self, block: dict[str, Context], done: asyncio.Future[None], affinity: Hashable
+    ) -> None:
         try:
             async with self._room:
                 requests = [
-                    _request(self._prompts, self._order, self._model, context)
+                    replace(
+                        _request(self._prompts, self._order, self._model, context),
+                        affinity=affinity,
+                    )
                     for context in block.values()
                 ]
                 plans = [self._store.plan(request) for request in requests]
@@ -291,6 +323,30 @@ class SharedLabelScorer:
         return self._prompts.digest(
             labels, target, order=self._order.of(target), salt=self._model.served_name
         )
+
+
+class ChainLabelScorer:
+    """What one chain asks of the scorer that it shares with the other chains of its batch."""
+
+    def __init__(self, scorer: SharedLabelScorer, *, affinity: Hashable) -> None:
+        self._scorer = scorer
+        self._affinity = affinity
+
+    @property
+    def naive_tokens(self) -> int:
+        return self._scorer.naive_tokens
+
+    def of_chain(self, affinity: Hashable) -> "ChainLabelScorer":
+        return ChainLabelScorer(self._scorer, affinity=affinity)
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        return self._scorer.known(context)
+
+    async def prefetch(self, contexts: Sequence[Context]) -> None:
+        await self._scorer.prefetch(contexts, affinity=self._affinity)
+
+    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
+        return await self._scorer.score(contexts, affinity=self._affinity)
 
 
 def _request(prompts: Prompts, order: Order, model: ModelRef, context: Context) -> ScoreRequest:

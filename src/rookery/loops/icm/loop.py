@@ -338,9 +338,10 @@ async def _search(
                     )
                 )
 
+        scorer = batch.scorer.of_chain((batch.index, chain))
         async with room:
             result = await Chain(
-                batch.problem,
+                replace(batch.problem, scorer=scorer),
                 config=config.search,
                 seed=stream_seed(batch.seed, "chain", chain),
                 speculate=config.speculate,

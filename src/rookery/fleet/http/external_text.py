@@ -1,0 +1,82 @@
+"""An external OpenAI-compatible API as a `TextModel`: messages in, text and token usage out.
+
+    config = ExternalConfig(url="https://api.example.com/v1", model="big", requests_per_minute=60)
+    async with open_text_model(config) as model:
+        reply = await model.reply(TextRequest(messages=(Message(role="user", content="Hello"),)))
+
+An API that nobody can be served by (unreachable, busy for long, no key or credit, no such model) is
+a FleetDownError: a loop waits, or ends to be resumed. Any other FleetError is of one request.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rookery.errors import ConfigError, FleetError
+from rookery.fleet.http.api import Api, ExternalConfig, open_api, read_usage
+from rookery.types import TextReply, TextRequest, TokenUsage
+
+__all__ = ["ExternalTextModel", "open_text_model"]
+
+CHARACTERS_PER_TOKEN = 3
+"""How prompts are counted for tokens_per_minute, as there is no tokenizer: English has four."""
+
+
+class ExternalTextModel:
+    """A TextModel over one API; `open_text_model` makes one."""
+
+    def __init__(self, api: Api) -> None:
+        self.config = api.config
+        self._api = api
+
+    @property
+    def usage(self) -> TokenUsage:
+        """All that was paid so far, as far as the API reports it."""
+        return TokenUsage(
+            prompt_tokens=self._api.num_prompt_tokens,
+            completion_tokens=self._api.num_completion_tokens,
+        )
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        written = sum(len(message.content) for message in request.messages)
+        cost = written // CHARACTERS_PER_TOKEN + request.max_tokens
+        async with self._api.call():
+            answer = await self._api.ask("/v1/chat/completions", self._body(request), cost=cost)
+        choices = answer.get("choices")
+        choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+        message = choice.get("message") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(message, dict):
+            raise FleetError(f"{self.config.model} answered {choices!r:.80}, not one message.")
+        text, reason = message.get("content"), choice.get("finish_reason")
+        if reason not in ("stop", "length") or not isinstance(text, str):
+            why = message.get("refusal") or f"it ended as {reason!r}"
+            raise FleetError(f"{self.config.model} gave no whole reply: {why}.")
+        return TextReply(
+            text=text, finish_reason=reason, model=self.config.model, usage=read_usage(answer)
+        )
+
+    def _body(self, request: TextRequest) -> dict[str, Any]:
+        """What is None is left out: the API's own default decides."""
+        optional = {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+        }
+        return {
+            "model": self.config.model,
+            "messages": [{"role": m.role, "content": m.content} for m in request.messages],
+            "max_tokens": request.max_tokens,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
+
+@asynccontextmanager
+async def open_text_model(config: ExternalConfig) -> AsyncIterator[ExternalTextModel]:
+    """Connect to the API as `open_api` does."""
+    if config.route != "chat" or config.logprobs:
+        raise ConfigError(
+            f"A model of texts needs route: chat and logprobs: false; given are {config.route} and "
+            f"{str(config.logprobs).lower()}."
+        )
+    async with open_api(config) as api:
+        yield ExternalTextModel(api)

@@ -1,0 +1,214 @@
+"""External APIs as text models: messages out, text and usage back, and every way to fail."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rookery.errors import ConfigError, FleetDownError, FleetError
+from rookery.fleet import ServerLost, ServerRefusal
+from rookery.fleet.http.external import ExternalConfig
+from rookery.fleet.http.external_text import ExternalTextModel, open_text_model
+from rookery.ports import TextModel
+from rookery.types import Message, TextRequest, TokenUsage
+
+CHAT = (Message(role="system", content="Be brief."), Message(role="user", content="Hello?"))
+ANSWER = {
+    "choices": [{"message": {"role": "assistant", "content": "Hi."}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15},
+}
+
+
+class Api:
+    """Answers what it is told to, then `ANSWER`."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.answers: list[web.Response] = []
+        self.hang = False
+        self.arrived = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.bodies.append(json.loads(await request.read()))
+        self.headers.append(request.headers)
+        self.arrived.set()
+        if self.hang:
+            await asyncio.Event().wait()
+        return self.answers.pop(0) if self.answers else web.json_response(ANSWER)
+
+
+@asynccontextmanager
+async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", api.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    given = {"api_key_env": "", "requests_per_minute": None, **options}
+    config = ExternalConfig(url=f"http://127.0.0.1:{port}/v1", model="big", **given)
+    try:
+        async with open_text_model(config) as model:
+            yield model
+    finally:
+        await runner.cleanup()
+
+
+def status(code: int, **headers: str) -> web.Response:
+    return web.json_response({"error": {"message": "as asked"}}, status=code, headers=headers)
+
+
+async def test_messages_go_out_and_text_comes_back() -> None:
+    api = Api()
+    async with connect(api) as model:
+        assert isinstance(model, TextModel)
+        reply = await model.reply(TextRequest(messages=CHAT, max_tokens=9))
+        await model.reply(TextRequest(messages=CHAT, temperature=0.0, top_p=0.5, seed=7))
+        assert model.usage == TokenUsage(prompt_tokens=24, completion_tokens=6)
+    assert (reply.text, reply.finish_reason, reply.model) == ("Hi.", "stop", "big")
+    assert reply.usage == TokenUsage(prompt_tokens=12, completion_tokens=3)
+    first, second = api.bodies
+    assert first == {
+        "model": "big", "max_tokens": 9,
+        "messages": [{"role": m.role, "content": m.content} for m in CHAT],
+    }  # fmt: skip
+    assert (second["temperature"], second["top_p"], second["seed"]) == (0.0, 0.5, 7)
+    assert "Authorization" not in api.headers[0], "no key is needed"
+
+
+async def test_the_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    api = Api()
+    async with connect(api, api_key_env="SOME_KEY") as model:
+        await model.reply(TextRequest(messages=CHAT))
+    assert api.headers[0]["Authorization"] == "Bearer secret"
+    monkeypatch.delenv("SOME_KEY")
+    with pytest.raises(ConfigError, match=r'SOME_KEY is not set.*api_key_env: ""'):
+        async with connect(api, api_key_env="SOME_KEY"):
+            pass
+
+
+async def test_busy_and_failing_apis_are_asked_again() -> None:
+    api = Api()
+    async with connect(api) as model:
+        api.answers = [status(429, **{"Retry-After": "0.05"}), status(503)]
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
+        api.answers = [status(500)]
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
+        api.answers = [status(500), status(502)]
+        with pytest.raises(ServerLost, match=r"failed .502"):
+            await model.reply(TextRequest(messages=CHAT))
+    assert len(api.bodies) == 7
+
+
+async def test_who_can_serve_nobody_is_told_apart() -> None:
+    api = Api()
+    async with connect(api, client={"busy_s": 0.2}) as model:
+        for answer in (status(401), status(404), status(429, **{"Retry-After": "60"})):
+            api.answers = [answer]
+            with pytest.raises(FleetDownError):
+                await model.reply(TextRequest(messages=CHAT))
+        api.answers = [status(400)]
+        with pytest.raises(ServerRefusal):
+            await model.reply(TextRequest(messages=CHAT))
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi.", "it is asked again"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+    async with open_text_model(ExternalConfig(url=url, model="m", api_key_env="")) as model:
+        with pytest.raises(FleetDownError, match="can't be reached"):
+            await model.reply(TextRequest(messages=CHAT))
+
+
+async def test_an_api_that_hangs_ends_one_request() -> None:
+    api = Api()
+    async with connect(api, client={"request_s": 0.2}) as model:
+        api.hang = True
+        with pytest.raises(ServerLost, match=r"did not answer within 0\.2 s"):
+            await model.reply(TextRequest(messages=CHAT))
+        api.hang = False
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
+
+
+async def test_closing_tells_who_waits() -> None:
+    api = Api()
+    api.hang = True
+    async with asyncio.timeout(10):
+        async with connect(api) as model:
+            waiting = asyncio.create_task(model.reply(TextRequest(messages=CHAT)))
+            await api.arrived.wait()
+        with pytest.raises(FleetDownError, match="was closed here"):
+            await waiting
+        with pytest.raises(FleetDownError, match="was closed here"):
+            await model.reply(TextRequest(messages=CHAT))
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        3,
+        {},
+        {"prompt_tokens": 1},
+        {"prompt_tokens": "1", "completion_tokens": 2},
+        {"prompt_tokens": True, "completion_tokens": 2},
+        {"prompt_tokens": 1, "completion_tokens": -2},
+    ],
+)
+async def test_usage_that_is_not_reported_is_not_invented(usage: object) -> None:
+    api = Api()
+    api.answers = [web.json_response({**ANSWER, "usage": usage})]
+    async with connect(api) as model:
+        assert (await model.reply(TextRequest(messages=CHAT))).usage is None
+        assert model.usage == TokenUsage(prompt_tokens=0, completion_tokens=0)
+
+
+def choice(**change: object) -> dict[str, object]:
+    return {"choices": [{"message": {"content": "Hi."}, "finish_reason": "stop", **change}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([], "no JSON object"),
+        ({}, "not one message"),
+        ({"choices": []}, "not one message"),
+        ({"choices": ["x"]}, "not one message"),
+        (choice(message=None), "not one message"),
+        (choice(finish_reason="content_filter"), "ended as 'content_filter'"),
+        (choice(finish_reason=None), "ended as None"),
+        (choice(message={"content": None, "refusal": "I cannot"}), "no whole reply: I cannot"),
+    ],
+)
+async def test_garbage_is_an_error_of_one_request(answer: object, said: str) -> None:
+    api = Api()
+    api.answers = [web.json_response(answer)]
+    async with connect(api) as model:
+        with pytest.raises(FleetError, match=said) as caught:
+            await model.reply(TextRequest(messages=CHAT))
+        assert not isinstance(caught.value, FleetDownError)
+        api.answers = [web.Response(text="<html>", content_type="application/json")]
+        with pytest.raises(FleetError):
+            await model.reply(TextRequest(messages=CHAT))
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
+
+
+async def test_token_limits_hold_without_a_tokenizer() -> None:
+    async with connect(Api(), tokens_per_minute=50) as model:
+        await model.reply(TextRequest(messages=CHAT, max_tokens=20))
+        with pytest.raises(FleetError, match=r"can never keep to tokens_per_minute 50"):
+            await model.reply(TextRequest(messages=CHAT, max_tokens=60))
+
+
+async def test_settings_that_texts_do_not_have_are_refused() -> None:
+    for options in ({"route": "completions"}, {"logprobs": True}):
+        with pytest.raises(ConfigError, match="needs route: chat and logprobs: false"):
+            async with connect(Api(), **options):
+                pass
