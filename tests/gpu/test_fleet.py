@@ -170,7 +170,7 @@ async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:
     assert set(refs) <= set(load.resident)
     for request, answer in list(zip(wanted, together, strict=True))[::16]:
         [alone] = await fleet.sample([request])
-        # bfloat16 sums depend on the company: the first token is compared, and closely.
+        # bfloat16 sums depend on the batch: the first token is compared, and closely.
         assert alone[0].tokens[0] == answer[0].tokens[0]
         assert alone[0].logprobs[0] == pytest.approx(answer[0].logprobs[0], abs=0.1)
 

@@ -1,4 +1,4 @@
-"""The house rules that a program can check: layers, names, sizes, light imports, configs."""
+"""The rules that a program can check: layers, names, sizes, light imports, configs."""
 
 import ast
 import subprocess

@@ -178,7 +178,7 @@ class _Shown:
         self._bar, self._display = bar, display
 
     def answered(self, progress: Progress) -> None:
-        """A block of answers is there."""
+        """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
     def phase_started(self, name: str) -> None:
@@ -186,7 +186,7 @@ class _Shown:
         self._bar.update(name=name)
 
     def generation_done(self, generation: Generation) -> None:
-        """A line that stays."""
+        """Print one line above the bar."""
         self._display.say(_generation_line(generation))
 
     def finish(self) -> None:

@@ -48,7 +48,7 @@ from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, S
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
 logger = logging.getLogger(__name__)
-_UNREADABLE = "A server answered what cannot be read"
+_UNREADABLE = "Could not parse the server's response"
 
 
 class FleetConfig(Config):

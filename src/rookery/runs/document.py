@@ -4,7 +4,7 @@
     encode({"score": math.nan}, what="the report")
     RunError: the report: ["score"] is nan; JSON has only finite numbers: write null, or say in ...
 
-Python's own encoder writes NaN and turns the key 1 into "1" without a word; both are refused here.
+Python's own encoder writes NaN and silently turns the key 1 into "1"; both are refused here.
 """
 
 import json

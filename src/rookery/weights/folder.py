@@ -4,7 +4,7 @@
     write_adapter(adapter, "out/poet")      # peft and vLLM load it as it is
 
 What is read is a plain LoRA: anything else in the folder (DoRA, biases, whole modules, embeddings)
-would be lost without a word, so it is refused with a sentence.
+would be lost silently, so it is refused with an error.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers + peft, and against itself in other company."""
+"""The embedded engine against transformers + peft, and against itself in other batches."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -342,7 +342,7 @@ async def test_parameters_are_sent_or_refused(monkeypatch: pytest.MonkeyPatch) -
         ({"finish_reason": "content_filter"}, "ended as 'content_filter'"),
         ({"finish_reason": None}, "ended as None"),
         ({"message": {"content": None, "refusal": "I cannot"}}, "no whole answer: I cannot"),
-        ({"logprobs": {"content": [{"token": "the"}]}}, "cannot be read"),
+        ({"logprobs": {"content": [{"token": "the"}]}}, "Could not parse the response of"),
     ],
 )
 async def test_an_answer_that_is_not_whole_is_a_failure(

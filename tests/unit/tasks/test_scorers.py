@@ -360,7 +360,7 @@ def test_python_needs_a_file_and_a_function(function):
 
 
 async def test_a_stop_iteration_of_python_is_an_error_of_its_task(tmp_path, task, completion):
-    """asyncio cannot carry one out of a thread: whoever waited would wait for ever."""
+    """A future cannot hold one: the caller would wait without end."""
     file = tmp_path / "scorer.py"
     file.write_text("def first(task, completion): return float(next(iter(())))")
     scorer = build_scorer(PythonConfig(function=f"{file}:first"))

@@ -56,7 +56,7 @@ async def test_metrics_are_means_over_all_passes(model: SlottedModel) -> None:
 
 
 async def test_a_cached_trunk_gives_the_same_bits(model: SlottedModel) -> None:
-    """With no cache, one that holds a part and one that holds all; in other company and alone.
+    """With no cache, one that holds a part and one that holds all; in other batches and alone.
 
     A row alone goes through another matrix product than a row among others.
     """

@@ -143,14 +143,14 @@ class ExternalSampler:
         body = self._body(request.prompt, params)
         cost = len(request.prompt) + params.n * params.max_tokens
         choices = await self._ask(body, cost=cost, num=params.n, is_wanted=is_wanted)
-        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+        with boundary(FleetError, f"Could not parse the response of {self.config.model}"):
             return tuple(self._completion(choice, request) for choice in choices)
 
     async def _score(self, request: ScoreRequest, is_wanted: Callable[[], bool]) -> Score:
         body = self._body(request.tokens, SamplingParams(max_tokens=1), num_top=MAX_TOP)
         cost = len(request.tokens) + 1
         [choice] = await self._ask(body, cost=cost, num=1, is_wanted=is_wanted)
-        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+        with boundary(FleetError, f"Could not parse the response of {self.config.model}"):
             positions = _positions(choice)
         if not positions:
             raise FleetError(f"{self.config.model} reports no log-probabilities: labels need them.")

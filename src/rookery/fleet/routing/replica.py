@@ -79,7 +79,7 @@ class Replica:
         """Set when the server needs a look before the next regular one."""
         self.last_error = ""
         self.is_given_up = False
-        """It cannot be started again: nobody looks after it any more."""
+        """It cannot be started again and is no longer watched."""
         self.excluded = ""
         """Why it takes no requests, however well it is; empty: it does."""
         self.layers: dict[str, tuple[int, int]] = {}

@@ -269,7 +269,7 @@ def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
 
 
 def _floored(value: float) -> Any:
-    """Minus infinity as vLLM writes it; what is no number is none."""
+    """Minus infinity as vLLM writes it; None for NaN."""
     return _FLOOR if value <= _FLOOR else None
 
 

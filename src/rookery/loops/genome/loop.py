@@ -98,7 +98,7 @@ async def _measure_founders(parts: RunParts) -> dict[str, str]:
 
 
 def _set_floors(parts: RunParts) -> dict[str, str]:
-    """Everybody is judged by the floors, the founders too."""
+    """All candidates are judged by the floors, founders included."""
     search, floors, holders = parts.search, parts.config.floors, {}
     values = {source: floor for source, floor in floors.items() if floor != "founder"}
     alive = [f for f in parts.builder.founders if not search.measured[f].error]

@@ -1,8 +1,8 @@
 """Mathematics: 1 when math-verify shows the completion's answer equal to the reference.
 
-The check runs in a process of its own (math_worker.py): an answer such as 9^(9^(9^9)) holds the
-interpreter for ever, and math-verify's own time limits work in the main thread only and not inside
-one long multiplication. The process is started at the first reward and killed when it is late.
+The check runs in a process of its own (math_worker.py): an answer such as 9^(9^(9^9)) would block
+the interpreter, and math-verify's own time limits work in the main thread only and not inside one
+long multiplication. The process is started at the first reward and killed when it is late.
 """
 
 import asyncio
