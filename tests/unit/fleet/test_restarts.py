@@ -173,8 +173,8 @@ async def test_errors_of_requests_are_not_given_as_the_reason_of_a_death() -> No
 
 async def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "HEALTH_S", 0.05)
-    monkeypatch.setattr(upkeep, "HANG_S", 2.0)
-    monkeypatch.setattr(launching, "HEALTH_LIMIT_S", 1.0)
+    monkeypatch.setattr(upkeep, "HANG_S", 6.0)
+    monkeypatch.setattr(launching, "HEALTH_LIMIT_S", 4.0)
     monkeypatch.setattr(launching, "STOP_S", 0.3)
     async with open_servers(CONFIG.model_copy(update={"restarts": 1})) as [server]:
         keeping = asyncio.create_task(keep_alive(server))
