@@ -33,7 +33,7 @@ fleet = cyclopts.App(name="fleet", help="Start, look at, check and stop vLLM ser
 def up(
     config: str,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    executor: Literal["here", "ray"] | None = None,
+    placement: Literal["here", "ray"] | None = None,
 ) -> int:
     """Start vLLM servers and keep them up until Ctrl-C or `rookery fleet down`.
 
@@ -51,13 +51,13 @@ def up(
     config
         A YAML or TOML file with a launch section, or a model: a Hugging Face id, a folder, or
         `smollm2`.
-    executor
+    placement
         `ray` places the servers on the nodes of a Ray cluster; needs launch.replicas.
     """
     from rookery.compose.running import run_async
 
     log_warnings()
-    launch = _read_launch(config, overrides, executor)
+    launch = _read_launch(config, overrides, placement)
     if launch.placement == "ray":
         return run_async(_up_on_ray(launch))
     return run_async(_up(launch))
@@ -148,12 +148,12 @@ def down() -> int:
 
 
 def _read_launch(
-    config: str, overrides: Sequence[str], executor: Literal["here", "ray"] | None
+    config: str, overrides: Sequence[str], placement: Literal["here", "ray"] | None
 ) -> "LaunchConfig":
     from rookery.fleet import FleetConfig
 
-    check_flags(overrides, fields=FleetConfig.model_fields, own=("executor",))
-    words = [*overrides, *(["--launch.placement", executor] if executor else [])]
+    check_flags(overrides, fields=FleetConfig.model_fields, own=("placement",))
+    words = [*overrides, *(["--launch.placement", placement] if placement else [])]
     if Path(config).suffix in _FILES:
         loaded = load_config(FleetConfig, Path(config), overrides=words)
     else:
