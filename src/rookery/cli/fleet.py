@@ -85,17 +85,17 @@ def status(
     from rookery.fleet.admin import status as look
 
     log_warnings()
-    found = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
+    servers = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
     if json_out:
-        console.print_json(json.dumps([asdict(server) for server in found]))
-    elif found:
-        _print_servers(found)
+        console.print_json(json.dumps([asdict(server) for server in servers]))
+    elif servers:
+        _print_servers(servers)
     else:
         console.print("No servers. Start some with `rookery fleet up MODEL`.", highlight=False)
-    for server in found:
+    for server in servers:
         if not server.is_up:
             fail(server.error or f"{server.url} is not ready.")
-    return 0 if all(server.is_up for server in found) else 2
+    return 0 if all(server.is_up for server in servers) else 2
 
 
 @fleet.command

@@ -35,13 +35,13 @@ def list_(
 
     from rookery.runs import list_runs
 
-    found = list_runs(runs_dir)
+    summaries = list_runs(runs_dir)
     if json_out:
         fields = ("name", "kind", "status", "started_s", "last_event_s", "num_events", "size_bytes")
-        console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in found]))
+        console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in summaries]))
         return
     table = Table("name", "kind", "status", "started", "last event", "events", "size")
-    for run in found:
+    for run in summaries:
         table.add_row(
             run.name,
             run.kind,
@@ -51,7 +51,7 @@ def list_(
             str(run.num_events),
             f"{run.size_bytes / 2**20:.1f} MB",
         )
-    if found:
+    if summaries:
         console.print(table)
     else:
         console.print(f"No runs in {runs_dir}.", markup=False, soft_wrap=True)

@@ -268,8 +268,8 @@ def _require_text_params(params: SamplingParams) -> None:
 
 def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[str, float]]]]:
     """Per new position: the token drawn, its log-probability, the likeliest; from either route."""
-    found = choice.get("logprobs") or {}
-    if found.get("content"):
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
         return [
             (
                 entry["token"],
@@ -279,10 +279,10 @@ def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[s
                     for top in entry.get("top_logprobs") or []
                 ],
             )
-            for entry in found["content"]
+            for entry in logprobs["content"]
         ]
-    tops = found.get("top_logprobs") or []
-    drawn = zip(found.get("tokens") or [], found.get("token_logprobs") or [], strict=True)
+    tops = logprobs.get("top_logprobs") or []
+    drawn = zip(logprobs.get("tokens") or [], logprobs.get("token_logprobs") or [], strict=True)
     return [
         (
             token,

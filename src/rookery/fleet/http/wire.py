@@ -151,7 +151,7 @@ def encode_tokens(
 
 def _parameters(fields: Fields) -> dict[str, Any]:
     """Every parameter is written out, so that no server default decides."""
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_tokens": fields.max_tokens,
         "temperature": fields.temperature,
         "top_p": fields.top_p,
@@ -169,12 +169,12 @@ def _parameters(fields: Fields) -> dict[str, Any]:
         "ignore_eos": fields.ignore_eos,
         "logprob_token_ids": list(fields.ids),
     }
-    found.update({key: value for key, value in optional.items() if value})
+    parameters.update({key: value for key, value in optional.items() if value})
     if fields.seed is not None:
-        found["seed"] = fields.seed
+        parameters["seed"] = fields.seed
     if fields.prompt_top is not None:
-        found["prompt_logprobs"] = fields.prompt_top
-    return found
+        parameters["prompt_logprobs"] = fields.prompt_top
+    return parameters
 
 
 def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
