@@ -155,5 +155,15 @@ def test_library_examples_are_short(name: str) -> None:
     assert num_lines < 15
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_of_root_pages_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\(([^)#\s]+)|src=\"([^\"]+)\"", text)
+    local = [a or b for a, b in links if not (a or b).startswith("http")]
+    missing = [link for link in local if not (ROOT / link).exists()]
+    assert not missing, f"{name} links to {missing}"
+    assert name != "README.md" or len(local) > 10
+
+
 def test_the_readme_fits_its_limit() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
