@@ -26,7 +26,7 @@ __all__ = ["fleet"]
 _FILES = {".yaml", ".yml", ".toml", ".json"}
 _KEY = "VLLM_API_KEY"
 
-fleet = cyclopts.App(name="fleet", help="Start, look at, check and stop vLLM servers.")
+fleet = cyclopts.App(name="fleet", help="Start, inspect, check and stop vLLM servers.")
 
 
 @fleet.command

@@ -13,7 +13,7 @@ from rookery.cli.terminal import console, log_warnings
 
 __all__ = ["runs"]
 
-runs = cyclopts.App(name="runs", help="Look at runs, go on with one, take one apart.")
+runs = cyclopts.App(name="runs", help="List, show, resume and export runs.")
 
 
 @runs.command(name="list")
@@ -87,7 +87,7 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 @runs.command
 def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
-    """Go on with an interrupted run from where its event log ends.
+    """Resume an interrupted run from the end of its event log.
 
     Parameters
     ----------

@@ -324,7 +324,7 @@ class EmbeddedEngine:
             detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if _is_short_memory(error):
                 raise EngineError(
-                    f"The engine's memory is short: {detail}. Ask for less at once, or lower "
+                    f"The engine is out of memory: {detail}. Send fewer requests at once, or lower "
                     "max_rows, prefill_tokens or cache_gib."
                 ) from error
             logger.exception("the engine stops")
@@ -339,7 +339,7 @@ _CLOSED = "The engine is closed: await every call inside its `async with` block.
 
 
 def _is_short_memory(error: Exception) -> bool:
-    """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
+    """torch's error for the CPU is a RuntimeError like any other, recognised by its message."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

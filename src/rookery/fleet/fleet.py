@@ -140,7 +140,7 @@ class Fleet:
         rank = self.capabilities.max_lora_rank
         if rank is None:
             raise ConfigError(
-                "The servers do not tell the highest rank they take: set engine.max_lora_rank to "
+                "The servers do not report their maximum rank: set engine.max_lora_rank to "
                 "their --max-lora-rank."
             )
         return rank

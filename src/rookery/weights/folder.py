@@ -211,7 +211,7 @@ def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[s
         pair = pairs.setdefault(match["layer"], {})
         if match["factor"] in pair:
             raise AdapterError(
-                f"{folder / _TENSORS}: lora_{match['factor']} of {match['layer']} is there twice; "
+                f"{folder / _TENSORS}: lora_{match['factor']} of {match['layer']} is repeated; "
                 "keep one adapter per folder."
             )
         pair[match["factor"]] = tensor

@@ -234,7 +234,7 @@ async def test_short_memory_twice_fails_what_is_in_flight_and_the_engine_goes_on
         await until_decoding(engine)
         fault.error, fault.num = error, 2
         async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(EngineError, match=r"memory is short.*lower max_rows"):
+            with pytest.raises(EngineError, match=r"engine is out of memory.*lower max_rows"):
                 await task
             assert engine.stats.cached_tokens == engine.stats.num_in_flight == 0
             assert await engine.sample([sample(engine.base, 1, 5)]) == expected

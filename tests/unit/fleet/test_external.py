@@ -341,7 +341,7 @@ async def test_parameters_are_sent_or_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"finish_reason": "content_filter"}, "ended as 'content_filter'"),
         ({"finish_reason": None}, "ended as None"),
-        ({"message": {"content": None, "refusal": "I cannot"}}, "no whole answer: I cannot"),
+        ({"message": {"content": None, "refusal": "I cannot"}}, "no complete answer: I cannot"),
         ({"logprobs": {"content": [{"token": "the"}]}}, "Could not parse the response of"),
     ],
 )

@@ -265,7 +265,7 @@ def test_solutions_that_were_cut_off_may_be_left_free() -> None:
             "finds no answer",
         ),
         ({"type": "asymmetric_pair", "group": "one"}, "a group has 3"),
-        ({"type": "implies", "field": "s"}, "is no item of its batch"),
+        ({"type": "implies", "field": "s"}, "is not an item of its batch"),
     ],
 )
 def test_relations_that_do_not_fit_are_named(config: dict[str, Any], words: str) -> None:

@@ -210,7 +210,7 @@ class ExternalSampler:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length") or not isinstance(text, str):
             why = message.get("refusal") or f"it ended as {reason!r}"
-            raise FleetError(f"{self.config.model} gave no whole answer: {why}.")
+            raise FleetError(f"{self.config.model} gave no complete answer: {why}.")
         tokens = self._codec.encode(text)
         positions = _positions(choice)
         is_aligned = [name for name, _, _ in positions] == [

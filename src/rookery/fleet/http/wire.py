@@ -223,7 +223,7 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
         )
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
-        raise FleetError(f"A completion of {model.served_name} ended as {reason!r}, not whole.")
+        raise FleetError(f"A completion of {model.served_name} ended with {reason!r}, incomplete.")
     return Completion(
         model=model,
         tokens=tuple(tokens),

@@ -71,7 +71,7 @@ class PythonScorer:
             return self._function(task, completion)
         except StopIteration as error:  # a future cannot hold it: the caller would wait without end
             raise TaskError(
-                f"Task {task.id}: the scorer {self._name} let a StopIteration out; give next() a "
+                f"Task {task.id}: the scorer {self._name} raised StopIteration; give next() a "
                 "default."
             ) from error
 
