@@ -186,7 +186,7 @@ class _Shown:
         self._bar.update(name=name)
 
     def generation_done(self, generation: Generation) -> None:
-        """Print one line above the bar."""
+        """A line that stays."""
         self._display.say(_generation_line(generation))
 
     def finish(self) -> None:
