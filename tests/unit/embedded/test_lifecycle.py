@@ -20,7 +20,7 @@ from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=110, n=4, ignore_eos=True)
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 
 @asynccontextmanager
