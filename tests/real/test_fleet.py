@@ -338,7 +338,7 @@ async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: 
         folder = tmp_path / "runs" / name
         report = json.loads((folder / "report.json").read_text())
         rows = [(row["name"], row["mean"]) for row in report["rows"]]
-        found[name] = report["winner"], rows, read_adapter(folder / "winner").version
+        found[name] = report["winner_id"], rows, read_adapter(folder / "winner").version
     assert found["fleet"] == found["embedded"]
 
 

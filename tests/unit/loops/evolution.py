@@ -19,6 +19,7 @@ from rookery.errors import EngineError
 from rookery.fleet import Fleet
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
+from rookery.reports import GenomeReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -144,12 +145,12 @@ class Telling(Faulty):
         super()._pass(share, *what)
 
 
-def clockless(report: dict[str, Any]) -> dict[str, Any]:
+def clockless(report: GenomeReport) -> GenomeReport:
     """A report without what the clock says, and without the run's name."""
-    report = {k: v for k, v in report.items() if k not in {"run", "seconds"}}
-    for key in ("rows", "generations"):
-        report[key] = [{k: v for k, v in row.items() if k != "seconds"} for row in report[key]]
-    return report
+    rows = tuple(row.model_copy(update={"seconds": None}) for row in report.rows)
+    generations = tuple(g.model_copy(update={"seconds": None}) for g in report.generations)
+    update = {"run": "", "seconds": None, "rows": rows, "generations": generations}
+    return report.model_copy(update=update)
 
 
 def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel) -> None:

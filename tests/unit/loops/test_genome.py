@@ -17,6 +17,7 @@ from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.reports import parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
 from rookery.search.emitters import CmaesEmitter, EmitterPlace, EsEmitter
@@ -56,19 +57,24 @@ async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
 ) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run)
-        names = [row["name"] for row in result.report["rows"]]
+        names = [row.name for row in result.report.rows]
         assert names == [
             "evolved", "best founder", "uniform average", "plain sum", "random search",
             "base model", "vote of founders", "vote of finalists",
         ]  # fmt: skip
-        evolved, best = result.report["rows"][:2]
-        assert evolved["low"] <= evolved["mean"] <= evolved["high"]
-        assert best["gain"] is None and evolved["gain"]["low"] <= evolved["gain"]["high"]
-        assert set(evolved["by_source"]) == {"first", "second"}
-        assert len(result.report["lineage"]) == 4 + 2 * 4
-        assert result.report["num_candidates"] == _num_distinct(run)
-        assert len(result.report["generations"]) == 3
-        assert result.report["num_tokens"] > 0
+        evolved, best = result.report.rows[:2]
+        assert best.gain is None
+        for found in (evolved, evolved.gain):
+            assert found is not None and found.low is not None
+            assert found.mean is not None and found.high is not None
+            assert found.low <= found.mean <= found.high
+        assert result.report.winner == evolved
+        assert parse_genome_report(run.read_json("report.json")) == result.report
+        assert set(evolved.by_source) == {"first", "second"}
+        assert len(result.report.lineage) == 4 + 2 * 4
+        assert result.report.num_candidates == _num_distinct(run)
+        assert len(result.report.generations) == 3
+        assert result.report.num_tokens > 0
         winner = read_adapter(run.path / "winner")
         assert winner.version == result.winner.version
         model = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -91,7 +97,7 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
             reports.append(found.report)
     first, second, other = map(clockless, reports)
     assert first == second
-    assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
+    assert [n.score for n in first.lineage] != [n.score for n in other.lineage]
 
 
 async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
@@ -109,13 +115,13 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
         reports.append(clockless(found.report))
         assert all(stub.loads for stub in stubs), "every server had work"
     assert reports[0] == reports[1] and lineages[0] == lineages[1]
-    assert len({node["score"] for node in reports[0]["lineage"]}) > 1
+    assert len({node.score for node in reports[0].lineage}) > 1
 
 
 async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path: Path) -> None:
     with _run(tmp_path, "whole") as run:
         expected = (await genome(run)).report
-    total = expected["num_rollouts"]
+    total = expected.num_rollouts
 
     class Killed(BaseException):
         pass
@@ -157,7 +163,7 @@ async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -
         assert len({f.version for f in founders}) == 3
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
-        assert len(result.report["lineage"]) == 3 + 8
+        assert len(result.report.lineage) == 3 + 8
 
 
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
@@ -185,9 +191,9 @@ async def test_every_crossover_runs_in_both_spaces(
             merges={merge: {"type": kind, "space": space, **extra}},
             finals={"random_search": False},
         )
-    children = [n for n in result.report["lineage"] if n["generation"] == 1]
-    assert [c["operator"] for c in children] == [merge] * 3
-    assert all(c["score"] is not None for c in children)
+    children = [n for n in result.report.lineage if n.generation == 1]
+    assert [c.operator for c in children] == [merge] * 3
+    assert all(c.score is not None for c in children)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,7 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
         founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
         for entry in lineage["candidates"]:
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
-        assert result.report["num_candidates"] == _num_distinct(run)
+        assert result.report.num_candidates == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
 
 
@@ -239,8 +245,8 @@ async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
                 finals={"random_search": False},
             )
         ).report
-    assert [g["stage"] for g in report["generations"]] == ["founders", "ga", "es", "es", "ga"]
-    ids = [n["id"] for n in report["lineage"]]
+    assert [g.stage for g in report.generations] == ["founders", "ga", "es", "es", "ga"]
+    ids = [n.id for n in report.lineage]
     assert len(ids) == len(set(ids))
 
 
@@ -252,8 +258,8 @@ async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: 
             reports[enabled] = (
                 await genome(run, race=race, seed=3, finals={"random_search": False})
             ).report
-    assert reports[True]["num_rollouts"] <= reports[False]["num_rollouts"]
-    assert reports[True]["winner"] == reports[False]["winner"]
+    assert reports[True].num_rollouts <= reports[False].num_rollouts
+    assert reports[True].winner_id == reports[False].winner_id
 
 
 async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Path) -> None:
@@ -274,8 +280,8 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Pa
         )
         failed = [e.payload for e in run.events("candidate") if e.payload["error"]]
     assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
-    assert f"{len(failed)} candidates failed and lost" in " ".join(result.report["warnings"])
-    assert result.report["winner"].startswith("f")
+    assert f"{len(failed)} candidates failed and lost" in " ".join(result.report.warnings)
+    assert result.report.winner_id.startswith("f")
 
 
 async def test_when_every_candidate_fails_the_run_says_why(
@@ -336,7 +342,7 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
             event.payload["id"]: Fitness(score=event.payload["score"])
             for event in run.events("candidate")
         }
-    assert [g["num_candidates"] for g in report["generations"]] == [4, 12, 12, 12]
+    assert [g.num_candidates for g in report.generations] == [4, 12, 12, 12]
     entries = {entry["id"]: entry for entry in lineage["candidates"]}
     places = [EmitterPlace(seed=0, island="", index=index) for index in (1, 2)]
     es = EsEmitter(children.operators[1], count=5, at=places[0])  # type: ignore[arg-type]
@@ -358,7 +364,7 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
             emitter.tell({plan.id: fitness[plan.id] for plan in plans}, best=plans[0].id)
             state = {k: v for k, v in emitter.state.items() if k != "num_stale"}
             assert state.items() <= states[f"{generation}/{place.name}"].items()
-    operators = [node["operator"] for node in report["lineage"] if node["generation"] == 3]
+    operators = [node.operator for node in report.lineage if node.generation == 3]
     assert sorted(operators) == ["cmaes"] * 5 + ["es"] * 5 + ["linear"] * 2
 
 

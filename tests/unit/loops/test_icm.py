@@ -16,6 +16,7 @@ from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
+from rookery.reports import parse_icm_report
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.testing import BASE
@@ -71,14 +72,16 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     result = await run_icm(tmp_path, oracle, config)
     report = result.report
     assert oracle.accuracy(result.labels) == 1.0
-    assert report["verdict"] == "coherent" and report["warnings"] == []
-    assert report["num_labelled"] == 16 and report["balance"] == {"True": 8, "False": 8}
-    assert [row["name"] for row in report["rows"]] == [
+    assert report.verdict == "coherent" and report.warnings == ()
+    assert report.num_labelled == 16 and report.balance == {"True": 8, "False": 8}
+    assert [row.name for row in report.rows] == [
         "icm", "zero-shot", "random few-shot", "bootstrap", "golden few-shot", "inverted seed",
     ]  # fmt: skip
-    assert report["rows"][0]["accuracy"] == 1.0
-    assert report["tokens"]["computed"] < report["tokens"]["requested"] < report["tokens"]["naive"]
-    assert report["gold"]["utility"] == pytest.approx(report["utility"])
+    assert report.rows[0].accuracy == 1.0
+    assert report.tokens.computed < report.tokens.requested < report.tokens.naive
+    assert report.gold is not None and report.gold.utility == pytest.approx(report.utility)
+    written = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert parse_icm_report(written) == report and report.run == "a"
     rows = read_rows(tmp_path / "a" / "labels.jsonl")
     assert [row["id"] for row in rows] == [f"i{i}" for i in range(16)]
     assert all(row["margin"] > 0 and row["model"] == "base@fake" for row in rows)
@@ -155,7 +158,7 @@ async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
         ]
         best = max(a.utility for a in await opened.assess(options))
         result = await run_icm(tmp_path, oracle, config, name=f"run{seed}")
-        assert result.report["utility"] == pytest.approx(best)
+        assert result.report.utility == pytest.approx(best)
 
 
 async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> 
     second = await run_icm(tmp_path, oracle, config, name="second")
     assert decisions(tmp_path / "first") == decisions(tmp_path / "second")
     assert first.labels == second.labels
-    assert first.report["rows"][0]["accuracy"] != second.report["rows"][0]["accuracy"]
+    assert first.report.rows[0].accuracy != second.report.rows[0].accuracy
 
 
 def test_the_search_cannot_be_shown_the_true_labels(tmp_path: Path) -> None:
@@ -217,11 +220,11 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(tmp_path: Path
     asked.extend(oracle.asked[before:])
     assert kills >= 4
     assert len(asked) == len(set(asked)) == total, "what was answered is not asked for again"
-    same = set(expected) - {"run", "seconds", "tokens"}
-    assert {k: report[k] for k in same} == {k: expected[k] for k in same}
-    assert decisions(tmp_path / "killed") != [] and report["tokens"]["naive"] > 0
+    other = {"run", "seconds", "tokens"}
+    assert report.model_dump(exclude=other) == expected.model_dump(exclude=other)
+    assert decisions(tmp_path / "killed") != [] and report.tokens.naive > 0
     again = len(oracle.asked)
-    assert (await run_icm(tmp_path, oracle, config, name="killed")).report["rows"] == report["rows"]
+    assert (await run_icm(tmp_path, oracle, config, name="killed")).report.rows == report.rows
     assert len(oracle.asked) == again, "a finished run costs nothing to open"
 
 
@@ -260,11 +263,11 @@ async def test_without_constraints_a_biased_model_collapses_and_is_told_so(tmp_p
     oracle = Oracle(12, prior=0.2, pull=0.5, noise=0.1, bias=4.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     result = await run_icm(tmp_path, oracle, make_config(path, constraints=[]))
-    assert result.report["verdict"] == "collapsed"
-    assert "All labels are True" in result.report["warnings"][0]
+    assert result.report.verdict == "collapsed"
+    assert "All labels are True" in result.report.warnings[0]
     calibrated = make_config(path, constraints=[], objective={"calibrate": True}, num_chains=3)
     result = await run_icm(tmp_path, oracle, calibrated, name="calibrated")
-    assert result.report["verdict"] != "collapsed" and oracle.accuracy(result.labels) == 1.0
+    assert result.report.verdict != "collapsed" and oracle.accuracy(result.labels) == 1.0
 
 
 async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -> None:
@@ -272,11 +275,11 @@ async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -
     path = write_items(tmp_path / "items.jsonl", oracle)
     config = make_config(path, search={"iterations": 2, "num_start": 4})
     result = await run_icm(tmp_path, oracle, config)
-    assert result.report["verdict"] == "partial"
-    assert result.report["num_labelled"] < 20
+    assert result.report.verdict == "partial"
+    assert result.report.num_labelled < 20
     assert None in result.labels.values()
     rows = read_rows(tmp_path / "a" / "sft.jsonl")
-    assert len(rows) <= result.report["num_labelled"]
+    assert len(rows) <= result.report.num_labelled
 
 
 async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tmp_path) -> None:
@@ -287,13 +290,11 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tm
         (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")).report
         for s in range(6)
     ]
-    accuracies = {report["rows"][0]["accuracy"] for report in reports}
+    accuracies = {report.rows[0].accuracy for report in reports}
     assert accuracies == {0.0, 1.0}, "both ends are found"
     for report in reports:
-        assert report["verdict"] == (
-            "inverse" if report["rows"][0]["accuracy"] == 0 else "ambiguous"
-        )
-        assert any("the items do not decide" in warning for warning in report["warnings"])
+        assert report.verdict == ("inverse" if report.rows[0].accuracy == 0 else "ambiguous")
+        assert any("the items do not decide" in warning for warning in report.warnings)
 
 
 async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_path) -> None:
@@ -321,9 +322,9 @@ async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: 
                   for i in range(24)]  # fmt: skip
         is_opposite = all(rights[:12]) != all(rights[12:])
         seen.add(is_opposite)
-        [row] = result.report["transfers"]
-        assert row["accuracy"] == (0.0 if is_opposite else 1.0)
-        assert (result.report["verdict"] == "opposite") == is_opposite
+        [row] = result.report.transfers
+        assert row.accuracy == (0.0 if is_opposite else 1.0)
+        assert (result.report.verdict == "opposite") == is_opposite
     assert seen == {True, False}
 
 
@@ -350,7 +351,7 @@ async def test_more_than_two_labels(tmp_path: Path) -> None:
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
         result = await label(config, items=items, bench=oracle.bench, run=run)
     assert result.labels == {row["id"]: row["word"] for row in rows}
-    assert result.report["gold"] is None and result.report["rows"][0]["accuracy"] is None
+    assert result.report.gold is None and result.report.rows[0].accuracy is None
 
 
 def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None:
