@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from rookery.tasks.template import load_template
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
 SILENT = Watcher()
+Genome = Callable[..., Awaitable[GenomeResult]]
+"""What the fixture `genome` is: `run_evolution` without what every test gives it."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Inputs:
 
 async def run_evolution(
     run: Run,
-    inputs: Inputs,
     *,
+    inputs: Inputs,
     model: SlottedModel,
     fleet: Fleet | None = None,
     wrap: Callable[[Any], Any] = lambda engine: engine,
@@ -159,7 +161,7 @@ def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel)
         asyncio.run(
             run_evolution(
                 run,
-                inputs,
+                inputs=inputs,
                 model=model,
                 wrap=lambda engine: Telling(engine, **options["faults"]),
                 **options["changes"],

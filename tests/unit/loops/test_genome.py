@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fleet.stub import Stub, serve
-from loops.evolution import clockless
+from loops.evolution import Genome, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
@@ -17,10 +17,17 @@ from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.loops.genome.stages.ga import GaStage, run_ga
-from rookery.reports import parse_genome_report
+from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
-from rookery.search.emitters import CmaesEmitter, EmitterPlace, EsEmitter
+from rookery.search.emitters import (
+    CmaesEmitter,
+    CmaesOperatorConfig,
+    Emitter,
+    EmitterPlace,
+    EsEmitter,
+    EsOperatorConfig,
+)
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
 from rookery.weights import read_adapter
@@ -53,7 +60,7 @@ def _num_distinct(run: Run) -> int:
 
 
 async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
-    genome, tmp_path: Path, tiny_folder: Path
+    genome: Genome, tmp_path: Path, tiny_folder: Path
 ) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run)
@@ -88,7 +95,7 @@ async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
 
 
 async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_search(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     reports = []
     for name, seed, wrap in (("a", 1, Here), ("b", 1, Elsewhere), ("c", 2, Here)):
@@ -101,7 +108,7 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
 
 
 async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     reports, lineages = [], []
     for num in (1, 3):
@@ -118,7 +125,9 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
     assert len({node.score for node in reports[0].lineage}) > 1
 
 
-async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path: Path) -> None:
+async def test_a_run_killed_anywhere_resumes_to_the_same_report(
+    genome: Genome, tmp_path: Path
+) -> None:
     with _run(tmp_path, "whole") as run:
         expected = (await genome(run)).report
     total = expected.num_rollouts
@@ -131,7 +140,7 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
     num_kills = 0
     for generation in (0, 1, 2):
 
-        def die(record, at=generation) -> None:
+        def die(record: GenerationRecord, at: int = generation) -> None:
             if record.generation == at:
                 raise Killed
 
@@ -156,7 +165,9 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
         {"type": "random", "count": 3, "rank": 2, "targets": ["down_proj"], "size": 0.05},
     ],
 )
-async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -> None:
+async def test_fresh_founders_are_distinct(
+    genome: Genome, tmp_path: Path, init: dict[str, Any]
+) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run, init=init)
         founders = [read_adapter(f) for f in (run.path / "founders").iterdir()]
@@ -172,7 +183,7 @@ MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "e
 @pytest.mark.parametrize("space", ["delta", "factor"])
 @pytest.mark.parametrize("merge", MERGES)
 async def test_every_crossover_runs_in_both_spaces(
-    genome, tmp_path: Path, merge: str, space: str
+    genome: Genome, tmp_path: Path, merge: str, space: str
 ) -> None:
     kind = "linear" if merge == "sum" else merge
     extra = {"normalise": False} if merge == "sum" else {}
@@ -215,7 +226,7 @@ async def test_every_crossover_runs_in_both_spaces(
     ids=["es", "cmaes", "swarm", "islands", "archive", "pareto", "svd"],
 )  # fmt: skip
 async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
-    genome, tmp_path: Path, stage: dict
+    genome: Genome, tmp_path: Path, stage: dict[str, Any]
 ) -> None:
     pareto = stage.get("population", {}).__class__ is dict and "objective" in stage.get(
         "population", {}
@@ -235,7 +246,7 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
     assert len(lineage["candidates"]) > 2
 
 
-async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
+async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
     ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
     with _run(tmp_path, "a") as run:
         report = (
@@ -250,7 +261,9 @@ async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: Path) -> None:
+async def test_racing_saves_answers_and_finds_the_same_winner(
+    genome: Genome, tmp_path: Path
+) -> None:
     reports = {}
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
@@ -262,7 +275,7 @@ async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: 
     assert reports[True].winner_id == reports[False].winner_id
 
 
-async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Path) -> None:
+async def test_a_candidate_that_fails_is_recorded_and_loses(genome: Genome, tmp_path: Path) -> None:
     """A mutation of absurd strength makes weights that are not finite."""
     stage = {
         "type": "ga", "generations": 1,
@@ -285,7 +298,7 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Pa
 
 
 async def test_when_every_candidate_fails_the_run_says_why(
-    genome, tmp_path: Path, tasks_folder: Path
+    genome: Genome, tmp_path: Path, tasks_folder: Path
 ) -> None:
     scorer = {"type": "python", "function": f"{tasks_folder}/bad.py:reward"}
     path = str(tasks_folder / "first.jsonl")
@@ -310,7 +323,7 @@ async def test_when_every_candidate_fails_the_run_says_why(
             {"type": "crossover", "name": "slerp", "num_parents": 3}]}}}]}, "num_parents: 3"),
     ],
 )  # fmt: skip
-def test_bad_configs_are_refused(change: dict, message: str) -> None:
+def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:
     document = {
         "init": {"type": "zero"},
         "tasksets": [{"type": "generated", "generator": "label-kind"}],
@@ -320,7 +333,9 @@ def test_bad_configs_are_refused(change: dict, message: str) -> None:
         GenomeConfig.model_validate(document)
 
 
-async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path: Path) -> None:
+async def test_emitters_are_told_the_fitness_of_what_they_asked(
+    genome: Genome, tmp_path: Path
+) -> None:
     """Fresh emitters that are told what the run recorded ask for the children that the run made."""
     children = ChildrenConfig.model_validate(
         {"count": 12, "operators": [
@@ -345,16 +360,19 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
     assert [g.num_candidates for g in report.generations] == [4, 12, 12, 12]
     entries = {entry["id"]: entry for entry in lineage["candidates"]}
     places = [EmitterPlace(seed=0, island="", index=index) for index in (1, 2)]
-    es = EsEmitter(children.operators[1], count=5, at=places[0])  # type: ignore[arg-type]
+    _, es_config, cmaes_config = children.operators
+    assert isinstance(es_config, EsOperatorConfig)
+    assert isinstance(cmaes_config, CmaesOperatorConfig)
+    es = EsEmitter(es_config, count=5, at=places[0])
     cmaes = CmaesEmitter(
-        children.operators[2],  # type: ignore[arg-type]
-        count=5, at=places[1], founders=list(founders), mutation_sigma=0.1,
-    )  # fmt: skip
+        cmaes_config, count=5, at=places[1], founders=list(founders), mutation_sigma=0.1
+    )
     start = max(founders, key=lambda name: fitness[name].score or 0.0)
     assert sum(fitness[name] == fitness[start] for name in founders) == 1, "the best is one"
     es.begin(start, scale=spread(founders[start]))
     for generation in (1, 2, 3):
-        for emitter, place in zip((es, cmaes), places, strict=True):
+        emitters: tuple[Emitter, ...] = (es, cmaes)
+        for emitter, place in zip(emitters, places, strict=True):
             plans = emitter.ask(generation=generation)
             for plan in plans:
                 recorded = TypeAdapter(type(plan)).validate_python(
@@ -369,7 +387,7 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
 
 
 async def test_operators_that_cannot_work_are_refused_before_the_founders_are_asked(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     stage = {"type": "ga", "population": {"children": {"operators": [{"type": "cmaes"}]}}}
     init = {"type": "zero", "count": 1, "rank": 2, "layers": 2}
@@ -383,7 +401,7 @@ async def test_operators_that_cannot_work_are_refused_before_the_founders_are_as
 
 
 async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_first(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     class SecondFirst(Here):
         """Answers the first island only after the second one."""
@@ -426,7 +444,7 @@ async def test_islands_race_apart() -> None:
 
         async def measure_apart(self, races: Any, *, keep: int, stage: str) -> dict[str, Fitness]:
             assert stage == "ga"
-            found = {}
+            found: dict[str, Fitness] = {}
             for recipes, rivals in races:
                 raced.append(({recipe.id[:3] for recipe in recipes}, list(rivals), keep))
                 found |= {recipe.id: Fitness(score=0.5) for recipe in recipes}

@@ -2,12 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loops.evolution import Faulty, Inputs
+from loops.evolution import Faulty, Genome, Inputs
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
@@ -52,7 +52,7 @@ class Failing(Faulty):
 
 
 async def test_a_finalist_that_fails_on_select_cannot_win(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     """It would win: it fails where it is wrong, and is right on all that is left."""
     with _run(tmp_path, "whole") as run:
@@ -90,7 +90,7 @@ def _encode(task: Task) -> list[int]:
 
 
 async def test_when_all_finalists_fail_on_select_the_report_says_so(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     tasksets = [load_taskset(_parse(document)) for document in _tasksets(inputs)]
     prompts = {tuple(_encode(task)) for t in tasksets for task in t.split("select")}
@@ -105,7 +105,7 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
     assert any("Every finalist failed on the select tasks" in w for w in report.warnings)
 
 
-async def test_floors_bind_founders_too(genome: Any, tmp_path: Path) -> None:
+async def test_floors_bind_founders_too(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path, "high") as run:
         report = (await genome(run, floors={"first": 0.99}, **FEW)).report
         founders = [
@@ -116,7 +116,7 @@ async def test_floors_bind_founders_too(genome: Any, tmp_path: Path) -> None:
 
 
 async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run, floors={"first": "founder"}, **FEW)).report
@@ -132,7 +132,7 @@ async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
 def _mean(report: GenomeReport, name: str, run: Run) -> float:
     """A founder's mean on the search tasks of the first taskset, from its answers."""
     version = {e.key: e.payload["version"] for e in run.events("candidate")}[name]
-    seen = {}
+    seen: dict[str, float] = {}
     for event in run.events("rollout"):
         if event.key.startswith(version) and event.payload["task"].startswith("first/"):
             seen.setdefault(event.payload["task"], event.payload["reward"])
@@ -142,7 +142,7 @@ def _mean(report: GenomeReport, name: str, run: Run) -> float:
 
 @pytest.mark.parametrize("floors", [{"first": 0.52}, {"first": "founder"}])
 async def test_a_race_with_floors_finds_the_winner_of_no_race(
-    genome: Any, tmp_path: Path, floors: dict[str, Any]
+    genome: Genome, tmp_path: Path, floors: dict[str, Any]
 ) -> None:
     winners = {}
     for enabled in (True, False):
@@ -154,7 +154,7 @@ async def test_a_race_with_floors_finds_the_winner_of_no_race(
 
 
 async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     splits = {"search": 0.7, "select": 0.0, "report": 0.3}
     tasksets = _tasksets(inputs, second={"splits": splits})
@@ -162,7 +162,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
         report = (await genome(run, tasksets=tasksets, **FEW)).report
         candidates = {e.key: e.payload for e in run.events("candidate")}
         select = {t.id for t in load_taskset(_parse(tasksets[0])).split("select")}
-        rewards = {}
+        rewards: dict[tuple[str, str], float] = {}
         for event in run.events("rollout"):
             version, task = event.key.split("|")[:2]
             rewards[version, task] = event.payload["reward"]
@@ -171,7 +171,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
     finalists = [c for c in ranked if {(c["version"], t) for t in select} <= set(rewards)]
     assert len(finalists) == 3
 
-    def chosen_by(candidate: dict[str, Any]) -> float:
+    def chosen_by(candidate: Mapping[str, Any]) -> float:
         """The mean of the first taskset's select tasks and the second's search tasks."""
         own = [rewards[candidate["version"], task] for task in select]
         search = [t.id for t in load_taskset(_parse(tasksets[1])).split("search")]
@@ -183,7 +183,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
 
 @pytest.mark.parametrize("use", ["adapters", "pairs", "both"])
 async def test_what_the_search_begins_with(
-    genome: Any, inputs: Inputs, tmp_path: Path, use: str
+    genome: Genome, inputs: Inputs, tmp_path: Path, use: str
 ) -> None:
     init = {"type": "file", "path": str(inputs.founders), "use": use, "num_pairs": 5}
     with _run(tmp_path) as run:
@@ -204,7 +204,7 @@ async def test_what_the_search_begins_with(
 
 
 async def test_the_report_tasks_are_asked_once_and_at_the_end(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     tasksets = [load_taskset(_parse(document)) for document in _tasksets(inputs)]
     ids = {s: {task.id for t in tasksets for task in t.split(s)} for s in SPLITS}
@@ -219,7 +219,7 @@ async def test_the_report_tasks_are_asked_once_and_at_the_end(
 
 
 async def test_the_vote_counts_answers_and_not_their_wording(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     from rookery.loops.genome.final_report import FinalReport
     from rookery.rollout import TasksetEvaluator
@@ -265,7 +265,7 @@ def test_an_entry_that_misses_a_task_has_no_mean_and_no_difference() -> None:
 
 
 async def test_a_baseline_that_beats_the_winner_is_said_first(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     """References are the base model's own answers: no adapter can do better."""
     with _run(tmp_path, "base") as run:
@@ -287,7 +287,7 @@ async def test_a_baseline_that_beats_the_winner_is_said_first(
     assert "The base model is better than the winner by 1.000" in report.warnings[0]
 
 
-async def test_what_is_left_behind(genome: Any, tmp_path: Path) -> None:
+async def test_what_is_left_behind(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run)).report
         population = {entry.id for entry in report.population}
@@ -295,10 +295,10 @@ async def test_what_is_left_behind(genome: Any, tmp_path: Path) -> None:
         assert len(population) == 4
         for name in population:
             read_adapter(run.path / "population" / name)
-    front = {entry.id: entry.by_source for entry in report.front}
-    assert front
-    for means in front.values():
-        for other in front.values():
+    front = [{s: m for s, m in e.by_source.items() if m is not None} for e in report.front]
+    assert front and all(set(means) == {"first", "second"} for means in front)
+    for means in front:
+        for other in front:
             assert not (
                 all(other[s] >= means[s] for s in means) and any(other[s] > means[s] for s in means)
             )
@@ -329,7 +329,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[m for *_, m in BAD])
 async def test_what_cannot_work_is_refused_before_the_first_question(
-    genome: Any,
+    genome: Genome,
     tmp_path: Path,
     changes: dict[str, Any],
     error: type[Exception],
@@ -342,7 +342,7 @@ async def test_what_cannot_work_is_refused_before_the_first_question(
 
 
 async def test_founders_with_names_of_candidates_and_lone_pairs_are_refused(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     folder = tmp_path / "founders"
     write_adapter(tiny_adapter("x", seed=1), folder / "g001-c00")
@@ -355,7 +355,7 @@ async def test_founders_with_names_of_candidates_and_lone_pairs_are_refused(
 
 
 async def test_tasks_that_are_too_long_or_too_few_are_refused(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     rows = (inputs.tasks / "first.jsonl").read_text().splitlines()
     long = {"prompt": "w5 " * 130, "choices": ["w90", "w91"], "reference": "w90"}
@@ -373,7 +373,7 @@ async def test_tasks_that_are_too_long_or_too_few_are_refused(
 
 
 async def test_rewards_above_one_need_a_range_only_for_a_race(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     scorer = tmp_path / "big.py"
     scorer.write_text("def reward(task, completion):\n    return 5.0 + completion.tokens[0] % 2\n")
@@ -390,7 +390,7 @@ async def test_rewards_above_one_need_a_range_only_for_a_race(
 
 
 async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     splits = {"search": 0.0, "select": 0.0, "report": 1.0}
     tasksets = _tasksets(inputs, second={"splits": splits})
@@ -403,7 +403,7 @@ async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
 
 
 async def test_founders_may_be_called_like_report_entries(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     folder = tmp_path / "named"
     names = ("evolved", "base", "best founder", "plain sum")
@@ -427,7 +427,7 @@ async def test_founders_may_be_called_like_report_entries(
 
 
 async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run, floors={"first": "founder"}, **FEW)).report

@@ -1,6 +1,6 @@
 """What the labels are said to be worth: agreement, collapsed and opposite batches, rivals."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import DataConfig, Item
-from rookery.loops.icm.label_scorer import Context, ScoreStore
+from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
 from rookery.loops.icm.verdict import Crowd, Evidence, agree, judge
@@ -96,39 +96,39 @@ def test_verdicts() -> None:
     assert verdict == "coherent" and "1%" in warnings[0]
 
 
-class Habit:
-    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+class Scripted:
+    """A scorer that knows every read at once."""
 
     naive_tokens = 0
 
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs]:
-        return [self._read(labels, item) for labels, item in contexts]
-
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        """Nothing is asked for."""
-
-    def known(self, context: Context) -> LabelLogprobs | None:
-        return self._read(*context)
-
-    def _read(self, labels: Labels, item: int) -> LabelLogprobs:
-        if not any(label == 1 for other, label in enumerate(labels) if other != item):
-            return (-0.01, -4.6)
-        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
-
-
-class Content:
-    """Reads of a model that finds every label as it should be."""
-
-    naive_tokens = 0
-
-    def __init__(self, wanted: Labels) -> None:
-        self._wanted = wanted
+    def of_chain(self, affinity: Hashable) -> LabelScorer:
+        return self
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         return [self.known(context) for context in contexts]
 
     async def prefetch(self, contexts: Sequence[Context]) -> None:
         """Nothing is asked for."""
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        raise NotImplementedError
+
+
+class Habit(Scripted):
+    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        labels, item = context
+        if not any(label == 1 for other, label in enumerate(labels) if other != item):
+            return (-0.01, -4.6)
+        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
+
+
+class Content(Scripted):
+    """Reads of a model that finds every label as it should be."""
+
+    def __init__(self, wanted: Labels) -> None:
+        self._wanted = wanted
 
     def known(self, context: Context) -> LabelLogprobs | None:
         return (-0.1, -2.4) if self._wanted[context[1]] == 0 else (-2.4, -0.1)
