@@ -293,11 +293,12 @@ async def test_a_killed_server_loses_no_request_and_comes_back(
     ]
     victim = fleet.pool.replicas[0]
     assert victim.local is not None
+    process_id = victim.local.pid
 
     async def kill() -> None:
         while victim.load.num_sequences < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        os.kill(victim.local.pid, signal.SIGKILL)
+        os.kill(process_id, signal.SIGKILL)
 
     async with asyncio.TaskGroup() as group:
         call = group.create_task(fleet.sample(wanted))
