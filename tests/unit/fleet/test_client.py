@@ -261,11 +261,11 @@ async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
 
 async def test_a_server_that_hangs_or_dies_is_lost_in_time() -> None:
     stub = Stub(hang=True)
-    async with connect(stub, request_s=0.1) as client:
+    async with connect(stub, request_s=0.1) as client, open_session() as session:
         with pytest.raises(ServerLost, match=r"within 0.1 s") as late:
             await client.complete(b'{"model":"tiny","prompt":[[1]],"max_tokens":1}')
         assert not late.value.is_broken
-        patient = Client(stub.url, session=client._session)
+        patient = Client(stub.url, session=session)
         async with asyncio.TaskGroup() as group:
             call = group.create_task(_loss(patient))
             await stub.wait_in_flight(1)

@@ -102,7 +102,7 @@ async def connect(
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    _, port = runner.addresses[0]
     monkeypatch.setenv("SOME_KEY", "secret")
     config = ExternalConfig(
         url=f"http://127.0.0.1:{port}/v1", model="big", api_key_env="SOME_KEY", **options

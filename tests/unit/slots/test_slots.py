@@ -87,10 +87,12 @@ def test_adapters_of_other_ranks_and_targets_mix_in_one_batch(model: SlottedMode
     assert (mixed[0] - mixed[3]).abs().max() > 0.1
 
 
-def test_a_reused_slot_keeps_nothing_of_its_last_adapter(model: SlottedModel) -> None:
+def test_a_reused_slot_keeps_nothing_of_its_last_adapter(
+    model: SlottedModel, tiny_folder: Path
+) -> None:
     model.bank.put(0, tiny_adapter("wide", rank=8, seed=1))
     model.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
-    fresh = load_model(Path(model._model.config._name_or_path))
+    fresh = load_model(tiny_folder)
     fresh.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
     torch.testing.assert_close(_logits(model, [[5, 6]], [0]), _logits(fresh, [[5, 6]], [0]))
 
