@@ -192,6 +192,7 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(fleet: Fleet) -> N
     async def kill() -> None:
         while replica.load.num_sequences < 50:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        assert replica.local is not None
         os.kill(replica.local.pid, signal.SIGKILL)
 
     async with asyncio.TaskGroup() as group:

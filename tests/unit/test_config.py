@@ -88,7 +88,7 @@ def test_nothing_is_the_defaults(tmp_path: Path) -> None:
 
 def test_configs_are_frozen_and_their_docstrings_describe_the_fields() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Forest().seed = 3  # type: ignore[misc]
+        Forest().seed = 3
     assert Bird.model_fields["wing_span"].description == "Metres."
 
 

@@ -4,7 +4,7 @@ Every wait of these tests has a limit: a caller that is never told would hang.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -155,7 +155,7 @@ async def test_calls_on_a_closed_engine_are_refused_at_once(tiny_model: SlottedM
 
 
 async def refuses_everything(engine: EmbeddedEngine, ref: ModelRef, *, match: str) -> None:
-    calls = [
+    calls: list[Callable[[], Awaitable[object]]] = [
         lambda: engine.sample([sample(engine.base, 1, 5)]),
         lambda: engine.score([ScoreRequest(model=ref, tokens=(1, 2))]),
         lambda: engine.load(tiny_adapter("b", seed=1)),

@@ -51,7 +51,7 @@ async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    _, port = runner.addresses[0]
     given = {"api_key_env": "", "requests_per_minute": None, **options}
     config = ExternalConfig(url=f"http://127.0.0.1:{port}/v1", model="big", **given)
     try:

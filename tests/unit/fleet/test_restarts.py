@@ -18,6 +18,7 @@ from rookery.fleet.servers.launch import LocalServer, open_servers
 from rookery.fleet.servers.registry import find_registries, process_start
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.servers.upkeep import keep_alive
+from rookery.fleet.vllm_plugin.guard import group_members
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = LaunchConfig(model="tiny", device="cpu", port=18550)
@@ -129,7 +130,7 @@ async def test_what_a_dead_server_leaves_running_is_ended_without_its_owner(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "child")
     async with open_servers(CONFIG) as [server]:
-        [child] = set(launching.group_members(server.pid)) - {server.pid}
+        [child] = set(group_members(server.pid)) - {server.pid}
         await kill(server)
         await until(lambda: process_start(child) == "")
 

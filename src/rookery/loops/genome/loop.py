@@ -14,7 +14,6 @@ asked twice.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rookery.errors import TaskError
 from rookery.loops.genome.checks import check_inputs, check_tasks
@@ -26,6 +25,7 @@ from rookery.loops.genome.generation_log import UNWATCHED, Watcher
 from rookery.loops.genome.parts import RunParts, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import Engine
+from rookery.reports import GenomeReport
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import pair_plans
@@ -40,7 +40,7 @@ class GenomeResult:
     """The winner and the report about it."""
 
     winner: Adapter
-    report: dict[str, Any]
+    report: GenomeReport
 
 
 async def evolve(
