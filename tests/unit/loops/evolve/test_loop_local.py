@@ -96,7 +96,7 @@ async def test_real_workers_score_programs_and_report_their_failures(
 async def test_an_evaluator_that_cannot_be_imported_ends_before_any_model_call(
     tmp_path: Path, evaluator: Path
 ) -> None:
-    evaluator.write_text("import nothing_of_that_name\n")
+    await asyncio.to_thread(evaluator.write_text, "import nothing_of_that_name\n")
     model = toy_model(propose_new)
     with pytest.raises(ExecutorError, match="nothing_of_that_name"):
         await evolve_local(tmp_path, unsafe_config(), evaluator, model)
