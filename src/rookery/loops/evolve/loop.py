@@ -14,6 +14,7 @@ Many attempts are in flight at a time: `hub.py` says how, and how a run resumes.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from rookery.errors import ConfigError
@@ -27,6 +28,7 @@ from rookery.loops.evolve.outputs import Outputs, open_outputs
 from rookery.loops.evolve.parts import Providers, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.report import FinishedSearch, make_report
+from rookery.loops.evolve.run_log import log_to_file
 from rookery.loops.evolve.search_state import open_state
 from rookery.loops.evolve.watcher import UNWATCHED, Watcher
 from rookery.ports import Executor, TextModel
@@ -62,8 +64,6 @@ async def evolve(
     """
     if not programs:
         raise ConfigError("An evolution needs a program to start from.")
-    seed = await _seed(config, run)
-    arms = list_arms(config, models)
     providers = Providers(
         models=models,
         executor=executor,
@@ -71,6 +71,19 @@ async def evolve(
         watcher=watcher,
         language=programs[0].language,
     )
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, log_to_file(config, run.path))
+        return await _evolve(config, programs, providers)
+
+
+async def _evolve(
+    config: EvolveConfig,
+    programs: Sequence[FirstProgram | ProgramRecord],
+    providers: Providers,
+) -> EvolveResult:
+    run = providers.run
+    seed = await _seed(config, run)
+    arms = list_arms(config, providers.models)
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
     measured = await prepare_first_programs(programs, parts=parts, state=state)
