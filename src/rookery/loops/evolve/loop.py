@@ -21,7 +21,11 @@ from rookery.errors import ConfigError
 from rookery.loops.evolve.baselines import Start, run_baselines
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.first_programs import prepare_first_programs, tell_first_programs
+from rookery.loops.evolve.first_programs import (
+    leave_out_failed,
+    prepare_first_programs,
+    tell_first_programs,
+)
 from rookery.loops.evolve.hub import Hub
 from rookery.loops.evolve.language import suffix_of
 from rookery.loops.evolve.outputs import Outputs, open_outputs
@@ -62,8 +66,9 @@ async def evolve(
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
     """
+    programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
-        raise ConfigError("An evolution needs a program to start from.")
+        raise ConfigError("An evolution needs a program to start from that has a score.")
     providers = Providers(
         models=models,
         executor=executor,
