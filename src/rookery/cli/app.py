@@ -35,7 +35,7 @@ app.command(doctor)
 
 EXTRAS = {
     "accelerate": "hf",
-    "cma": "evolve",
+    "cma": "cmaes",
     "datasets": "hf",
     "gguf": "hf",
     "jsonschema": "tasks",
@@ -43,6 +43,7 @@ EXTRAS = {
     "modal": "modal",
     "peft": "hf",
     "ray": "ray",
+    "sandlock": "evolve",
     "torch": "hf",
     "transformers": "hf",
     "vllm": "vllm",
