@@ -17,4 +17,6 @@ if __name__ == "__main__":
         "configs/evolve.yaml",
         llm={"primary_model": sys.argv[1]},
     )
-    print(f"{outcome.report.best.score:.4f}: {outcome.path / 'best'}")
+    for row in outcome.report.winning_line:
+        print(f"iteration {row.iteration}: {row.score}")
+    print(outcome.path / "best")

@@ -1,7 +1,7 @@
 """Scores a search: how low it gets on a function with many dips, in 200 calls."""
 
-import importlib.util
 import math
+import runpy
 
 
 def bumpy(x: float, y: float) -> float:
@@ -9,9 +9,7 @@ def bumpy(x: float, y: float) -> float:
 
 
 def evaluate(program_path: str) -> dict[str, float]:
-    spec = importlib.util.spec_from_file_location("program", program_path)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    search = runpy.run_path(program_path)["search"]
     calls = 0
 
     def counted(x: float, y: float) -> float:
@@ -21,6 +19,6 @@ def evaluate(program_path: str) -> dict[str, float]:
             raise ValueError("more than 200 calls")
         return bumpy(x, y)
 
-    x, y = program.search(counted)
+    x, y = search(counted)
     value = bumpy(float(x), float(y))
     return {"combined_score": -value, "value": value, "calls": float(calls)}

@@ -2,9 +2,10 @@
 
 # EVOLVE-BLOCK-START
 import random
+from collections.abc import Callable
 
 
-def search(function, num_calls=200):
+def search(function: Callable[[float, float], float], num_calls: int = 200) -> tuple[float, float]:
     """The best point that was found with so many calls of `function(x, y)`."""
     random.seed(0)
     best, lowest = (0.0, 0.0), float("inf")

@@ -122,9 +122,7 @@ def test_help_does_not_import_torch() -> None:
 
 ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
 EVOLVE_CONFIGS = sorted((ROOT / "configs").glob("evolve*.yaml"))
-GENOME_CONFIGS = sorted(
-    set((ROOT / "configs").glob("*.yaml")) - {*ICM_CONFIGS, *EVOLVE_CONFIGS}
-)
+GENOME_CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - {*ICM_CONFIGS, *EVOLVE_CONFIGS})
 
 
 @pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)

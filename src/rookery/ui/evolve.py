@@ -57,7 +57,7 @@ def evolve_sentence(report: EvolveReport) -> str:
 
 def evolve_rows(report: EvolveReport) -> list[tuple[str, ...]]:
     """One tuple per row, one string per column of COLUMNS: the first, the best, the baselines."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, row in (("first program", report.first), ("best program", report.best)):
         if row is not None:
             rows.append((name, _score(row.score), str(row.iteration), row.model, ""))

@@ -73,7 +73,11 @@ def test_bad_words_are_refused(
     [
         ("program.py", "", "is empty"),
         ("program.py", "# EVOLVE-BLOCK-START\nx = 1\n", "EVOLVE-BLOCK"),
-        ("evaluator.py", "def score(path): return {}\n", "has no function `evaluate(program_path)`"),
+        (
+            "evaluator.py",
+            "def score(path): return {}\n",
+            "has no function `evaluate(program_path)`",
+        ),
         ("config.yaml", "max_iterations: many\n", "max_iterations"),
         ("config.yaml", "llm: {api_key: '${NO_SUCH_KEY}'}\n", "NO_SUCH_KEY is not set"),
         ("config.yaml", "rookery: {confirm: often}\n", "confirm"),

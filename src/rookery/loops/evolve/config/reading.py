@@ -58,8 +58,11 @@ def read_config(
 ) -> LoadedConfig:
     """Read, override, expand, validate. Wrong types and unset variables are a ConfigError."""
     flags = flags or Flags()
-    path = given if isinstance(given, Path) else None
-    document = read_document(path) if path is not None else copy.deepcopy(dict(given or {}))
+    path, document = None, {}
+    if isinstance(given, Path):
+        path, document = given, read_document(given)
+    elif given is not None:
+        document = copy.deepcopy(dict(given))
     _merge(document, flags.values)
     document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
     _override(document, flags)
