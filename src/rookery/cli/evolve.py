@@ -161,7 +161,7 @@ def check(program: Path, evaluator: Path, *overrides: Words, models: ModelFlags 
 
 @evolve.command
 def export(path: Path, out: Path) -> None:
-    """Write the population of a run as lines of JSON, without clocks.
+    """Write every program and failure of a run as a line of JSON, without clocks.
 
     Two deterministic runs of one config give the same bytes.
 
@@ -172,14 +172,19 @@ def export(path: Path, out: Path) -> None:
     out
         The .jsonl file to write.
     """
-    from rookery.loops.evolve.export import export_population
+    from rookery.loops.evolve.export import export as export_population
     from rookery.runs import Run
 
     with Run.view(path) as view:
         if view.kind != "evolve":
             raise RunError(f"{path} is a run of kind {view.kind!r}, not of evolve.")
-        num_programs = export_population(view, out)
-    console.print(f"{num_programs} programs written to {out}", markup=False, soft_wrap=True)
+        text = export_population(view)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"The population cannot be written to {out}: {error}") from error
+    num_lines = text.count("\n")
+    console.print(f"{num_lines} programs and failures written to {out}", markup=False)
 
 
 def _load(

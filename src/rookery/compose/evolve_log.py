@@ -31,6 +31,8 @@ class IterationLines:
         line = describe(iteration)
         logger.info("%s", line)
         self._display.say(line)
+        if iteration.series:
+            return  # the bar is of the evolution
         self._bar.update(
             name=f"best {iteration.best_score:.4g}",
             done=iteration.num_decided,
@@ -48,7 +50,8 @@ def describe(iteration: Iteration) -> str:
 
     What a program or a model wrote cannot move the cursor or colour the terminal.
     """
-    head = f"{iteration.number:>5}"
+    series = f"{iteration.series} " if iteration.series else ""
+    head = f"{series}{iteration.number:>5}"
     best = f"best {iteration.best_score:.4g}"
     if iteration.failure:
         words = " ".join(iteration.message.split())[:MAX_CHARS]

@@ -10,6 +10,8 @@ __all__ = ["UNWATCHED", "Iteration", "Watcher"]
 class Iteration:
     """One iteration that was decided: it gave a program, or a failure with its reason."""
 
+    series: str = ""
+    """The baseline that it belongs to; empty for the evolution."""
     number: int
     num_decided: int
     """With this one."""
