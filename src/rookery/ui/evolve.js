@@ -2,6 +2,8 @@
 
 const value = (number) => (isNumber(number) ? Number(number.toPrecision(6)).toString() : "-");
 
+const last = (points) => [points.at(-1).num_decided, points.at(-1).best];
+
 function curve(colours) {
   const points = report.curve.filter((point) => isNumber(point.best));
   const base = frame(colours);
@@ -23,6 +25,7 @@ function curve(colours) {
       name: "Iterations decided",
       nameGap: 30,
       minInterval: 1,
+      max: Math.max(1, report.num_iterations),
       axisLine: { show: true, onZero: false, lineStyle: { color: colours.faint } },
     }),
     yAxis: upright(colours, "Best score", { scale: true }),
@@ -35,6 +38,14 @@ function curve(colours) {
         symbolSize: 6,
         lineStyle: { color: colours.accent, width: 2.25 },
         itemStyle: { color: colours.accent },
+      },
+      {
+        // The last best holds until the end.
+        type: "line",
+        data: points.length ? [last(points), [report.num_iterations, points.at(-1).best]] : [],
+        symbol: "none",
+        silent: true,
+        lineStyle: { color: colours.accent, width: 2.25 },
       },
     ],
   };
@@ -52,7 +63,8 @@ function grid(colours, { index }) {
     const key = `${x}-${y}`;
     if (!best.has(key) || best.get(key).cell.score < cell.score) best.set(key, { x, y, cell });
   }
-  const scores = cells.map((cell) => cell.score);
+  // One scale for all islands, so that they can be compared.
+  const scores = report.cells.map((cell) => cell.score).filter(isNumber);
   const [names, bins] = [report.feature_dimensions, report.bins];
   const ticks = (num) => [...Array(num ?? 1).keys()].map(String);
   const base = frame(colours);

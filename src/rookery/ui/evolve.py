@@ -37,7 +37,15 @@ def render_evolve_page(report: EvolveReport) -> str:
         islands=sorted({cell.island for cell in report.cells}),
         costs=_costs(report),
         document=report.model_dump(
-            mode="json", include={"curve", "cells", "staleness", "feature_dimensions", "bins"}
+            mode="json",
+            include={
+                "bins",
+                "cells",
+                "curve",
+                "feature_dimensions",
+                "num_iterations",
+                "staleness",
+            },
         ),
     )
 
