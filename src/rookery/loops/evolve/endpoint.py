@@ -42,13 +42,11 @@ class Endpoint:
         *,
         down_s: float,
         on_waiting: Callable[[str], None],
-        first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
         self._model = model
         self._config = config
         self._down_s = down_s
         self._on_waiting = on_waiting
-        self._first_wait_s = first_wait_s
         # Cleared by the caller that finds the model down, set again when that caller got a reply
         # or ended; all others wait for it.
         self._is_up = asyncio.Event()
@@ -89,7 +87,7 @@ class Endpoint:
         """Ask again until the model serves. None: it does, but not this request."""
         self._is_up.clear()
         name = self._config.name or "The model"
-        started, wait_s = time.monotonic(), self._first_wait_s
+        started, wait_s = time.monotonic(), FIRST_WAIT_S
         try:
             while True:
                 if time.monotonic() - started > self._down_s:

@@ -76,6 +76,7 @@ async def evolve(
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
     outputs = Outputs(config, run=run, store=parts.store, state=state, suffix=_suffix(programs))
+    await outputs.ensure_best()
     hub = Hub(parts, state, num_attempts=config.max_iterations, outputs=outputs)
     async with open_outputs(outputs):
         await hub.run()

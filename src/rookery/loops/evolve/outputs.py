@@ -95,6 +95,11 @@ class Outputs:
         if self._state.num_decided % self._config.checkpoint_interval == 0:
             await self._note_checkpoint()
 
+    async def ensure_best(self) -> None:
+        """There is a best program from the first one on, before any model is asked."""
+        if not (self._run.path / "best").exists():
+            await asyncio.to_thread(self._write, _Best(id=self._state.best.id))
+
     async def note_resumed(self) -> None:
         """All that earlier sessions told was told again."""
         await self._queue.put(_Best(id=self._state.best.id))

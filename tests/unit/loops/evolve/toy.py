@@ -59,6 +59,11 @@ def propose(request: TextRequest) -> str:
     return f"```python\nx = {parent_of(request) + step}\n```"
 
 
+def propose_new(request: TextRequest) -> str:
+    """A child that nobody proposed before."""
+    return f"```python\nx = {request.seed}\n```"
+
+
 def toy_model(reply: Callable[[TextRequest], str | None] = propose) -> FakeTextModel:
     return FakeTextModel(reply, name="toy")
 
