@@ -224,11 +224,6 @@ def _load(
 
 def _goes_on(folder: Path, length: RunFlags) -> bool:
     """With --resume, and with -i of a finished run."""
-    from rookery.runs import Run
+    from rookery.compose.evolve import read_status
 
-    if length.resume:
-        return True
-    if length.iterations is None or not (folder / "events.db").is_file():
-        return False
-    with Run.view(folder) as view:
-        return view.status == "finished"
+    return length.resume or (length.iterations is not None and read_status(folder) == "finished")

@@ -31,10 +31,11 @@ from rookery.loops.evolve.config.reading import with_keys
 from rookery.loops.evolve.loop import evolve
 from rookery.reports import EvolveReport
 from rookery.runs import Run
+from rookery.runs.run_folder import EVENTS
 from rookery.ui.display import Display
 from rookery.ui.evolve import render_evolve_page
 
-__all__ = ["finish_evolve", "go_on", "run_evolution", "run_evolve", "start"]
+__all__ = ["finish_evolve", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
 
 MAY_CHANGE = (
     "output",
@@ -184,16 +185,26 @@ def _with_warnings(report: EvolveReport, warnings: Sequence[str]) -> EvolveRepor
     return report.model_copy(update={"warnings": (*new, *report.warnings)})
 
 
+def read_status(folder: Path) -> str | None:
+    """How the run in a folder stands; None where there is none, or none that can be read."""
+    try:
+        with Run.view(folder) as view:
+            return view.status
+    except RunError:
+        return None
+
+
 def _require_new(folder: Path) -> None:
     """Say what to do with what is there, as OpenEvolve's users have old outputs."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
         raise RunError(f"The output folder {folder} is a file: give another one with -o.")
-    if (folder / "events.db").is_file():
-        with Run.view(folder) as view:
-            is_finished = view.status == "finished"
-        how = "-i N does N more iterations" if is_finished else "--resume goes on with it"
+    if (folder / EVENTS).is_file():
+        status = read_status(folder)
+        if status is None:
+            return  # a run that was killed before it began can be begun again
+        how = "-i N does N more iterations" if status == "finished" else "--resume goes on with it"
         raise RunError(f"{folder} already holds a run: {how}, -o starts a new one elsewhere.")
     hint = ""
     if checkpoints := list_checkpoints(folder):
