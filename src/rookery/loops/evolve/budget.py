@@ -24,15 +24,15 @@ def find_exhausted(
     Attempts in flight count as much as those before them did on average.
     """
     if budget.max_hours is not None and elapsed_s >= budget.max_hours * 3600:
-        return f"The {budget.max_hours:g} hours of the budget are over."
+        return f"The budget of {budget.max_hours:g} hours is over."
     if budget.max_tokens is None and budget.max_usd is None:
         return ""
     if spending.num_unreported:
         return "A model does not report its tokens, so that the budget cannot be kept."
     share = 1 + (num_open + 1) / num_told if num_told else 1.0
     if budget.max_tokens is not None and spending.tokens * share > budget.max_tokens:
-        return f"{spending.tokens} of the {budget.max_tokens} tokens of the budget are spent."
+        return f"The budget of {budget.max_tokens} tokens allows no further iteration."
     usd = price(spending, budget)
     if budget.max_usd is not None and usd is not None and usd * share > budget.max_usd:
-        return f"{usd:.2f} of the {budget.max_usd:g} US dollars of the budget are spent."
+        return f"The budget of {budget.max_usd:g} US dollars allows no further iteration."
     return ""

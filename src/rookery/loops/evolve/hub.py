@@ -130,6 +130,9 @@ class Hub:
         return self._num_generating < config.rookery.in_flight and not is_backlog_full
 
     def _stop_if_due(self, order: Order) -> None:
+        num_begun = self._state.num_decided + len(self._open)
+        if num_begun >= self._num_attempts:
+            return
         reason = self._state.stopping.reason or find_exhausted(
             self._parts.config.rookery.budget,
             self._state.spending,

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 from loops.evolve.toy import (
-    FIRST,
-    ToyExecutor,
     decided_states,
     evolve_toy,
     read_best,
     toy_config,
-    toy_model,
 )
 
 from rookery.loops.evolve.checkpoints import read_checkpoint

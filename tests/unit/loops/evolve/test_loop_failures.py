@@ -1,4 +1,4 @@
-"""Failures during an evolution are data: recorded with a kind and a sentence, never a score of 0."""
+"""Failures of an evolution are data: recorded with a kind and a sentence, never a score of 0."""
 
 import asyncio
 import random
@@ -69,9 +69,7 @@ async def test_a_failed_evaluation_is_a_failure_of_its_kind(tmp_path: Path, kind
 async def test_an_answer_without_a_new_program_is_a_failure(
     tmp_path: Path, answer: str, kind: str
 ) -> None:
-    config = toy_config(
-        max_iterations=3, diff_based_evolution=True, database={"num_islands": 1}
-    )
+    config = toy_config(max_iterations=3, diff_based_evolution=True, database={"num_islands": 1})
     executor = ToyExecutor()
     result = await evolve_toy(
         tmp_path, config, model=toy_model(lambda request: answer), executor=executor
@@ -87,9 +85,7 @@ async def test_metrics_without_a_score_are_a_failure(tmp_path: Path) -> None:
         metrics = {"note": "fine"} if code != FIRST.code else {"combined_score": 0.1}
         return Outcome(metrics=metrics, artifacts={}, seconds=0.1, output_tail="")
 
-    result = await evolve_toy(
-        tmp_path, toy_config(max_iterations=2), executor=ToyExecutor(outcome)
-    )
+    result = await evolve_toy(tmp_path, toy_config(max_iterations=2), executor=ToyExecutor(outcome))
     assert [failure.kind for failure in result.report.failures] == ["no_score"]
 
 
@@ -185,7 +181,7 @@ async def test_a_first_program_that_fails_is_refused_before_any_model_call(tmp_p
             failure=Failure(kind="error", reason="No such thing."),
         )
     )
-    with pytest.raises(ConfigError, match="first program gets no score.*No such thing"):
+    with pytest.raises(ConfigError, match=r"first program gets no score.*No such thing"):
         await evolve_toy(tmp_path, toy_config(), model=model, executor=executor)
     assert not model.requests
 
@@ -256,9 +252,7 @@ async def test_a_model_that_stays_down_ends_the_run_which_resumes(
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_every_attempt_is_decided_once_under_random_faults(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_every_attempt_is_decided_once_under_random_faults(tmp_path: Path, seed: int) -> None:
     """Lost workers, late answers, several sessions, in both modes."""
     rng = random.Random(seed)
     mode = "deterministic" if seed % 2 else "steady"

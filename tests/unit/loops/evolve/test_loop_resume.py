@@ -15,6 +15,7 @@ from loops.evolve.toy import (
     decided_states,
     evolve_toy,
     propose,
+    propose_new,
     read_best,
     toy_config,
     toy_model,
@@ -23,7 +24,7 @@ from loops.evolve.toy import (
 from rookery.loops.evolve.export import export
 from rookery.runs import Run
 from rookery.testing import FakeTextModel
-from rookery.types import TextRequest
+from rookery.types import Job, TextRequest
 
 DETERMINISTIC = {"mode": "deterministic", "lag": 6}
 
@@ -129,25 +130,36 @@ async def test_a_lost_evaluation_does_not_ask_the_model_again(tmp_path: Path) ->
 async def test_an_answer_is_paid_once_when_the_evaluation_was_cut(tmp_path: Path) -> None:
     """Killed while all children wait for their evaluation: their answers are kept."""
     config = toy_config(max_iterations=4)
-    model = toy_model()
-    task = asyncio.ensure_future(
-        evolve_toy(tmp_path, config, model=model, executor=StuckAfterFirst())
-    )
-    while len([s for s in _states(tmp_path) if s == "generated"]) < 4:
-        await asyncio.sleep(0.01)
+    model = toy_model(propose_new)
+    stuck = StuckAfterFirst(num_jobs=2)
+    task = asyncio.ensure_future(evolve_toy(tmp_path, config, model=model, executor=stuck))
+    await asyncio.wait_for(stuck.is_reached.wait(), 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    num_paid = _states(tmp_path).count("generated")
+    assert num_paid >= 2
+    num_asked = len(model.requests)
     await evolve_toy(tmp_path, config, model=model)
-    assert len(model.requests) == 4
+    assert len(model.requests) == num_asked + 4 - num_paid
     assert sorted(decided_states(tmp_path)) == [1, 2, 3, 4]
 
 
 class StuckAfterFirst(ToyExecutor):
-    """Scores the first program and never answers again."""
+    """Scores the first program, and none of the jobs after it."""
 
-    def __init__(self) -> None:
-        super().__init__(delay_s=lambda job: 0.0 if job.attempt <= 0 else 1000.0)
+    def __init__(self, *, num_jobs: int) -> None:
+        super().__init__(delay_s=self._delay)
+        self.is_reached = asyncio.Event()
+        self._left = num_jobs
+
+    def _delay(self, job: Job) -> float:
+        if job.attempt <= 0:
+            return 0.0
+        self._left -= 1
+        if self._left == 0:
+            self.is_reached.set()
+        return 1000.0
 
 
 def _states(folder: Path) -> list[str]:
@@ -255,5 +267,3 @@ async def test_seeds_repeat_for_an_attempt_that_is_asked_again(tmp_path: Path) -
             task.uncancel()
     assert len(asked) == 10
     assert all(len(set(prompts)) == 1 for prompts in asked.values())
-
-
