@@ -16,6 +16,7 @@ from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_evaluator import Lease
+from rookery.loops.evolve.program_store import has_large
 from rookery.loops.evolve.proposer import Child, make_child
 from rookery.loops.evolve.search_state import SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data
@@ -116,4 +117,7 @@ def _take(number: int, program: ProgramRecord, parts: Parts) -> Evaluated:
         metrics=numeric_metrics(record.metrics),
         code=child.summary,
         code_hash=child.code_hash,
+        has_large_artifacts=has_large(
+            record.artifacts, max_bytes=parts.config.database.artifact_size_threshold
+        ),
     )

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rookery.concurrency import task_group
 from rookery.loops.evolve.checkpoints import (
@@ -23,7 +23,6 @@ from rookery.loops.evolve.checkpoints import (
     fill_checkpoint,
 )
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Prompt
 from rookery.loops.evolve.search_state import SearchState
@@ -56,8 +55,8 @@ class _Due:
     iteration: int
     database: DatabaseState
     best: str
-    answers: dict[str, str]
-    """Program -> digest of prompt and answer."""
+    large: set[str]
+    """Programs with an artifact that gets a file of its own."""
 
 
 _Item = _Best | _Traced | _Due
@@ -128,7 +127,7 @@ class Outputs:
             iteration=self._state.num_decided,
             database=state,
             best=self._state.best.id,
-            answers={id: self._state.ancestors[id].answer for id in ids},
+            large={id for id in ids if self._state.ancestors[id].has_large_artifacts},
         )
 
     async def close(self) -> None:
@@ -182,10 +181,15 @@ class Outputs:
     def _write_checkpoint(self, due: _Due) -> None:
         name = f"checkpoints/checkpoint_{due.iteration}"
         place = self._run.path / name
+        ids = [member.id for member in due.database.population.members]
+        files = {id: self._store.path(id) for id in ids if id not in due.large}
         checkpoint = self._checkpoint(due)
         options = self._options()
         self._run.write_folder(
-            name, lambda folder: fill_checkpoint(folder, checkpoint, place=place, options=options)
+            name,
+            lambda folder: fill_checkpoint(
+                folder, checkpoint, place=place, options=options, files=files
+            ),
         )
 
     def _checkpoint(self, due: _Due) -> Checkpoint:
@@ -196,7 +200,7 @@ class Outputs:
             for island in population.islands
         ]
         return Checkpoint(
-            programs=[self._program(id, due.answers[id]) for id in members],
+            programs=[self._store.get_whole(id) for id in (due.best, *due.large - {due.best})],
             islands=[island.members for island in population.islands],
             grids=[island.cells for island in population.islands],
             archive=population.archive,
@@ -210,18 +214,6 @@ class Outputs:
                 for name, (low, high) in population.bounds.items()
             },
         )
-
-    def _program(self, id: str, answer: str) -> ProgramRecord:
-        program = self._store.get(id)
-        if not answer or not self._config.database.log_prompts:
-            return program
-        kept = self._store.get_document(answer)
-        prompt = {
-            "system": kept["system"],
-            "user": kept["user"],
-            "responses": [kept["answer"]],
-        }
-        return replace(program, prompts={kept["template"]: prompt})
 
 
 @asynccontextmanager

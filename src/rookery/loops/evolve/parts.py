@@ -72,6 +72,7 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             rules=config.answer_rules(language),
             arms=endpoints,
             seed=seed,
+            with_prompts=config.database.log_prompts,
         ),
         evaluator=ProgramEvaluator(config, executor=providers.executor, store=store, judges=judges),
         watcher=providers.watcher,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.judges import Judgement, Judges
-from rookery.loops.evolve.program_store import ProgramStore, keep_artifacts
+from rookery.loops.evolve.program_store import ProgramStore, has_large, keep_artifacts
 from rookery.loops.evolve.proposer import Child
 from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.ports import Executor
@@ -114,6 +114,9 @@ class ProgramEvaluator:
             metrics=numeric_metrics(metrics),
             code=child.summary,
             code_hash=child.code_hash,
+            has_large_artifacts=has_large(
+                program.artifacts, max_bytes=self._config.database.artifact_size_threshold
+            ),
             scores=tuple(score for score in scores if score is not None),
             seconds=sum(outcome.seconds for outcome in outcomes),
             num_lost=num_lost,

@@ -9,7 +9,9 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from rookery.loops.evolve.checkpoints.program_file import (
     ProgramFile,
@@ -19,7 +21,7 @@ from rookery.loops.evolve.checkpoints.program_file import (
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.runs import BlobStore
 
-__all__ = ["ProgramStore", "keep_artifacts"]
+__all__ = ["ProgramStore", "has_large", "keep_artifacts"]
 
 NUM_CACHED = 256
 """Programs in memory: the parents, inspirations and best of the islands come up again."""
@@ -38,6 +40,10 @@ class ProgramStore:
         document = program_document(program, small=program.artifacts, artifact_dir=None)
         return self.put_document(document)
 
+    def path(self, id: str) -> Path:
+        """The file with the program's document, as checkpoints have it."""
+        return self._blobs.path(self._digests[id])
+
     def put_document(self, document: Mapping[str, object]) -> str:
         return self._blobs.put_bytes(json.dumps(document, sort_keys=True).encode())
 
@@ -52,7 +58,14 @@ class ProgramStore:
     def get(self, id: str) -> ProgramRecord:
         return self._read(self._digests[id])
 
+    def get_whole(self, id: str) -> ProgramRecord:
+        """With its prompts, which are for checkpoints and longer than all the rest."""
+        return self._read_file(self._digests[id])
+
     def _read_blob(self, digest: str) -> ProgramRecord:
+        return replace(self._read_file(digest), prompts={})
+
+    def _read_file(self, digest: str) -> ProgramRecord:
         file = ProgramFile.model_validate_json(self._blobs.read_bytes(digest))
         return file.record(island=None, artifacts=read_artifacts(file.artifacts_json, None))
 
@@ -64,7 +77,7 @@ def keep_artifacts(
     kept: dict[str, str | bytes] = {}
     left_out, num_bytes = [], 0
     for name, value in artifacts.items():
-        size = len(value.encode(errors="replace")) if isinstance(value, str) else len(value)
+        size = _num_bytes(value)
         if num_bytes + size > max_bytes:
             left_out.append(f"{name} ({size} bytes)")
             continue
@@ -73,3 +86,12 @@ def keep_artifacts(
     if left_out:
         kept["left_out"] = f"Over evaluator.max_artifact_storage: {', '.join(left_out)}"[:1000]
     return kept
+
+
+def has_large(artifacts: Mapping[str, str | bytes], *, max_bytes: int) -> bool:
+    """Whether one of them is larger than that."""
+    return any(_num_bytes(value) > max_bytes for value in artifacts.values())
+
+
+def _num_bytes(value: str | bytes) -> int:
+    return len(value.encode(errors="replace")) if isinstance(value, str) else len(value)

@@ -35,6 +35,16 @@ class Child:
     code_hash: str
 
 
+def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
+    """As OpenEvolve's program files have them."""
+    prompt = {
+        "system": exchange["system"],
+        "user": exchange["user"],
+        "responses": [exchange["answer"]],
+    }
+    return {exchange["template"]: prompt}
+
+
 def make_child(program: ProgramRecord) -> Child:
     """Takes milliseconds for a long program: call it in a thread."""
     return Child(
@@ -60,12 +70,15 @@ class Proposer:
         rules: AnswerRules,
         arms: Mapping[str, Endpoint],
         seed: int,
+        with_prompts: bool,
     ) -> None:
+        """`with_prompts`: programs keep the prompt and the answer that they came from."""
         self._store = store
         self._prompts = prompts
         self._rules = rules
         self._arms = arms
         self._seed = seed
+        self._with_prompts = with_prompts
 
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
@@ -96,15 +109,14 @@ class Proposer:
         return self._prompts.build(self._store.get(plan.parent), shown=shown, attempt=plan.attempt)
 
     def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
-        digest = self._store.put_document(
-            {
-                "system": prompt.system,
-                "user": prompt.user,
-                "template": prompt.template,
-                "answer": reply.text,
-            }
-        )
-        found = self._read(plan, reply.text)
+        exchange = {
+            "system": prompt.system,
+            "user": prompt.user,
+            "template": prompt.template,
+            "answer": reply.text,
+        }
+        digest = self._store.put_document(exchange)
+        found = self._read(plan, exchange)
         usage = reply.usage
         generated = Generated(
             answer=digest,
@@ -116,12 +128,12 @@ class Proposer:
         return generated, found if isinstance(found, Child) else None
 
     def _read_kept(self, plan: Plan, digest: str) -> Child | None:
-        found = self._read(plan, self._store.get_document(digest)["answer"])
+        found = self._read(plan, self._store.get_document(digest))
         return found if isinstance(found, Child) else None
 
-    def _read(self, plan: Plan, answer: str) -> Child | AttemptFailure:
+    def _read(self, plan: Plan, exchange: Mapping[str, str]) -> Child | AttemptFailure:
         parent = self._store.get(plan.parent)
-        found = read_answer(answer, parent=parent, rules=self._rules)
+        found = read_answer(exchange["answer"], parent=parent, rules=self._rules)
         if isinstance(found, AnswerFailure):
             return AttemptFailure(kind=found.kind.value, message=found.message)
         return make_child(
@@ -136,5 +148,6 @@ class Proposer:
                 changes=found.changes,
                 changes_description=found.changes_description,
                 parent_metrics=parent.metrics,
+                prompts=_as_prompts(exchange) if self._with_prompts else {},
             )
         )

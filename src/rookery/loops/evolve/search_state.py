@@ -71,6 +71,7 @@ class Ancestor:
     attempt: int
     model: str = ""
     answer: str = ""
+    has_large_artifacts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,9 @@ class SearchState:
             id=id, attempt=0, island=island, metrics=evaluated.metrics, code=evaluated.code
         )
         self.spending.add(evaluated)
-        self._take_in(record, evaluated, Ancestor(parent=None, attempt=0))
+        is_large = evaluated.has_large_artifacts
+        ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
+        self._take_in(record, evaluated, ancestor)
         self.first_best = self.best.id
 
     def find_repeated(self, attempt: int, code_hash: str) -> AttemptFailure | None:
@@ -210,7 +213,11 @@ class SearchState:
         )
         self.num_committed += 1
         ancestor = Ancestor(
-            parent=plan.parent, attempt=attempt, model=plan.arm, answer=generated.answer
+            parent=plan.parent,
+            attempt=attempt,
+            model=plan.arm,
+            answer=generated.answer,
+            has_large_artifacts=evaluated.has_large_artifacts,
         )
         return self._take_in(record, evaluated, ancestor)
 

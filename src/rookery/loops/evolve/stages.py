@@ -76,6 +76,8 @@ class Evaluated:
     """The numbers; means when it was scored more than once."""
     code: CodeSummary | None = None
     code_hash: str = ""
+    has_large_artifacts: bool = False
+    """Whether checkpoints keep one of its artifacts in a file of its own."""
     scores: tuple[float, ...] = ()
     """Of every time it was scored; empty when that was once."""
     seconds: float = 0.0

@@ -49,3 +49,26 @@ async def test_every_attempt_goes_through_its_states_once(tmp_path: Path) -> Non
         assert recorded[:2] == ["planned", "generated"]
         assert recorded[-1] in {"committed", "failed"}
         assert len(set(recorded)) == len(recorded)
+
+
+async def test_checkpoints_keep_prompts_and_large_artifacts(tmp_path: Path) -> None:
+    config = toy_config(
+        max_iterations=10, database={"num_islands": 1, "artifact_size_threshold": 5}
+    )
+    await evolve_toy(tmp_path, config)
+    folder = tmp_path / "toy" / "checkpoints" / "checkpoint_10"
+    checkpoint = read_checkpoint(folder)
+    children = [program for program in checkpoint.programs if program.parent_id]
+    assert children
+    for program in checkpoint.programs:
+        assert str(program.artifacts["note"]).startswith("x was")
+        assert (folder / "artifacts" / program.id / "note").is_file()
+        assert bool(program.prompts) == bool(program.parent_id)
+    small = toy_config(max_iterations=10, database={"num_islands": 1})
+    await evolve_toy(tmp_path / "small", small)
+    folder = tmp_path / "small" / "toy" / "checkpoints" / "checkpoint_10"
+    for program in read_checkpoint(folder).programs:
+        assert str(program.artifacts["note"]).startswith("x was")
+        if program.parent_id:
+            assert "x = " in program.prompts["full_rewrite_user"]["responses"][0]
+    assert not (folder / "artifacts").exists()
