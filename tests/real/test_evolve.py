@@ -259,7 +259,7 @@ def test_smollm2_proposes_in_this_process(problem: Path, capsys: Any) -> None:
     assert report["tokens"]["completion"] >= 8
     with capsys.disabled():
         verb = f"improved to {best:g}" if best > first else "did not improve"
-        print(f"\nSmolLM2 {verb}; {report['num_failed']} of 8 answers gave no program")
+        sys.stdout.write(f"\nSmolLM2 {verb}; {report['num_failed']} of 8 gave no program\n")
 
 
 def test_openevolve_reads_the_same_programs_and_metrics_from_the_same_answers(

@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_
 from rookery.loops.evolve.config.reading import with_keys
 from rookery.loops.evolve.loop import evolve
 from rookery.reports import EvolveReport
-from rookery.runs import Run
+from rookery.runs import Run, RunView
+from rookery.runs.extension import check_changes, find_changes
 from rookery.runs.run_folder import EVENTS
 from rookery.ui.display import Display
 from rookery.ui.evolve import render_evolve_page
@@ -49,6 +50,7 @@ MAY_CHANGE = (
     "settings.rookery.address",
     "settings.rookery.budget.*",
     "settings.rookery.executor",
+    "settings.rookery.model_down_s",
     "settings.rookery.target_score",
     "settings.rookery.workers",
     "warnings",
@@ -126,14 +128,31 @@ def go_on(
     with Run.view(problem.folder) as view:
         if view.kind != "evolve":
             raise RunError(f"{problem.folder} is a run of kind {view.kind!r}: give another -o.")
-        is_finished, known = view.status == "finished", view.config["settings"]["max_iterations"]
-        num_done = int(view.read_json("report.json")["num_iterations"]) if is_finished else 0
-    total = known if iterations is None else num_done + iterations
-    settings = loaded.config.model_copy(update={"max_iterations": total})
-    config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
-    with Run.open(problem.folder) as run:
-        run.extend(config.model_dump(mode="json"), may_change=MAY_CHANGE)
-        return _finish(config, settings, lambda: nullcontext(run), display)
+        total = _total(view, iterations)
+        settings = loaded.config.model_copy(update={"max_iterations": total})
+        config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
+        document = config.model_dump(mode="json")
+        # How many are in flight decides what a deterministic run finds.
+        is_steady = settings.rookery.mode == "steady"
+        may_change = (*MAY_CHANGE, *(["settings.rookery.in_flight"] if is_steady else []))
+        # Now, and not when it is opened: a command that is refused leaves the run as it was.
+        check_changes(find_changes(view.config, document), may_change=may_change)
+
+    @contextmanager
+    def reopen() -> Iterator[Run]:
+        with Run.open(problem.folder) as run:
+            run.extend(document, may_change=may_change)
+            yield run
+
+    return _finish(config, settings, reopen, display)
+
+
+def _total(view: RunView, iterations: int | None) -> int:
+    known = int(view.config["settings"]["max_iterations"])
+    if iterations is None:
+        return known
+    is_finished = view.status == "finished"
+    return iterations + (int(view.read_json("report.json")["num_iterations"]) if is_finished else 0)
 
 
 def finish_evolve(

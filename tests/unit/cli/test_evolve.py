@@ -139,3 +139,31 @@ def test_check_says_why_the_first_program_fails(
     (problem / "program.py").write_text("def solve(): raise ValueError('far off')\n")
     ended = refused("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
     assert "The first program fails (error)" in ended.words and "far off" in ended.words
+
+
+def test_a_first_program_that_fails_is_refused(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "program.py").write_text("def solve(): return 'high'\n")
+    before = model.stats()["calls"]
+    assert "first program" in refused(*RUN, *model.flags).words
+    assert model.stats()["calls"] == before
+
+
+def test_a_finished_run_is_extended_under_its_own_config(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    first = rookery(*RUN, "-i", 3, "--in-flight", 2, *model.flags)
+    assert first.code == 0 and "Better than the first program by" in first.words, first
+    best = problem / "openevolve_output" / "best" / "best_program.py"
+    assert f"best {best.parent}" in first.words and "return" in best.read_text()
+    other = rookery(*RUN, "-i", 2, "--in-flight", 2, "--random-seed", 7, *model.flags)
+    assert other.code == 2 and "random_seed is 42 there, 7 here" in other.words
+    more = rookery(*RUN, "-i", 2, "--in-flight", 3, "--workers", 2, *model.flags)
+    assert more.code == 0 and "of 5" in more.words, more
+    population = problem / "population.jsonl"
+    assert rookery("evolve", "export", "openevolve_output", population).code == 0
+    lines = [json.loads(line) for line in population.read_text().splitlines()]
+    assert [line.get("iteration") for line in lines].count(None) == 1 and len(lines) == 6
+    again = rookery(*RUN, *model.flags)
+    assert again.code == 2 and "-i N does N more iterations" in again.words
