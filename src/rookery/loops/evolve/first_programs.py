@@ -7,7 +7,7 @@ mistake of the user: nothing could be compared with it, so no model is asked.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rookery.concurrency import together
@@ -20,9 +20,15 @@ from rookery.loops.evolve.program_store import has_large
 from rookery.loops.evolve.proposer import Child, make_child
 from rookery.loops.evolve.search_state import SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data
-from rookery.search.programs.program import numeric_metrics
+from rookery.search.programs.program import COMBINED, numeric_metrics, score_of
 
-__all__ = ["FIRST_PROGRAM", "first_id", "prepare_first_programs", "tell_first_programs"]
+__all__ = [
+    "FIRST_PROGRAM",
+    "first_id",
+    "leave_out_failed",
+    "prepare_first_programs",
+    "tell_first_programs",
+]
 
 FIRST_PROGRAM = "first_program"
 """The kind of their events; the key is the number."""
@@ -33,12 +39,28 @@ def first_id(number: int) -> str:
     return f"first{number}"
 
 
+def leave_out_failed(
+    programs: Sequence[FirstProgram | ProgramRecord], *, features: Collection[str]
+) -> list[FirstProgram | ProgramRecord]:
+    """Without the programs of a checkpoint that have no score, or only OpenEvolve's marks of a
+    failed evaluation: it keeps those as programs of score 0."""
+    return [
+        program
+        for program in programs
+        if isinstance(program, FirstProgram) or not _has_failed(program, features)
+    ]
+
+
+def _has_failed(program: ProgramRecord, features: Collection[str]) -> bool:
+    metrics = numeric_metrics(program.metrics)
+    is_marked = metrics.get("error") == 0.0 and COMBINED not in metrics
+    return is_marked or score_of(metrics, features=features) is None
+
+
 async def prepare_first_programs(
     programs: Sequence[FirstProgram | ProgramRecord], *, parts: Parts, state: SearchState
 ) -> list[Evaluated]:
     """What was measured of each, by this session or an earlier one."""
-    if not programs:
-        raise ConfigError("An evolution needs a program to start from.")
     credits = asyncio.Semaphore(parts.config.workers)
     return await together(
         _prepare(number, program, parts, state, credits)

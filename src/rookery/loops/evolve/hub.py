@@ -17,6 +17,7 @@ never evaluated again.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,8 @@ from rookery.search.programs.program import Member
 from rookery.search.programs.window import Ask, Tell, Window
 
 __all__ = ["Hub"]
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2
 """Children per worker that wait for an evaluation: enough that no worker waits for the model, few
@@ -248,23 +251,24 @@ class Hub:
         generated, evaluated, best = stages.generated, stages.evaluated, self._state.best
         assert generated is not None
         counts = (generated.prompt_tokens, generated.completion_tokens)
-        self._parts.watcher.on_iteration(
-            Iteration(
-                series=self._series,
-                number=number,
-                num_decided=self._state.num_decided,
-                num_iterations=self._num_attempts,
-                model=generated.model,
-                program=member.id if member else "",
-                score=member.score if member else None,
-                best_score=best.score,
-                is_best=member is not None and member.id == best.id,
-                failure=decision.failure.kind if decision.failure else "",
-                message=decision.failure.message if decision.failure else "",
-                tokens=None if None in counts else sum(count or 0 for count in counts),
-                evaluation_s=evaluated.seconds if evaluated else None,
-            )
+        iteration = Iteration(
+            series=self._series,
+            number=number,
+            num_decided=self._state.num_decided,
+            num_iterations=self._num_attempts,
+            model=generated.model,
+            program=member.id if member else "",
+            score=member.score if member else None,
+            best_score=best.score,
+            is_best=member is not None and member.id == best.id,
+            failure=decision.failure.kind if decision.failure else "",
+            message=decision.failure.message if decision.failure else "",
+            tokens=None if None in counts else sum(count or 0 for count in counts),
+            evaluation_s=evaluated.seconds if evaluated else None,
         )
+        said = f"{iteration.failure}: {iteration.message}" if member is None else member.id
+        logger.info("Iteration %d: %s, score %s", number, said, iteration.score)
+        self._parts.watcher.on_iteration(iteration)
 
     async def _record(
         self,

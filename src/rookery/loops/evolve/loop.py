@@ -14,19 +14,25 @@ Many attempts are in flight at a time: `hub.py` says how, and how a run resumes.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from rookery.errors import ConfigError
 from rookery.loops.evolve.baselines import Start, run_baselines
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
-from rookery.loops.evolve.first_programs import prepare_first_programs, tell_first_programs
+from rookery.loops.evolve.first_programs import (
+    leave_out_failed,
+    prepare_first_programs,
+    tell_first_programs,
+)
 from rookery.loops.evolve.hub import Hub
 from rookery.loops.evolve.language import suffix_of
 from rookery.loops.evolve.outputs import Outputs, open_outputs
 from rookery.loops.evolve.parts import Providers, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.report import FinishedSearch, make_report
+from rookery.loops.evolve.run_log import log_to_file
 from rookery.loops.evolve.search_state import open_state
 from rookery.loops.evolve.watcher import UNWATCHED, Watcher
 from rookery.ports import Executor, TextModel
@@ -60,10 +66,9 @@ async def evolve(
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
     """
+    programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
-        raise ConfigError("An evolution needs a program to start from.")
-    seed = await _seed(config, run)
-    arms = list_arms(config, models)
+        raise ConfigError("An evolution needs a program to start from that has a score.")
     providers = Providers(
         models=models,
         executor=executor,
@@ -71,6 +76,19 @@ async def evolve(
         watcher=watcher,
         language=programs[0].language,
     )
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, log_to_file(config, run.path))
+        return await _evolve(config, programs, providers)
+
+
+async def _evolve(
+    config: EvolveConfig,
+    programs: Sequence[FirstProgram | ProgramRecord],
+    providers: Providers,
+) -> EvolveResult:
+    run = providers.run
+    seed = await _seed(config, run)
+    arms = list_arms(config, providers.models)
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
     measured = await prepare_first_programs(programs, parts=parts, state=state)

@@ -37,11 +37,6 @@ QUEUE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Best:
-    id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
     id: str
     parent: str
@@ -59,7 +54,7 @@ class _Due:
     """Programs with an artifact that gets a file of its own."""
 
 
-_Item = _Best | _Traced | _Due
+_Item = _Traced | _Due
 
 
 class Outputs:
@@ -80,7 +75,10 @@ class Outputs:
         self._state = state
         self._suffix = suffix
         self._trace: TraceWriter | None = None
-        # Filled by `note`, drained by `_write_all`; a full queue makes the evolution wait.
+        # Set by `note` and `close`, cleared by `write_bests`, which writes what is the best then.
+        self._is_best_due = asyncio.Event()
+        self._is_closed = False
+        # Filled by `note`, drained by `write_all`; a full queue makes the evolution wait.
         self._queue: asyncio.Queue[_Item | None] = asyncio.Queue(maxsize=QUEUE)
         self._again: deque[_Traced] = deque(maxlen=QUEUE + config.evolution_trace.buffer_size + 1)
         """The last programs that an earlier session told: their lines may be missing."""
@@ -88,7 +86,7 @@ class Outputs:
     async def note(self, member: Member | None, *, is_best: bool, is_new: bool) -> None:
         """A decision was told; `member` is its program. Not `is_new`: an earlier session did."""
         if is_new and is_best:
-            await self._queue.put(_Best(id=self._state.best.id))
+            self._is_best_due.set()
         if member is not None and self._config.evolution_trace.enabled:
             await self._note_trace(member, is_new=is_new)
         if self._state.num_decided % self._config.checkpoint_interval == 0:
@@ -97,11 +95,11 @@ class Outputs:
     async def ensure_best(self) -> None:
         """There is a best program from the first one on, before any model is asked."""
         if not (self._run.path / "best").exists():
-            await asyncio.to_thread(self._write, _Best(id=self._state.best.id))
+            await self._write_best()
 
     async def note_resumed(self) -> None:
         """All that earlier sessions told was told again."""
-        await self._queue.put(_Best(id=self._state.best.id))
+        self._is_best_due.set()
         while self._again:
             await self._queue.put(self._again.popleft())
 
@@ -132,8 +130,26 @@ class Outputs:
 
     async def close(self) -> None:
         """A checkpoint of the end, then wait until all is written."""
+        self._is_closed = True
+        self._is_best_due.set()
         await self._note_checkpoint()
         await self._queue.put(None)
+
+    async def write_bests(self) -> None:
+        """Until `close`. Apart from the rest: a checkpoint may take seconds."""
+        while not self._is_closed:
+            await self._is_best_due.wait()
+            self._is_best_due.clear()
+            await self._write_best()
+
+    async def _write_best(self) -> None:
+        program = await asyncio.to_thread(self._store.get, self._state.best.id)
+        options = self._options()
+        await asyncio.to_thread(
+            self._run.write_folder,
+            "best",
+            lambda folder: fill_best(folder, program, options=options),
+        )
 
     async def write_all(self) -> None:
         """Until `close`."""
@@ -150,11 +166,6 @@ class Outputs:
 
     def _write(self, item: _Item) -> None:
         match item:
-            case _Best():
-                program = self._store.get(item.id)
-                self._run.write_folder(
-                    "best", lambda folder: fill_best(folder, program, options=self._options())
-                )
             case _Traced() if self._trace is not None:
                 self._trace.append(self._trace_entry(item))
             case _Due():
@@ -221,5 +232,6 @@ async def open_outputs(outputs: Outputs) -> AsyncIterator[Outputs]:
     """Write in the background; when the block ends all is written."""
     async with task_group() as group:
         group.create_task(outputs.write_all(), name="outputs")
+        group.create_task(outputs.write_bests(), name="best")
         yield outputs
         await outputs.close()

@@ -72,3 +72,12 @@ async def test_checkpoints_keep_prompts_and_large_artifacts(tmp_path: Path) -> N
         if program.parent_id:
             assert "x = " in program.prompts["full_rewrite_user"]["responses"][0]
     assert not (folder / "artifacts").exists()
+
+
+async def test_iterations_are_in_the_log(tmp_path: Path) -> None:
+    await evolve_toy(tmp_path, toy_config(max_iterations=5))
+    lines = (tmp_path / "toy" / "logs" / "evolve.log").read_text().splitlines()
+    assert len([line for line in lines if "Iteration " in line]) == 5
+    quiet = toy_config(max_iterations=5, log_level="ERROR", log_dir=str(tmp_path / "elsewhere"))
+    await evolve_toy(tmp_path / "quiet", quiet)
+    assert (tmp_path / "elsewhere" / "evolve.log").read_text() == ""

@@ -217,14 +217,17 @@ async def test_a_checkpoint_is_a_first_population(tmp_path: Path) -> None:
     config = toy_config(max_iterations=20)
     before = await evolve_toy(tmp_path / "old", config)
     checkpoint = read_checkpoint(tmp_path / "old" / "toy" / "checkpoints" / "checkpoint_20")
+    failed = ProgramRecord(id="bad", code="x = 987654\n", metrics={"error": 0.0, "timeout": True})
     result = await evolve_with(
         tmp_path / "new",
         config,
-        programs=list(checkpoint.programs),
+        programs=[failed, *checkpoint.programs],
         models={"toy": toy_model()},
     )
     assert result.report.first is not None and before.report.best is not None
     assert result.report.first.score == before.report.best.score
+    new = read_checkpoint(tmp_path / "new" / "toy" / "checkpoints" / "checkpoint_20")
+    assert failed.code not in [program.code for program in new.programs if not program.parent_id]
     assert result.report.num_iterations == 20
 
 
