@@ -1,13 +1,14 @@
 """What the controller of evolve costs, with a model that takes seconds. OpenEvolve in the same run.
 
     python benchmarks/evolve.py                                   # 5 s a call; a quarter of an hour
-    python benchmarks/evolve.py --latency 0.5 --in-flight 16 --iterations 64 --only bare,rookery
+    python benchmarks/evolve.py --latency 0.5 --in-flight 16 --iterations 64 --only rookery
 
 A scripted model answers every call after `--latency` seconds, in a process of its own. `bare` is a
 client that keeps so many calls in flight and does nothing else: its calls per second are 1.0.
 Efficiency is iterations per second over that, both from the first call to the last answer, by the
 model's own clock. CPU is that of the hub's process between the two, memory its peak and the peak of
-all its processes together. OpenEvolve 0.4 needs ROOKERY_OPENEVOLVE_PYTHON, Ray the package ray.
+all its processes together; `growth` compares the CPU at 100 and at 10,000 programs.
+OpenEvolve 0.4 needs ROOKERY_OPENEVOLVE_PYTHON, Ray the package ray.
 """
 
 import argparse
@@ -129,11 +130,11 @@ def openevolve_command(server: Server, load: Load, folder: Path) -> list[str]:
     return [python, "-c", start, *problem, "-c", str(folder / "config.yaml")]
 
 
-def run(command: Sequence[str], server: Server, load: Load) -> Usage:
-    """Run to the end; the usage while the model was being asked."""
+def run(command: Sequence[str], server: Server) -> Usage:
+    """Run to the end."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        usage = watch(process, is_asked=lambda: 0 < server.stats()["calls"] < load.iterations)
+        usage = watch(process, num_calls=lambda: int(server.stats()["calls"]))
         if process.returncode:
             output.seek(0)
             raise SystemExit(output.read().decode(errors="replace")[-4000:])
@@ -170,11 +171,12 @@ def measure(name: str, load: Load, latency_s: float) -> tuple[float, Usage | Non
         if name == "ray":
             with ray_cluster(load.workers) as address:
                 more = ("--executor", "ray", "--address", address)
-                usage = run(rookery_command(server, load, folder, *more), server, load)
+                usage = run(rookery_command(server, load, folder, *more), server)
         elif name == "openevolve":
-            usage = run(openevolve_command(server, load, folder), server, load)
+            usage = run(openevolve_command(server, load, folder), server)
         else:
-            usage = run(rookery_command(server, load, folder), server, load)
+            kept = ("--database.population_size", str(load.iterations + 1))
+            usage = run(rookery_command(server, load, folder, *kept), server)
         return rate(server, load), usage
 
 
@@ -183,11 +185,41 @@ def report(name: str, load: Load, latency_s: float, bare: float) -> float:
     assert usage is not None
     print(
         f"{name:<11} {load.in_flight:>4} in flight  {found:7.2f} it/s  efficiency "
-        f"{found / bare:5.3f}  hub {1000 * usage.hub_cpu_s / load.iterations:6.2f} ms CPU/it  "
+        f"{found / bare:5.3f}  hub {usage.cpu_ms(1, load.iterations - 1):6.2f} ms CPU/it  "
         f"hub {usage.hub_mb:6.0f} MB  all {usage.all_mb:6.0f} MB",
         flush=True,
     )
     return found / bare
+
+
+def compare(sides: Sequence[str], load: Load, latency_s: float) -> None:
+    """The bare client first, then the sides under the same load."""
+    bare, _ = measure("bare", load, latency_s)
+    print(f"{'bare':<11} {load.in_flight:>4} in flight  {bare:7.2f} calls/s", flush=True)
+    found = {}
+    for name in ("rookery", "openevolve", "ray"):
+        if name == "openevolve" and not os.environ.get("ROOKERY_OPENEVOLVE_PYTHON"):
+            continue
+        if name in sides:
+            found[name] = report(name, load, latency_s, bare)
+    if len(found) == 2:
+        times = found["rookery"] / found["openevolve"]
+        print(f"rookery is {times:.2f} times as efficient", flush=True)
+
+
+def report_growth(num_programs: int) -> None:
+    """The hub's CPU per iteration with few programs and with many, by a model that is quick."""
+    load = Load(in_flight=64, iterations=num_programs, workers=2)
+    _, usage = measure("growth", load, 0.2)
+    assert usage is not None
+    window = max(200, num_programs // 10)  # calls come in bursts: a smaller one measures those
+    few = usage.cpu_ms(100, 100 + window)
+    many = usage.cpu_ms(num_programs - window, num_programs - 1)
+    print(
+        f"growth: {few:.2f} ms CPU/it at 100 programs, {many:.2f} at {num_programs:,}, "
+        f"{many / few:.2f} times; hub {usage.hub_mb:.0f} MB",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -198,24 +230,22 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--iterations", type=int, help=f"default: {NUM_ROUNDS} x in flight")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="bare,rookery,openevolve,ray")
+    parser.add_argument("--programs", type=int, default=10_000, help="of the side `growth`")
+    parser.add_argument("--only", default="rookery,openevolve,ray,growth")
     flags = parser.parse_args()
     sides = flags.only.split(",")
     begun = time.monotonic()
-    for in_flight in flags.in_flight:
-        iterations = flags.iterations or NUM_ROUNDS * in_flight
-        load = Load(in_flight=in_flight, iterations=iterations, workers=flags.workers)
-        bare, _ = measure("bare", load, flags.latency)
-        print(f"{'bare':<11} {in_flight:>4} in flight  {bare:7.2f} calls/s", flush=True)
-        ours = report("rookery", load, flags.latency, bare) if "rookery" in sides else None
-        is_first = in_flight == flags.in_flight[0]
-        if "openevolve" in sides and is_first and os.environ.get("ROOKERY_OPENEVOLVE_PYTHON"):
-            theirs = report("openevolve", load, flags.latency, bare)
-            print(f"rookery is {(ours or 0) / theirs:.2f} times as efficient", flush=True)
+    if local := [side for side in sides if side in ("rookery", "openevolve")]:
+        for in_flight in flags.in_flight:
+            iterations = flags.iterations or NUM_ROUNDS * in_flight
+            load = Load(in_flight=in_flight, iterations=iterations, workers=flags.workers)
+            is_first = in_flight == flags.in_flight[0]
+            compare(local if is_first else ["rookery"], load, flags.latency)
     if "ray" in sides:
-        load = Load(in_flight=16, iterations=flags.iterations or 16 * NUM_ROUNDS, workers=16)
-        bare, _ = measure("bare", load, flags.latency)
-        report("ray", load, flags.latency, bare)
+        iterations = flags.iterations or NUM_ROUNDS * 16
+        compare(["ray"], Load(in_flight=16, iterations=iterations, workers=16), flags.latency)
+    if "growth" in sides:
+        report_growth(flags.programs)
     print(f"{time.monotonic() - begun:.0f} s")
 
 

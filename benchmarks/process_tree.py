@@ -16,28 +16,34 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What was used while it was asked."""
+    """What was used."""
 
-    hub_cpu_s: float
-    """Of the process itself, from the first look at which `is_asked` held to the last."""
+    cpu_s: tuple[tuple[int, float], ...]
+    """How many calls there had been at a look, and the CPU time of the process itself then."""
     hub_mb: float
     """Its peak."""
     all_mb: float
     """The peak of the sum over all processes, memory that they share counted once."""
 
+    def cpu_ms(self, first: int, last: int) -> float:
+        """Per call, from the first look at `first` calls or more to the last one up to `last`."""
+        looks = [(calls, cpu_s) for calls, cpu_s in self.cpu_s if first <= calls <= last]
+        if len(looks) < 2 or looks[-1][0] == looks[0][0]:
+            return float("nan")
+        return 1000 * (looks[-1][1] - looks[0][1]) / (looks[-1][0] - looks[0][0])
 
-def watch(process: "subprocess.Popen[bytes]", *, is_asked: Callable[[], bool]) -> Usage:
+
+def watch(process: "subprocess.Popen[bytes]", *, num_calls: Callable[[], int]) -> Usage:
     """Look until the process ends."""
-    cpu: list[float] = []
+    cpu: list[tuple[int, float]] = []
     hub_mb = all_mb = 0.0
     while process.poll() is None:
         with suppress(OSError):
-            if is_asked():
-                cpu.append(_cpu_s(process.pid))
+            cpu.append((num_calls(), _cpu_s(process.pid)))
             hub_mb = max(hub_mb, _field_mb(process.pid, "VmHWM"))
             all_mb = max(all_mb, sum(map(_pss_mb, _tree(process.pid))))
         time.sleep(POLL_S)
-    return Usage(hub_cpu_s=cpu[-1] - cpu[0] if cpu else 0.0, hub_mb=hub_mb, all_mb=all_mb)
+    return Usage(cpu_s=tuple(cpu), hub_mb=hub_mb, all_mb=all_mb)
 
 
 def _cpu_s(pid: int) -> float:
@@ -47,7 +53,8 @@ def _cpu_s(pid: int) -> float:
 
 def _field_mb(pid: int, name: str) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+    found = (int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+    return next(found, 0.0)  # a process that has ended has none
 
 
 def _pss_mb(pid: int) -> float:
