@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from rookery.concurrency import together
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.parts import Parts
@@ -96,7 +96,7 @@ async def _prepare(
         return from_data(Evaluated, known.payload)
     async with credits:
         if isinstance(program, ProgramRecord):
-            evaluated = await asyncio.to_thread(_take, number, program, parts)
+            evaluated = await run_in_thread(_take, number, program, parts)
         else:
             evaluated = await _score(number, program, parts)
     problem = evaluated.failure.message if evaluated.failure else None
@@ -120,7 +120,7 @@ async def _score(number: int, program: FirstProgram, parts: Parts) -> Evaluated:
         island=(number - 1) % parts.config.database.num_islands,
         changes_description=parts.config.prompt.initial_changes_description,
     )
-    child = await asyncio.to_thread(make_child, record)
+    child = await run_in_thread(make_child, record)
     # Attempts count from 1: the jobs of first programs are numbered below.
     lease = Lease(1 - number, _note_nothing)
     return await parts.evaluator.evaluate(child, lease=lease, best_score=None)

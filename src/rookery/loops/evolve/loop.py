@@ -12,11 +12,11 @@
 Many attempts are in flight at a time: `hub.py` says how, and how a run resumes.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError
 from rookery.loops.evolve.baselines import Start, run_baselines
 from rookery.loops.evolve.config import EvolveConfig
@@ -77,7 +77,7 @@ async def evolve(
         language=programs[0].language,
     )
     with ExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, log_to_file(config, run.path))
+        await run_in_thread(stack.enter_context, log_to_file(config, run.path))
         return await _evolve(config, programs, providers)
 
 
@@ -101,9 +101,9 @@ async def _evolve(
     start = Start(programs=programs, measured=measured, seed=seed, arms=arms)
     baselines = await run_baselines(config, providers, evolution=state, start=start)
     search = FinishedSearch(state=state, stop_reason=hub.stop_reason, elapsed_s=hub.elapsed_s)
-    report = await asyncio.to_thread(make_report, parts, search, baselines, seed=seed)
-    await asyncio.to_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-    best = await asyncio.to_thread(parts.store.get, state.best.id)
+    report = await run_in_thread(make_report, parts, search, baselines, seed=seed)
+    await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
+    best = await run_in_thread(parts.store.get, state.best.id)
     return EvolveResult(report=report, best=best)
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rookery.concurrency import task_group
+from rookery.concurrency import run_in_thread, task_group
 from rookery.loops.evolve.checkpoints import (
     Checkpoint,
     FeatureRange,
@@ -143,9 +143,9 @@ class Outputs:
             await self._write_best()
 
     async def _write_best(self) -> None:
-        program = await asyncio.to_thread(self._store.get, self._state.best.id)
+        program = await run_in_thread(self._store.get, self._state.best.id)
         options = self._options()
-        await asyncio.to_thread(
+        await run_in_thread(
             self._run.write_folder,
             "best",
             lambda folder: fill_best(folder, program, options=options),
@@ -154,15 +154,15 @@ class Outputs:
     async def write_all(self) -> None:
         """Until `close`."""
         if self._config.evolution_trace.enabled:
-            self._trace = await asyncio.to_thread(
+            self._trace = await run_in_thread(
                 TraceWriter, self._run.path, config=self._config.evolution_trace
             )
         try:
             while (item := await self._queue.get()) is not None:
-                await asyncio.to_thread(self._write, item)
+                await run_in_thread(self._write, item)
         finally:
             if self._trace is not None:
-                await asyncio.to_thread(self._trace.close)
+                await run_in_thread(self._trace.close)
 
     def _write(self, item: _Item) -> None:
         match item:

@@ -10,11 +10,11 @@
 | it was cancelled            | the executor is closing: ExecutorError, the run can resume    |
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rookery.concurrency import run_in_thread
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.judges import Judgement, Judges
@@ -86,7 +86,7 @@ class ProgramEvaluator:
             if isinstance(judged, AttemptFailure):
                 return Evaluated(failure=judged, num_lost=lease.num_lost)
             judgement = judged
-        return await asyncio.to_thread(self._keep, child, outcomes, judgement, lease.num_lost)
+        return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
 
     def _keep(
         self,
@@ -152,7 +152,7 @@ class ProgramEvaluator:
             ended = await self._executor.submit(job)
             match ended:
                 case JobDone():
-                    outcome = await asyncio.to_thread(decode_outcome, ended.output)
+                    outcome = await run_in_thread(decode_outcome, ended.output)
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome

@@ -6,10 +6,10 @@
 Prompts are built and answers read in threads: both may be long.
 """
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rookery.concurrency import run_in_thread
 from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, read_answer
 from rookery.loops.evolve.endpoint import Endpoint, ModelFailed
 from rookery.loops.evolve.program import ProgramRecord
@@ -83,7 +83,7 @@ class Proposer:
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
         in Generated; a model that is down for too long raises."""
-        prompt = await asyncio.to_thread(self._build, plan)
+        prompt = await run_in_thread(self._build, plan)
         arm = self._arms[plan.arm]
         seed = seed_of(self._seed, "answer", plan.attempt)
         request = arm.request(system=prompt.system, user=prompt.user, seed=seed)
@@ -92,11 +92,11 @@ class Proposer:
         except ModelFailed as error:
             failure = AttemptFailure(kind="model", message=str(error))
             return Generated(model=plan.arm, failure=failure), None
-        return await asyncio.to_thread(self._keep, plan, prompt, reply)
+        return await run_in_thread(self._keep, plan, prompt, reply)
 
     async def read(self, plan: Plan, generated: Generated) -> Child | None:
         """The child of an answer of an earlier session."""
-        return await asyncio.to_thread(self._read_kept, plan, generated.answer)
+        return await run_in_thread(self._read_kept, plan, generated.answer)
 
     def _build(self, plan: Plan) -> Prompt:
         top = [self._store.get(id) for id in plan.top]
