@@ -13,6 +13,7 @@ from pathlib import Path
 from rookery.config import Config, parse_config
 from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec, pack_folder
+from rookery.executors.folder import IGNORED
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.source_files import split_files
 from rookery.runs.document import decode
@@ -37,8 +38,13 @@ class EvaluationSettings(Config):
     """Its file is relative to the folder that travels with the task."""
 
 
-def evaluation_spec(config: EvolveConfig, *, evaluator: Path, suffix: str) -> WorkerSpec:
-    """What workers hold: the evaluator's folder as it is now, and the limits of the config."""
+def evaluation_spec(
+    config: EvolveConfig, *, evaluator: Path, suffix: str, output: Path | None = None
+) -> WorkerSpec:
+    """What workers hold: the evaluator's folder as it is now, and the limits of the config.
+
+    Hidden files, which may hold secrets, and the output of runs, `output` too, are left out.
+    """
     if not evaluator.is_file():
         raise ConfigError(f"There is no evaluator {evaluator}: give a Python file.")
     settings = EvaluationSettings(
@@ -51,10 +57,11 @@ def evaluation_spec(config: EvolveConfig, *, evaluator: Path, suffix: str) -> Wo
             suffix=suffix,
         ),
     )
+    ignored = (*IGNORED, ".*", "openevolve_output", *([output.name] if output else []))
     return WorkerSpec(
         task="evaluation",
         settings=settings.model_dump_json().encode(),
-        folder=pack_folder(evaluator.resolve().parent),
+        folder=pack_folder(evaluator.resolve().parent, ignored=ignored),
     )
 
 

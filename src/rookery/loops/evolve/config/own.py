@@ -1,6 +1,6 @@
 """The section `rookery`: what OpenEvolve has no key for."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -76,4 +76,19 @@ class RookeryConfig(Config):
     bandit: bool = False
     """Ask more often the models whose children are better, not by fixed weights."""
     first_programs: tuple[str, ...] = ()
-    """Further programs to start from."""
+    """Further programs to start from; beside the config."""
+    engine: dict[str, Any] | None = None
+    """An engine of ours as a proposer, as other loops name it: `{model: smollm2}` in this process,
+    `{type: fleet, ...}` for vLLM servers. Its models are `base` and those of `adapters`; entries of
+    `llm.models` with these names say their weights."""
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """PEFT folders that the engine loads, each a model of its own; beside the config."""
+    tokenizer: str = ""
+    """The model's folder or id, for servers given by URL."""
+    checkpoint: str | None = None
+    """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
+
+    @property
+    def engine_models(self) -> tuple[str, ...]:
+        """The names of the models that the engine serves."""
+        return () if self.engine is None else ("base", *self.adapters)
