@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -178,7 +178,18 @@ async def _step(
     return report
 
 
-def learning_rate_at(step: int, *, config: SftConfig, num_steps: int) -> float:
+class _Rates(Protocol):
+    """A config that has a learning rate and how it changes."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def schedule(self) -> Literal["cosine", "constant"]: ...
+    @property
+    def warmup(self) -> float: ...
+
+
+def learning_rate_at(step: int, *, config: _Rates, num_steps: int) -> float:
     """Of step 0, 1, ..., num_steps - 1; no step has rate 0.
 
     4 steps, half of them warm-up, rate 1, cosine: 0.5, 1, 1, 0.5.

@@ -11,7 +11,7 @@ from loops.evolution import Faulty, Inputs
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
-from rookery.loops.genome.comparison import compare
+from rookery.loops.comparison import compare
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import load_taskset
