@@ -29,6 +29,7 @@ from rookery.types import (
 if TYPE_CHECKING:
     from rookery.compose.evaluation import evaluate
     from rookery.compose.genome import run_genome
+    from rookery.compose.grpo import run_grpo
     from rookery.compose.icm import run_icm
     from rookery.compose.resuming import resume
     from rookery.compose.sft import run_sft
@@ -51,6 +52,7 @@ __all__ = [
     "open_engine",
     "resume",
     "run_genome",
+    "run_grpo",
     "run_icm",
     "run_sft",
 ]
@@ -60,6 +62,7 @@ _LAZY = {
     "open_engine": "rookery.engines",
     "resume": "rookery.compose.resuming",
     "run_genome": "rookery.compose.genome",
+    "run_grpo": "rookery.compose.grpo",
     "run_icm": "rookery.compose.icm",
     "run_sft": "rookery.compose.sft",
 }

@@ -9,6 +9,7 @@ from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
 from rookery.cli.fleet import fleet
 from rookery.cli.genome import genome
+from rookery.cli.grpo import grpo
 from rookery.cli.icm import icm
 from rookery.cli.runs import runs
 from rookery.cli.sft import sft
@@ -27,6 +28,7 @@ app = cyclopts.App(
 )
 app.command(evaluate, name="eval")
 app.command(genome)
+app.command(grpo)
 app.command(icm)
 app.command(sft)
 app.command(fleet)

@@ -3,7 +3,7 @@
     outcome = run_genome("configs/demo.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
-genome.py, icm.py, evaluation.py   one each: config -> objects -> loop -> report and page
+genome.py, grpo.py, icm.py, evaluation.py   one each: config -> objects -> loop -> report and page
 sft.py                             a taskset -> an adapter
 running.py                         configs from files and keywords, runs, the one event loop
 resuming.py                        any run that was interrupted, by its kind

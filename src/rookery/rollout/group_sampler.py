@@ -7,7 +7,6 @@ An evaluation puts the same question to many models and never asks twice; here e
 one, named by its seed, and the caller keeps what came of it.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,11 +103,7 @@ class GroupSampler:
     async def _judge(self, task: Task, answer: Completion | str) -> Rollout:
         if isinstance(answer, str):
             return Rollout(task=task, completion=None, reward=None, error=answer)
-        rollout = await self._askings[task.source].judge(task, answer)
-        if rollout.reward is not None and not math.isfinite(rollout.reward):
-            complaint = f"The reward of task {task.id} is {rollout.reward}, which is not a number."
-            return replace(rollout, reward=None, error=complaint)
-        return rollout
+        return await self._askings[task.source].judge(task, answer)
 
 
 def _pairs(
