@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from rookery.slots import CausalAttend, SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.losses import Loss, Targets, make_loss
-from rookery.train.packing import PackedPass, check_data, pack
+from rookery.train.packing import COLUMNS, PackedPass, check_data, pack
 from rookery.train.stacks import one_slot, slot_factors
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
@@ -107,7 +108,9 @@ class LoraTrainer:
         """Add gradients; a request that fails adds none.
 
         Reports `train/loss` (and what else the loss reports) per unit of weight, the plain sum as
-        `train/loss_sum`, and `train/num_tokens`, the targets with a weight.
+        `train/loss_sum`, the largest of a value as `train/<key>_max`, and over what was summed:
+        `train/weight_sum` and `train/num_tokens`, the targets with a weight. `merged_metrics` joins
+        the reports of several calls.
         """
         return await self._in_turn(lambda: [self._train(request) for request in requests])
 
@@ -163,6 +166,7 @@ class LoraTrainer:
         logprobs: list[tuple[float, ...]] = [()] * len(request.data)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
         sums: Counter[str] = Counter()
+        maxima: dict[str, float] = {}
         loss_sum = 0.0
         for packed in passes:
             logprobs_T = self._logprobs(packed, trainee)
@@ -174,15 +178,22 @@ class LoraTrainer:
                     total += gradient
             loss_sum += output.loss.item()
             sums.update({key: value.item() for key, value in output.sums.items()})
+            for key, value in output.maxima.items():
+                maxima[key] = max(maxima.get(key, -inf), value.item())
             _put_by_datum(logprobs, packed, logprobs_T.tolist())
         if torch.is_grad_enabled():
             trainee.add_gradients(gradients)
         weight = sum(weight for packed in passes for weight in packed.weights)
         # Without weight, or with weights that cancel, there is no mean to report.
         means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
+        largest = {f"train/{key}_max": value for key, value in maxima.items()}
         num_tokens = sum(weight != 0.0 for packed in passes for weight in packed.weights)
-        counts = {"train/loss_sum": loss_sum, "train/num_tokens": float(num_tokens)}
-        return TrainOutput(metrics={**means, **counts}, logprobs=tuple(logprobs))
+        counts = {
+            "train/loss_sum": loss_sum,
+            "train/weight_sum": weight,
+            "train/num_tokens": float(num_tokens),
+        }
+        return TrainOutput(metrics={**means, **largest, **counts}, logprobs=tuple(logprobs))
 
     def _logprobs(self, packed: PackedPass, trainee: Trainee) -> torch.Tensor:
         """log p of every target: [T] float32."""
@@ -219,9 +230,7 @@ def _targets(packed: PackedPass, device: torch.device) -> Targets:
     return Targets(
         weights=column(packed.weights),
         datum=torch.tensor(packed.datum, device=device),
-        sampled_logprobs=column(packed.columns.get("sampled_logprobs", [])),
-        reference_logprobs=column(packed.columns.get("reference_logprobs", [])),
-        advantages=column(packed.columns.get("advantages", [])),
+        **{name: column(packed.columns.get(name, [])) for name in COLUMNS},
     )
 
 
