@@ -11,8 +11,8 @@ from rookery.engines import EngineChoice
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import LoraConfig, TrainerConfig
-from rookery.train.losses import LossConfig
-from rookery.train.losses.importance_sampling import ImportanceSampling
+from rookery.train.losses import PolicyLossConfig
+from rookery.train.losses.grpo import Grpo
 from rookery.train.sft import AdamWConfig
 from rookery.types import SamplingParams
 
@@ -62,10 +62,12 @@ class GrpoConfig(Config):
     so many in a step. null: as many as groups_per_step."""
     max_failed_share: float = Field(default=0.2, ge=0.0, le=1.0)
     """The run stops when a larger part of a step's rollouts failed."""
-    advantages: AdvantageName = "group_relative"
+    advantages: AdvantageName | None = None
     """`group_relative` (GRPO), `leave_one_out` (RLOO), `no_std` (Dr. GRPO); `shuffled` is a control
-    that must not learn."""
-    loss: LossConfig = ImportanceSampling()
+    that must not learn. null: `no_std` with the loss dr_grpo, else `group_relative`."""
+    loss: PolicyLossConfig = Grpo()
+    """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
+    `reinforce`, with its options."""
     learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
     """The highest: reached after the warm-up. Small models take 1e-3, large ones 1e-5 to 1e-4."""
     schedule: Literal["cosine", "constant"] = "constant"
@@ -89,6 +91,11 @@ class GrpoConfig(Config):
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats."""
     seed: int = 0
+
+    @property
+    def advantage_name(self) -> AdvantageName:
+        """The advantages in use."""
+        return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
 
     @property
     def max_groups(self) -> int:
@@ -126,11 +133,6 @@ class GrpoConfig(Config):
             raise ValueError(
                 "share is for the embedded engine; servers have their own weights: write share: "
                 "false"
-            )
-        if "advantages" not in self.loss.needs:
-            raise ValueError(
-                f"loss {self.loss.type} takes no advantages, so rewards would not matter: write "
-                "importance_sampling for example"
             )
         return self
 

@@ -46,7 +46,7 @@ def write_report(run: Run, ending: Ending) -> tuple[Adapter, dict[str, Any]]:
         "model": ending.base,
         "seed": ending.config.seed,
         "loss": ending.config.loss.type,
-        "advantages": ending.config.advantages,
+        "advantages": ending.config.advantage_name,
         "staleness": ending.config.staleness,
         "tasksets": [_describe_taskset(taskset) for taskset in ending.tasksets],
         "rows": list(ending.rows),

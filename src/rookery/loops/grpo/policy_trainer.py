@@ -40,8 +40,7 @@ class PolicyTrainer:
         self._engine = engine
         self._config = config
         trainer.add(POLICY, start)
-        self._has_reference = "reference_logprobs" in config.loss.needs
-        if self._has_reference:
+        if "reference_logprobs" in config.loss.needs:
             trainer.add(REFERENCE, start)
 
     async def publish(self, step: int) -> Policy:
@@ -69,7 +68,7 @@ class PolicyTrainer:
             return {}
         data = await asyncio.to_thread(make_data, batch, self._config)
         gap = await self._probe(step, data, batch, policy)
-        data = await self._with_reference(data)
+        data = await self._completed(data)
         request = TrainRequest(
             trainee=POLICY,
             data=data,
@@ -95,16 +94,27 @@ class PolicyTrainer:
             raise TrainError(output.error)
         return dict(output.metrics)
 
-    async def _with_reference(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
-        """The data with log-probabilities under the start, where the loss holds on to it."""
-        if not self._has_reference:
-            return data
-        request = TrainRequest(trainee=REFERENCE, data=data)
+    async def _completed(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
+        """The data with the log-probabilities that the loss needs, by the start or by the policy
+        before this step."""
+        needs = self._config.loss.needs
+        if "reference_logprobs" in needs:
+            found = await self._logprobs(REFERENCE, data)
+            data = tuple(
+                replace(datum, reference_logprobs=own)
+                for datum, own in zip(data, found, strict=True)
+            )
+        if "old_logprobs" in needs:
+            found = await self._logprobs(POLICY, data)
+            data = tuple(
+                replace(datum, old_logprobs=own) for datum, own in zip(data, found, strict=True)
+            )
+        return data
+
+    async def _logprobs(self, trainee: str, data: Sequence[Datum]) -> tuple[tuple[float, ...], ...]:
+        request = TrainRequest(trainee=trainee, data=tuple(data))
         [output] = _checked(await self._trainer.forward([request]))
-        return tuple(
-            replace(datum, reference_logprobs=own)
-            for datum, own in zip(data, output.logprobs, strict=True)
-        )
+        return output.logprobs
 
     async def _probe(
         self, step: int, data: Sequence[Datum], batch: Batch, policy: Policy
@@ -114,8 +124,7 @@ class PolicyTrainer:
         if policy.step != step or batch.model_step == step:
             return None
         probes = [replace(datum, temperature=1.0) for datum in data[:NUM_PROBES]]
-        request = TrainRequest(trainee=POLICY, data=tuple(probes))
-        [output] = _checked(await self._trainer.forward([request]))
+        ours = await self._logprobs(POLICY, probes)
         scores = await self._engine.score(
             [
                 ScoreRequest(
@@ -130,7 +139,7 @@ class PolicyTrainer:
             replace(probe, sampled_logprobs=score.logprobs)
             for probe, score in zip(probes, scores, strict=True)
         ]
-        return mean_gap(scored, output.logprobs)
+        return mean_gap(scored, ours)
 
     def _check_gap(self, step: int, gap: float | None) -> None:
         # A NaN is not above a limit and not below it either.
