@@ -14,7 +14,8 @@ sft.py        supervised fine-tuning from tasks to adapter
 """
 
 from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.publisher import AdapterPublisher
-from rookery.train.trainer import LoraTrainer, TrainerConfig
+from rookery.train.slotted_trainer import TrainerConfig
 
 __all__ = ["AdapterPublisher", "LoraConfig", "LoraTrainer", "TrainerConfig", "initial_adapter"]

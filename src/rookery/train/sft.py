@@ -28,9 +28,10 @@ from rookery.slots import SlottedModel
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.template import Template
 from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.order import order_batches, order_rows
 from rookery.train.packing import check_data, input_tokens
-from rookery.train.trainer import LoraTrainer, TrainerConfig
+from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 
 __all__ = ["AdamWConfig", "SftConfig", "SftStep", "learning_rate_at", "sft", "sft_data"]
