@@ -11,6 +11,8 @@ trainee.py    weights in training: gradients, AdamW, save and load
 slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out
 lora_trainer.py     LoraTrainer: any number of adapters over one model
 full.py       FullTrainer: a model's own weights
+checkpoints.py      folders of weights with the trainer's state beside them
+schedule.py   the learning rate of every step
 publisher.py  new weights to engines, old ones retired
 lora.py       which layers are adapted, and the adapter to start from
 order.py      which rows each step takes

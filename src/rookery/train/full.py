@@ -77,6 +77,8 @@ class FullTrainee(Trainee):
 class FullTrainer(SlottedTrainer[FullTrainee]):
     """A Trainer of one trainee: the weights of a model that nothing else uses."""
 
+    folder_name = "step"
+
     def __init__(
         self,
         model: SlottedModel,

@@ -35,6 +35,8 @@ __all__ = ["LoraTrainer"]
 class LoraTrainer(SlottedTrainer[LoraTrainee]):
     """A Trainer of adapters. Engines and other trainers may use the model at the same time."""
 
+    folder_name = "adapter_step"
+
     def __init__(
         self, model: SlottedModel, *, config: TrainerConfig, publisher: Publisher | None = None
     ) -> None:

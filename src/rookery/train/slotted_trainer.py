@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import Field
@@ -61,6 +61,9 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     A call that is cancelled may still run to its end there; the next waits for it.
     """
+
+    folder_name: ClassVar[str]
+    """What its exports are named in checkpoints, before the step."""
 
     def __init__(
         self, model: SlottedModel, *, config: TrainerConfig, publisher: Publisher | None = None
