@@ -103,10 +103,10 @@ class SlottedModel:
     def set_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Other base weights, all of them, in place of those it has; a packed model is packed anew.
 
-        Nothing changes when they do not fit.
+        Nothing changes when they do not fit, see `check_weights`.
         """
         is_packed = any(linear.weight is None for linear in self.linears.values())
-        self._check_weights(tensors)
+        self.check_weights(tensors)
         for name, parameter in self.weights.items():
             parameter.copy_(tensors[name])
         if not is_packed:
@@ -119,7 +119,8 @@ class SlottedModel:
         self._fused = None
         self.pack()
 
-    def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ModelError unless they have the names and shapes of this model's weights."""
         shapes = {name: tuple(p.shape) for name, p in self.weights.items()}
         for name, linear in self.linears.items():
             if linear.weight is None:

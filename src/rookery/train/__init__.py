@@ -22,7 +22,7 @@ sft.py        supervised fine-tuning from tasks to adapter
 from rookery.train.full import FullConfig, FullTrainer
 from rookery.train.lora import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
-from rookery.train.publisher import AdapterPublisher
+from rookery.train.publisher import AdapterPublisher, ModelPublisher
 from rookery.train.slotted_trainer import TrainerConfig
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "FullTrainer",
     "LoraConfig",
     "LoraTrainer",
+    "ModelPublisher",
     "TrainerConfig",
     "initial_adapter",
 ]

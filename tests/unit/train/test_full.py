@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import write_tiny_model
+from tiny import tiny_adapter, write_tiny_model
 from tiny_training import make_batch, step, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import TrainError
 from rookery.ports import Trainer
 from rookery.slots import load_model
-from rookery.train import FullConfig, FullTrainer
-from rookery.types import Datum, ModelRef, ModelWeights, TrainRequest, Weights
+from rookery.train import FullConfig, FullTrainer, ModelPublisher
+from rookery.types import Datum, ModelRef, ModelWeights, ScoreRequest, TrainRequest, Weights
 
 KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
 
@@ -171,3 +172,26 @@ async def test_publishing_hands_over_a_copy_under_a_new_version(tiny_folder: Pat
 def test_more_layers_than_there_are_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(TrainError, match="layers is 9; this model has 4: write 1 to 4, or all"):
         make_full(tiny_folder, layers=9)
+
+
+async def test_an_engine_answers_with_what_was_published(tiny_folder: Path) -> None:
+    """A packed engine in this process: its log-probabilities are the trainer's after each step."""
+    datum = make_batch((20,), seed=3)[0]
+    tokens = (*datum.tokens, datum.targets[-1])
+    async with open_engine(EngineConfig(model=str(tiny_folder))) as engine:
+        trainer = FullTrainer(
+            load_model(tiny_folder), name="policy", config=FullConfig(), like=tiny_folder,
+            publisher=ModelPublisher(engine.replace_base),
+        )  # fmt: skip
+        seen = []
+        for seed in range(3):
+            await train(trainer, make_batch(seed=seed))
+            await step(trainer, 1e-2)
+            ref = await trainer.publish("policy")
+            [score] = await engine.score([ScoreRequest(model=ref, tokens=tokens, start=1)])
+            [output] = await trainer.forward([TrainRequest(trainee="policy", data=(datum,))])
+            assert score.logprobs == pytest.approx(output.logprobs[0], abs=1e-4)
+            seen.append(score.logprobs[-1])
+        assert len(set(seen)) == 3
+        with pytest.raises(TrainError, match="poet is an adapter"):
+            await ModelPublisher(engine.replace_base).publish(tiny_adapter("poet"))
