@@ -13,7 +13,7 @@ from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
 from rookery.train.losses.grpo import Grpo
-from rookery.train.sft import AdamWConfig
+from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
 __all__ = ["DrawingConfig", "GrpoConfig"]
@@ -33,7 +33,7 @@ class DrawingConfig(Config):
         return SamplingParams(n=group_size, **self.model_dump())
 
 
-class GrpoConfig(Config):
+class GrpoConfig(ScheduleConfig):
     """One training by group-relative policy optimisation."""
 
     engine: EngineChoice = EngineConfig()
@@ -68,10 +68,11 @@ class GrpoConfig(Config):
     loss: PolicyLossConfig = Grpo()
     """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
     `reinforce`, with its options."""
-    learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
-    """The highest: reached after the warm-up. Small models take 1e-3, large ones 1e-5 to 1e-4."""
-    schedule: Literal["cosine", "constant"] = "constant"
-    """After the warm-up: unchanged, or down to 0 along a half cosine."""
+    learning_rate: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
+    """The highest: reached after the warm-up. A model of a million weights takes 1e-3, larger ones
+    1e-5 to 1e-4."""
+    schedule: Literal["cosine", "linear", "constant"] = "constant"
+    """After the warm-up: unchanged, or down to 0 along a half cosine or a line."""
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
     """The part of all steps in which the learning rate rises from 0."""
     optimizer: AdamWConfig = AdamWConfig()

@@ -20,7 +20,7 @@ from rookery.loops.grpo.data import make_data, mean_gap
 from rookery.loops.grpo.group_source import Policy
 from rookery.ports import Sampler
 from rookery.train import LoraTrainer
-from rookery.train.sft import learning_rate_at
+from rookery.train.schedule import learning_rate_at
 from rookery.types import Adapter, Datum, OptimStep, ScoreRequest, TrainOutput, TrainRequest
 
 __all__ = ["PolicyTrainer"]
