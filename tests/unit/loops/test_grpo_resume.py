@@ -18,7 +18,7 @@ from loops.training import Inputs, clockless, run_training
 
 from rookery.loops.grpo import GrpoResult
 from rookery.runs import Run
-from rookery.slots import SlottedModel, load_model
+from rookery.slots import SlottedModel
 
 UNIT = Path(__file__).parents[1]
 SOURCE = UNIT.parents[1] / "src"
@@ -28,18 +28,14 @@ BOUNDARIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def inputs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    tasks = tmp_path_factory.mktemp("grpo") / "tasks.jsonl"
-    rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
-    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Inputs(model=tiny_folder, tasks=tasks)
+@pytest.fixture
+def inputs(grpo_inputs: Inputs) -> Inputs:
+    return grpo_inputs
 
 
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> SlottedModel:
-    """Not packed: the engine and the trainer share it."""
-    return load_model(tiny_folder)
+@pytest.fixture
+def model(plain_model: SlottedModel) -> SlottedModel:
+    return plain_model
 
 
 class Cut:
