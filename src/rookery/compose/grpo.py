@@ -27,7 +27,7 @@ from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_poli
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.checks import check_inputs
 from rookery.ports import Engine
-from rookery.reports import GrpoReport, parse_grpo_report
+from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -184,11 +184,10 @@ def _inputs(
 async def _finish(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
     with display.bar("train", total=inputs.config.steps) as bar:
         result = await train_policy(inputs, run=run, watcher=_watcher(bar, display))
-    report = parse_grpo_report(result.report)
-    page = await asyncio.to_thread(render_grpo_page, report)
+    page = await asyncio.to_thread(render_grpo_page, result.report)
     await asyncio.to_thread(run.write_text, "report.html", page)
     await asyncio.to_thread(run.finish, "finished")
-    return report
+    return result.report
 
 
 def _watcher(bar: Bar, display: Display) -> Watcher:

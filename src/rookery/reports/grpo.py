@@ -9,31 +9,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.genome import TasksetRecord
-from rookery.reports.record import Estimate, Measured, Record, Text, parse_record
+from rookery.reports.genome import ReportRow, TasksetRecord
+from rookery.reports.record import Measured, Record, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
     "CheckpointRecord",
     "ExampleRecord",
     "GrpoReport",
-    "GrpoRow",
     "TrainStepRecord",
     "parse_grpo_report",
 ]
-
-
-class GrpoRow(Estimate):
-    """One policy on the report tasks: the trained one, the start, the base model."""
-
-    name: Text = ""
-    is_winner: bool = False
-    """Whether it is the trained one."""
-    gain: Estimate | None = None
-    """Over the policy that the training began with, paired by task; None for that one itself."""
-    by_source: dict[Text, Measured] = Field(default_factory=dict)
-    """Mean per taskset."""
-    num_failed: int = 0
 
 
 class CheckpointRecord(Record):
@@ -73,7 +59,7 @@ class GrpoReport(Record):
     advantages: Text = ""
     staleness: int = 0
     tasksets: tuple[TasksetRecord, ...] = ()
-    rows: tuple[GrpoRow, ...] = ()
+    rows: tuple[ReportRow, ...] = ()
     chosen_step: int | None = None
     checkpoints: tuple[CheckpointRecord, ...] = ()
     steps: tuple[TrainStepRecord, ...] = ()
@@ -83,7 +69,7 @@ class GrpoReport(Record):
     warnings: tuple[Text, ...] = ()
 
     @property
-    def trained(self) -> GrpoRow | None:
+    def trained(self) -> ReportRow | None:
         """The row of the chosen checkpoint; None before the report tasks were read."""
         return next((row for row in self.rows if row.is_winner), None)
 

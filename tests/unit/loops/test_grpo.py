@@ -29,9 +29,9 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
             run, grpo_inputs, model=plain_model, watcher=Watcher(on_step=steps.append)
         )
     report = result.report
-    assert [row["name"] for row in report["rows"]] == ["trained", "base model"]
-    assert report["rows"][0]["gain"] is not None
-    assert [one["step"] for one in report["checkpoints"]] == [0, 2, 4, 5]
+    assert [row.name for row in report.rows] == ["trained", "base model"]
+    assert report.trained is not None and report.trained.gain is not None
+    assert [one.step for one in report.checkpoints] == [0, 2, 4, 5]
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert read_adapter(tmp_path / "x" / "trained").version == result.trained.version
     metrics = steps[1].metrics
@@ -45,7 +45,7 @@ async def test_old_checkpoints_and_rollouts_are_removed(
 ) -> None:
     with make_run(tmp_path) as run:
         result = await run_training(run, grpo_inputs, model=plain_model)
-        best = result.report["chosen_step"]
+        best = result.report.chosen_step
         kept = {path.name for path in (run.path / "checkpoints").iterdir()}
         assert kept == {f"adapter_step_{step}" for step in {5, best} - {0}}
         assert run.blobs.digests() == []
@@ -63,7 +63,7 @@ async def test_a_run_that_ended_is_not_trained_again(
         num = run.counts()
         after = await run_training(run, grpo_inputs, model=plain_model)
         assert run.counts() == num
-    assert after.report["rows"] == before.report["rows"]
+    assert after.report.rows == before.report.rows
 
 
 async def test_a_kl_term_holds_the_policy_to_its_start(
@@ -153,7 +153,7 @@ async def test_failed_rollouts_are_counted_and_too_many_end_the_run(
         [event] = run.events("step")
         assert event.payload["metrics"]["grpo/num_failed_rollouts"] == 4
         assert event.payload["positions"] != batch["positions"]
-        assert any("4 of 12 rollouts failed" in warning for warning in result.report["warnings"])
+        assert any("4 of 12 rollouts failed" in warning for warning in result.report.warnings)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

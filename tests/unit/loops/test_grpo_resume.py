@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ async def test_delays_change_no_bit(
     for slow in ("none", "sample", "forward_backward"):
         with make_run(tmp_path, slow) as run:
             await run_training(
-                run, inputs, model=model, wrap=lambda part, slow=slow: _Slow(part, slow),
+                run, inputs, model=model, wrap=partial(_Slow, slow=slow),
                 staleness=staleness,
             )  # fmt: skip
             versions.add(str(final_weights(run)))

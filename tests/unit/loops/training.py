@@ -15,6 +15,7 @@ from typing import Any
 from rookery.embedded import EngineConfig, run_engine
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
 from rookery.loops.grpo.checkpoints import read_start
+from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -103,12 +104,12 @@ async def run_training(
         return await train_policy(parts, run=run, watcher=watcher)
 
 
-def clockless(report: dict[str, Any]) -> dict[str, Any]:
+def clockless(report: GrpoReport) -> dict[str, Any]:
     """A report without what the clock says, and without the run's name."""
-    report = {key: value for key, value in report.items() if key not in {"run", "seconds"}}
-    for step in report["steps"]:
+    document = report.model_dump(mode="json", exclude={"run", "seconds"})
+    for step in document["steps"]:
         step["metrics"] = {k: v for k, v in step["metrics"].items() if not k.startswith("time/")}
-    return report
+    return document
 
 
 class Telling:

@@ -1,16 +1,21 @@
 """What a grpo run leaves behind: the trained adapter, the report and its warnings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import StepLog
+from rookery.reports import (
+    CheckpointRecord,
+    GrpoReport,
+    ReportRow,
+    TasksetRecord,
+    TrainStepRecord,
+)
 from rookery.runs import Run
-from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter
 from rookery.weights import write_adapter
@@ -31,50 +36,54 @@ class Ending:
     checkpoints: Checkpoints
     selection: Selection
     log: StepLog
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[ReportRow]
 
 
-def write_report(run: Run, ending: Ending) -> tuple[Adapter, dict[str, Any]]:
+def write_report(run: Run, ending: Ending) -> tuple[Adapter, GrpoReport]:
     """Leave everything in the run directory; the chosen adapter and the report."""
     best = ending.selection.best
     trained = ending.checkpoints.read(best)
     run.write_folder("trained", lambda folder: write_adapter(trained, folder))
-    steps = list(ending.log.read())
-    report = {
-        "kind": "grpo",
-        "run": run.name,
-        "model": ending.base,
-        "seed": ending.config.seed,
-        "loss": ending.config.loss.type,
-        "advantages": ending.config.advantage_name,
-        "staleness": ending.config.staleness,
-        "tasksets": [_describe_taskset(taskset) for taskset in ending.tasksets],
-        "rows": list(ending.rows),
-        "chosen_step": best,
-        "checkpoints": [
-            {"step": step, "mean": mean, "is_chosen": step == best}
+    steps = tuple(ending.log.read())
+    report = GrpoReport(
+        run=run.name,
+        model=ending.base,
+        seed=ending.config.seed,
+        loss=ending.config.loss.type,
+        advantages=ending.config.advantage_name,
+        staleness=ending.config.staleness,
+        tasksets=tuple(_describe_taskset(taskset) for taskset in ending.tasksets),
+        rows=tuple(ending.rows),
+        chosen_step=best,
+        checkpoints=tuple(
+            CheckpointRecord(step=step, mean=mean, is_chosen=step == best)
             for step, mean in sorted(ending.selection.means.items())
-        ],
-        "steps": steps,
-        "num_rollouts": int(_total(steps, "grpo/num_rollouts")),
-        "num_tokens": int(_total(steps, "grpo/num_drawn_tokens")),
-        "seconds": run.worked_s,
-        "warnings": _make_warnings(ending, steps),
-    }
-    run.write_json("report.json", report)
+        ),
+        steps=steps,
+        num_rollouts=int(_total(steps, "grpo/num_rollouts")),
+        num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
+        seconds=run.worked_s,
+        warnings=tuple(_make_warnings(ending, steps)),
+    )
+    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return trained, report
 
 
-def _describe_taskset(taskset: Taskset) -> dict[str, Any]:
-    sizes = {f"num_{name}": len(taskset.split(name)) for name in SPLITS}
-    return {"name": taskset.name, "weight": taskset.weight, **sizes}
+def _describe_taskset(taskset: Taskset) -> TasksetRecord:
+    return TasksetRecord(
+        name=taskset.name,
+        weight=taskset.weight,
+        num_search=len(taskset.split("search")),
+        num_select=len(taskset.split("select")),
+        num_report=len(taskset.split("report")),
+    )
 
 
-def _total(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    return math.fsum(step["metrics"].get(name, 0.0) for step in steps)
+def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
+    return math.fsum(step.metrics.get(name) or 0.0 for step in steps)
 
 
-def _make_warnings(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _make_warnings(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
     """What a reader must know before the numbers, the most serious first."""
     return [
         *_warn_of_result(ending),
@@ -87,10 +96,10 @@ def _make_warnings(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> list[s
 
 def _warn_of_result(ending: Ending) -> list[str]:
     warnings = [
-        f"The {row['name']} is better than the trained policy by {row['lead']['mean']:.3f} "
-        f"({row['lead']['low']:.3f} to {row['lead']['high']:.3f}) on the report tasks."
+        f"The {row.name} is better than the trained policy by {row.lead.mean:.3f} "
+        f"({row.lead.low:.3f} to {row.lead.high:.3f}) on the report tasks."
         for row in ending.rows
-        if row["lead"] is not None and row["lead"]["low"] > 0
+        if row.lead is not None and row.lead.low is not None and row.lead.low > 0
     ]
     if ending.selection.best == 0:
         warnings.append(
@@ -102,12 +111,12 @@ def _warn_of_result(ending: Ending) -> list[str]:
     return warnings
 
 
-def _warn_of_failures(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
     warnings = [
-        f"The {row['name']} failed on {row['num_failed']} of the report tasks and has no mean: "
+        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: "
         "what is missing is not averaged away."
         for row in ending.rows
-        if row["num_failed"]
+        if row.num_failed
     ]
     unmeasured = [step for step, mean in ending.selection.means.items() if mean is None]
     if unmeasured:
@@ -122,7 +131,7 @@ def _warn_of_failures(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> lis
     return warnings
 
 
-def _warn_of_groups(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _warn_of_groups(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
     trained = _total(steps, "grpo/num_groups")
     wanted = ending.config.groups_per_step * len(steps)
     if trained >= FEW_GROUPS * wanted:
@@ -133,8 +142,8 @@ def _warn_of_groups(ending: Ending, steps: Sequence[Mapping[str, Any]]) -> list[
     ]
 
 
-def _warn_of_small_samples(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    reasons = dict.fromkeys(row["small"] for row in rows if row["small"])
+def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
+    reasons = dict.fromkeys(row.small for row in rows if row.small)
     return [
         f"The report is of a small sample ({reason}): its intervals are rough."
         for reason in reasons

@@ -33,7 +33,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
@@ -45,6 +44,7 @@ from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
 from rookery.ports import Engine
+from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
@@ -74,7 +74,7 @@ class GrpoResult:
     """The chosen policy and the report about it."""
 
     trained: Adapter
-    report: dict[str, Any]
+    report: GrpoReport
 
 
 async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWATCHED) -> GrpoResult:

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from rookery.loops.comparison import compare, complete_means
 from rookery.ports import Engine
+from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.tasks.splits import SplitName
@@ -58,9 +58,7 @@ class Selection:
         measured = {step: mean for step, mean in self.means.items() if mean is not None}
         return min(measured, key=lambda step: (-measured[step], step), default=0)
 
-    async def report(
-        self, adapters: Mapping[str, Adapter | None], *, seed: int
-    ) -> list[dict[str, Any]]:
+    async def report(self, adapters: Mapping[str, Adapter | None], *, seed: int) -> list[ReportRow]:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
         tasks = self._split("report")

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rookery.loops.grpo.batch import Batch, DrawnGroup
+from rookery.reports import TrainStepRecord
 from rookery.runs import NewEvent, Run
 
 __all__ = ["UNWATCHED", "Example", "Step", "StepLog", "Watcher"]
@@ -72,9 +72,9 @@ class StepLog:
         self._run.log_metrics(step.step, step.metrics)
         self.watcher.on_step(step)
 
-    def read(self) -> Iterator[Mapping[str, Any]]:
+    def read(self) -> Iterator[TrainStepRecord]:
         """Every step of the run, in order."""
-        return (event.payload for event in self._run.events(STEP))
+        return (TrainStepRecord.model_validate(event.payload) for event in self._run.events(STEP))
 
 
 def _batch_metrics(batch: Batch) -> dict[str, float]:
