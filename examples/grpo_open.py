@@ -1,6 +1,6 @@
 """Group-relative policy optimisation with every step in sight, on the ports alone.
 
-Hardware: 1 CPU core, about a minute. Expect the mean reward to rise from about 0.4 to above 0.6.
+Hardware: 1 CPU core, about a minute. Expect the mean reward to rise from about 0.3 to above 0.4.
 
     python examples/addition.py && python examples/grpo_open.py
 """

@@ -36,7 +36,7 @@ def train(folder: Path, name: str, **values: object) -> GrpoReport:
             {"type": "jsonl", "path": str(folder / "tasks.jsonl"), "scorer": {"type": "exact"},
              "sampling": {"max_tokens": 4}, "splits": {"search": 0.5, "select": 0.3, "report": 0.2}}
         ],
-        steps=25, save_every=25, runs_dir=folder / "runs", name=name, progress=False, **values,
+        steps=40, save_every=40, seed=2, runs_dir=folder / "runs", name=name, progress=False, **values,
     ).report  # fmt: skip
 
 
