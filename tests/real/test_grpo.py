@@ -36,7 +36,8 @@ def train(folder: Path, name: str, **values: object) -> GrpoReport:
             {"type": "jsonl", "path": str(folder / "tasks.jsonl"), "scorer": {"type": "exact"},
              "sampling": {"max_tokens": 4}, "splits": {"search": 0.5, "select": 0.3, "report": 0.2}}
         ],
-        steps=40, save_every=40, seed=2, runs_dir=folder / "runs", name=name, progress=False, **values,
+        steps=40, save_every=40, seed=2, progress=False,
+        runs_dir=folder / "runs", name=name, **values,
     ).report  # fmt: skip
 
 
