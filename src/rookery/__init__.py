@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rookery.compose.evaluation import evaluate
     from rookery.compose.evolve import run_evolution, run_evolve
     from rookery.compose.genome import run_genome
+    from rookery.compose.grpo import run_grpo
     from rookery.compose.icm import run_icm
     from rookery.compose.resuming import resume
     from rookery.compose.sft import run_sft
@@ -54,6 +55,7 @@ __all__ = [
     "run_evolution",
     "run_evolve",
     "run_genome",
+    "run_grpo",
     "run_icm",
     "run_sft",
 ]
@@ -65,6 +67,7 @@ _LAZY = {
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",
     "run_genome": "rookery.compose.genome",
+    "run_grpo": "rookery.compose.grpo",
     "run_icm": "rookery.compose.icm",
     "run_sft": "rookery.compose.sft",
 }

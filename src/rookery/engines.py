@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from rookery.embedded import EngineConfig, resolve_model
 from rookery.embedded import open_engine as open_embedded
+from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig, LaunchProgress, open_fleet
 from rookery.fleet.http.external import Codec, ExternalConfig, ExternalSampler, open_external
@@ -25,6 +26,7 @@ __all__ = [
     "AnySamplerConfig",
     "EngineChoice",
     "SamplerChoice",
+    "find_model",
     "model_folder",
     "open_engine",
     "open_sampler",
@@ -82,6 +84,11 @@ async def open_sampler(
 
 def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
     """Where the tokenizer and the chat template of the engine's model are."""
+    return find_model(config, tokenizer=tokenizer).path
+
+
+def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
+    """The engine's model as a folder here, with the names that its adapters know it by."""
     if isinstance(config, EngineConfig):
         own = config.model
     elif isinstance(config, FleetConfig) and config.launch is not None:
@@ -96,7 +103,7 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
             else "Servers given by URL do not expose their tokenizer"
         )
         raise ConfigError(f"{keeper}: write tokenizer, the model's folder or Hugging Face id.")
-    return resolve_model(model).path
+    return resolve_model(model)
 
 
 def resolve_smollm2(model: str) -> str:

@@ -10,6 +10,7 @@ import yaml
 
 from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
+from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
 from rookery.loops.icm.constraints import build_constraints
 
@@ -123,13 +124,22 @@ def test_help_does_not_import_torch() -> None:
 
 ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
 EVOLVE_CONFIGS = sorted((ROOT / "configs").glob("evolve*.yaml"))
-GENOME_CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - {*ICM_CONFIGS, *EVOLVE_CONFIGS})
+GRPO_CONFIGS = sorted((ROOT / "configs").glob("grpo_*.yaml"))
+GENOME_CONFIGS = sorted(
+    {*(ROOT / "configs").glob("*.yaml")} - {*ICM_CONFIGS, *EVOLVE_CONFIGS, *GRPO_CONFIGS}
+)
 
 
 @pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)
 def test_every_genome_config_parses(path: Path) -> None:
     config = GenomeConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).init is not None
+
+
+@pytest.mark.parametrize("path", GRPO_CONFIGS, ids=lambda p: p.name)
+def test_every_grpo_config_parses(path: Path) -> None:
+    config = GrpoConfig.model_validate(yaml.safe_load(path.read_text()))
+    assert config.from_folder(path.parent).tasksets
 
 
 @pytest.mark.parametrize("path", ICM_CONFIGS, ids=lambda p: p.name)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tiny import VOCAB, tiny_adapter
 
+from rookery.ports import Trainer
 from rookery.slots import SlottedModel
 from rookery.train import LoraTrainer, TrainerConfig
 from rookery.types import Adapter, Datum, Json, OptimStep, TrainOutput, TrainRequest
@@ -46,7 +47,7 @@ def make_trainer(
 
 
 async def train(
-    trainer: LoraTrainer,
+    trainer: Trainer,
     batch: Sequence[Datum],
     loss: str = "cross_entropy",
     options: Mapping[str, Json] | None = None,
@@ -60,7 +61,7 @@ async def train(
     return output
 
 
-async def step(trainer: LoraTrainer, rate: float, **values: float) -> Mapping[str, float]:
+async def step(trainer: Trainer, rate: float, **values: float) -> Mapping[str, float]:
     """optim_step of the policy, which must succeed."""
     [output] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=rate, **values)])
     assert output.error == ""

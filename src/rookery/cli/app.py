@@ -10,6 +10,7 @@ from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.genome import genome
+from rookery.cli.grpo import grpo
 from rookery.cli.icm import icm
 from rookery.cli.runs import runs
 from rookery.cli.sft import sft
@@ -28,6 +29,7 @@ app = cyclopts.App(
 )
 app.command(evaluate, name="eval")
 app.command(genome)
+app.command(grpo)
 app.command(icm)
 app.command(evolve)
 app.command(sft)

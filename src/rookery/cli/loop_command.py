@@ -5,7 +5,7 @@
 Only what differs between the loops is given; `load` imports the loop when the command is called.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -79,9 +79,11 @@ def make_loop_app(
         log_warnings()
         check_flags(overrides, fields=parts.config.model_fields, own=_OWN)
         if resume:
-            return _resume(runs_dir, name=name, overrides=overrides)
+            _refuse_overrides(name, overrides)
         words = paths_from_here(overrides, paths=paths)
         loaded = load_config(parts.config, config, overrides=words).from_folder(config.parent)
+        if resume:
+            return _resume(runs_dir / name, loaded.model_dump(mode="json"))
         return print_outcome(parts.run(loaded, name=name, runs_dir=runs_dir))
 
     lines = "\n".join(f"        {example}" for example in examples)
@@ -91,10 +93,8 @@ def make_loop_app(
     return app
 
 
-def _resume(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> int:
+def _refuse_overrides(name: str, overrides: Sequence[str]) -> None:
     """A run has one config, the one it was made with."""
-    from rookery.compose.resuming import resume
-
     if not name:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
     if overrides:
@@ -102,4 +102,14 @@ def _resume(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> int:
             "--resume uses the config that the run was created with: leave out "
             f"{' '.join(overrides)}, or start a new run."
         )
-    return print_outcome(resume(runs_dir / name))
+
+
+def _resume(path: Path, config: Mapping[str, Any]) -> int:
+    """Go on, unless the config file has changed since the run was made."""
+    from rookery.compose.resuming import resume
+    from rookery.runs import Run
+    from rookery.runs.extension import check_changes, find_changes
+
+    with Run.view(path) as run:
+        check_changes(find_changes(run.config, config), may_change=())
+    return print_outcome(resume(path))

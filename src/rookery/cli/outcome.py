@@ -10,7 +10,13 @@ from rookery.cli.terminal import console, fail
 
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
-    from rookery.reports import EvaluationReport, EvolveReport, GenomeReport, IcmReport
+    from rookery.reports import (
+        EvaluationReport,
+        EvolveReport,
+        GenomeReport,
+        GrpoReport,
+        IcmReport,
+    )
 
 __all__ = ["print_outcome"]
 
@@ -40,6 +46,22 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
         highlight=False,
     )
     _print_places({"winner": path / "winner", "report": path / "report.html"})
+
+
+def _print_grpo(report: "GrpoReport", path: Path) -> None:
+    from rookery.ui.grpo import COLUMNS, grpo_rows, grpo_sentence
+
+    console.print(grpo_sentence(report), style="bold", markup=False)
+    _print_warnings(report.warnings)
+    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
+    title = f"{num_tasks} tasks that the training never saw"
+    _print_table(title, columns=COLUMNS, rows=grpo_rows(report))
+    console.print(
+        f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
+        f"tokens, {report.seconds or 0:.0f} s",
+        highlight=False,
+    )
+    _print_places({"trained": path / "trained", "report": path / "report.html"})
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:
@@ -141,5 +163,6 @@ _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "eval": _print_evaluation,
     "evolve": _print_evolve,
     "genome": _print_genome,
+    "grpo": _print_grpo,
     "icm": _print_icm,
 }

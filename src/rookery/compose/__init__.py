@@ -3,7 +3,7 @@
     outcome = run_genome("configs/demo.yaml", seed=3)
     outcome.report.winner.mean, outcome.path / "winner"
 
-genome.py, icm.py, evaluation.py   one each: config -> objects -> loop -> report and page
+genome, grpo, icm, evaluation      one each: config -> objects -> loop -> report and page
 evolve.py                          the same for programs: evolve_inputs, evolve_log, evolve_check
 proposers.py, engine_models.py     the models that write programs
 sft.py                             a taskset -> an adapter

@@ -42,6 +42,13 @@ def _genome() -> Parts:
     return GenomeConfig, finish_genome
 
 
+def _grpo() -> Parts:
+    from rookery.compose.grpo import finish_grpo
+    from rookery.loops.grpo import GrpoConfig
+
+    return GrpoConfig, finish_grpo
+
+
 def _icm() -> Parts:
     from rookery.compose.icm import finish_icm
     from rookery.loops.icm import IcmConfig
@@ -60,6 +67,7 @@ KINDS: Mapping[str, Callable[[], Parts]] = {
     "eval": _evaluation,
     "evolve": _evolve,
     "genome": _genome,
+    "grpo": _grpo,
     "icm": _icm,
 }
 """By the kind of the run; each imports its loop when it is needed."""

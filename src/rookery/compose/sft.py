@@ -20,7 +20,7 @@ from rookery.types import Adapter
 from rookery.ui.display import Display
 from rookery.weights import read_adapter, write_adapter
 
-__all__ = ["run_sft"]
+__all__ = ["base_name", "run_sft"]
 
 
 def run_sft(
@@ -90,7 +90,7 @@ async def _train(
             bar.update(total=step.num_steps, done=step.step, name=text)
 
         adapter = await sft(
-            model, data, config, name=out.name, base=_loadable(name), init=init,
+            model, data, config, name=out.name, base=base_name(name), init=init,
             checkpoints=checkpoints, on_step=stepped,
         )  # fmt: skip
     write_adapter(adapter, out)
@@ -98,8 +98,9 @@ async def _train(
     return adapter
 
 
-def _loadable(model: str) -> str:
-    """A folder as an absolute path, by which other programs find the base from anywhere."""
+def base_name(model: str) -> str:
+    """The base model as an adapter names it: a folder as an absolute path, by which other programs
+    find it from anywhere."""
     path = Path(model).expanduser()
     is_folder = loadable_model(model) == model and path.is_dir()
     return str(path.absolute()) if is_folder else model

@@ -35,6 +35,9 @@ class Calls:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         """Set whenever the driver has something to see to; the driver clears it."""
+        self.idle = asyncio.Event()
+        """Set while nothing is in flight."""
+        self.idle.set()
         self._by_job: dict[int, _Call] = {}
         self._num_jobs: Counter[ModelRef] = Counter()
         # Filled by callers, drained by the driver's `take`.
@@ -56,6 +59,7 @@ class Calls:
             return
         call = _Call(jobs, asyncio.get_running_loop().create_future(), len(jobs))
         self._by_job.update({id(job): call for job in jobs})
+        self.idle.clear()
         self._num_jobs.update(job.request.model for job in jobs)
         self._added.append(call)
         self.changed.set()
@@ -86,6 +90,8 @@ class Calls:
             call.num_open -= 1
             if call.num_open == 0 and not call.done.done():
                 call.done.set_result(None)
+        if not self._by_job:
+            self.idle.set()
         self.changed.set()
 
     def taken(self) -> list[Job]:

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
 
-import torch
 from pydantic import Field
 
 from rookery.config import Config
 from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
-from rookery.embedded.pool import memory_bytes
+from rookery.embedded.pool import is_short_memory, memory_bytes
 from rookery.errors import EngineDownError, EngineError, RookeryError
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
@@ -39,6 +38,7 @@ from rookery.types import (
     Adapter,
     Completion,
     ModelRef,
+    ModelWeights,
     SampleRequest,
     Score,
     ScoreRequest,
@@ -129,6 +129,10 @@ class EmbeddedEngine:
         self._served: dict[ModelRef, _Served] = {}
         self._calls = Calls()
         self._between_steps = asyncio.Lock()
+        self._replacement = asyncio.Lock()
+        # Cleared by `replace_base`, which sets it again whatever happens; new calls wait for it.
+        self._admits = asyncio.Event()
+        self._admits.set()
         self._loop = asyncio.get_running_loop()
         self._ended = ""
         """Why nothing is served any more; empty while the engine runs."""
@@ -180,13 +184,13 @@ class EmbeddedEngine:
         return tuple(ref for ref, served in self._served.items() if served.num_loads > 0)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        self._require_running()
+        await self._admitted()
         jobs = [sample_job(r, slot=self._slot(r.model), limits=self._limits) for r in requests]
         await self._calls.answered(jobs)
         return [_answer(job.result) for job in jobs]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        self._require_running()
+        await self._admitted()
         jobs = [score_job(r, slot=self._slot(r.model), limits=self._limits) for r in requests]
         await self._calls.answered(jobs)
         return [_answer(job.result) for job in jobs]
@@ -217,6 +221,46 @@ class EmbeddedEngine:
                 raise EngineError("The base model cannot be unloaded.")
             served.num_loads -= 1
             await self._retire()
+
+    async def replace_base(self, weights: ModelWeights) -> ModelRef:
+        """Serve these weights in place of the base model, under their own version.
+
+        Waits for what is in flight. Calls that come meanwhile wait too; those that name the version
+        before are then refused. Adapters belong to the weights they were made for: unload them.
+        """
+        async with self._replacement:
+            self._require_running()
+            self._require_no_adapters()
+            self._model.check_weights(weights.tensors)
+            self._admits.clear()
+            try:
+                await self._calls.idle.wait()
+                async with self._between_steps:
+                    self._require_running()
+                    self._require_no_adapters()
+                    # Before it is computed, which a cancelled caller does not stop: what comes
+                    # next is computed after it and must not name these weights by the old version.
+                    self.base = ModelRef(name=weights.name, version=weights.version)
+                    await self._set_base(weights)
+            finally:
+                self._admits.set()
+            return self.base
+
+    def _require_no_adapters(self) -> None:
+        if self._served:
+            names = ", ".join(ref.served_name for ref in self._served)
+            raise EngineError(f"The base model has adapters loaded ({names}): unload them first.")
+
+    async def _set_base(self, weights: ModelWeights) -> None:
+        try:
+            await self._compute(self._put_base, weights)
+        except EngineError:
+            self._end("The engine stopped: its weights were replaced only in part. Open a new one.")
+            raise
+
+    def _put_base(self, weights: ModelWeights) -> None:
+        self._model.set_weights(weights.tensors)
+        self._batcher.clear()
 
     async def reset_prefix_cache(self) -> None:
         """Forget every prefix nothing in flight needs: what is asked next is computed anew."""
@@ -258,6 +302,11 @@ class EmbeddedEngine:
     def _slot(self, ref: ModelRef) -> int | None:
         served = self._known(ref)
         return None if served is None else served.slot
+
+    async def _admitted(self) -> None:
+        self._require_running()
+        await self._admits.wait()
+        self._require_running()
 
     def _require_running(self) -> None:
         if self._ended:
@@ -322,7 +371,7 @@ class EmbeddedEngine:
             raise
         except Exception as error:  # whatever it is, all who wait are told and the engine ends
             detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            if _is_short_memory(error):
+            if is_short_memory(error):
                 raise EngineError(
                     f"The engine is out of memory: {detail}. Send fewer requests at once, or lower "
                     "max_rows, prefill_tokens or cache_gib."
@@ -336,13 +385,6 @@ class EmbeddedEngine:
 
 
 _CLOSED = "The engine is closed: await every call inside its `async with` block."
-
-
-def _is_short_memory(error: Exception) -> bool:
-    """torch's error for the CPU is a RuntimeError like any other, recognised by its message."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def _answer(result: Answer | EngineError | None) -> Answer:

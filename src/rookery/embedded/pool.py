@@ -76,3 +76,10 @@ class TokenPool:
         free[self._num_free : self._num_free + extra] = torch.arange(have, have + extra)
         self._free = free
         self._num_free += extra
+
+
+def is_short_memory(error: Exception) -> bool:
+    """torch's error for the CPU is a RuntimeError like any other, told apart by its words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

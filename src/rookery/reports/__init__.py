@@ -11,6 +11,13 @@ from rookery.reports.genome import (
     TasksetRecord,
     parse_genome_report,
 )
+from rookery.reports.grpo import (
+    CheckpointRecord,
+    ExampleRecord,
+    GrpoReport,
+    TrainStepRecord,
+    parse_grpo_report,
+)
 from rookery.reports.icm import (
     AgreementRecord,
     ChainRecord,
@@ -29,12 +36,15 @@ __all__ = [
     "AgreementRecord",
     "CandidateRecord",
     "ChainRecord",
+    "CheckpointRecord",
     "Estimate",
     "EvaluationReport",
     "EvolveReport",
+    "ExampleRecord",
     "GenerationRecord",
     "GenomeReport",
     "GoldRecord",
+    "GrpoReport",
     "IcmReport",
     "IcmRow",
     "ItemRecord",
@@ -47,9 +57,11 @@ __all__ = [
     "TasksetRecord",
     "Text",
     "TokensRecord",
+    "TrainStepRecord",
     "TransferRecord",
     "parse_evaluation_report",
     "parse_evolve_report",
     "parse_genome_report",
+    "parse_grpo_report",
     "parse_icm_report",
 ]

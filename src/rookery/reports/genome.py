@@ -39,7 +39,8 @@ class ReportRow(Estimate):
     name: Text = ""
     is_winner: bool = False
     gain: Estimate | None = None
-    """Over the best founder, paired by task; None for the best founder itself."""
+    """Over the baseline, paired by task; None for the baseline itself: the best founder, or what a
+    training began with."""
     lead: Estimate | None = None
     """Over the winner, paired by task; None for the winner itself."""
     by_source: dict[Text, Measured] = Field(default_factory=dict)

@@ -2,17 +2,21 @@
 
 evaluator.py  rollouts and evaluations of models on tasks
 asking.py     how a taskset's tasks are put to a model
+group_sampler.py  groups to train on: many answers to each task, drawn at random
 log.py        the rollouts of a run, found again
 text_model.py engines behind a chat template, and ensembles, as text models
 """
 
 from rookery.rollout.evaluator import Progress, TasksetEvaluator, mean_by_source
+from rookery.rollout.group_sampler import Draw, GroupSampler
 from rookery.rollout.log import RolloutLog
 from rookery.rollout.text_model import EngineTextModel, EnsembleTextModel, Member
 
 __all__ = [
+    "Draw",
     "EngineTextModel",
     "EnsembleTextModel",
+    "GroupSampler",
     "Member",
     "Progress",
     "RolloutLog",

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from rookery.errors import TaskError
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
 from rookery.tasks.taskset import Taskset
@@ -13,6 +13,7 @@ from rookery.tasks.template import Template
 from rookery.types import (
     Completion,
     ModelRef,
+    Rollout,
     SampleRequest,
     Score,
     ScoreRequest,
@@ -98,6 +99,16 @@ class Asking:
             text=task.choices[best],
             finish_reason="stop",
         )
+
+    async def judge(self, task: Task, completion: Completion) -> Rollout:
+        """The completion with its reward, or with the reason why it has none."""
+        try:
+            reward = await self.scorer.reward(task, completion)
+        except (EngineDownError, FleetDownError):
+            raise
+        except (TaskError, EngineError, FleetError) as error:
+            return Rollout(task=task, completion=completion, reward=None, error=str(error))
+        return Rollout(task=task, completion=completion, reward=reward)
 
     def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:
         encoded = self._encoded.get(task.id)

@@ -257,7 +257,7 @@ class TasksetEvaluator:
             return [rollouts for [rollouts] in alone]
         judged = iter(
             await together(
-                self._judge(task, completion)
+                self._askings[task.source].judge(task, completion)
                 for (_, task), completions in zip(pairs, answers, strict=True)
                 for completion in completions
             )
@@ -267,15 +267,6 @@ class TasksetEvaluator:
     def _failed(self, task: Task, error: str) -> Rollouts:
         failed = Rollout(task=task, completion=None, reward=None, error=error)
         return (failed,) * self._askings[task.source].num_answers
-
-    async def _judge(self, task: Task, completion: Completion) -> Rollout:
-        try:
-            reward = await self._askings[task.source].scorer.reward(task, completion)
-        except (EngineDownError, FleetDownError):
-            raise
-        except (TaskError, EngineError, FleetError) as error:
-            return Rollout(task=task, completion=completion, reward=None, error=str(error))
-        return Rollout(task=task, completion=completion, reward=reward)
 
     async def _completions(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
         """Sampled pairs and chosen pairs go to the sampler side by side."""

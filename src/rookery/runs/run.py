@@ -222,6 +222,19 @@ class Run(RunView):
             replace_folder(staged, target, root=self.path, old=self.path / OLD)
         return target
 
+    def remove_folder(self, name: str) -> None:
+        """Delete a folder that `write_folder` put there, as a whole. Idempotent."""
+        self._lock.check()
+        first, *rest = name.split("/")
+        check_free_name(first, what="folder name")
+        for part in rest:
+            check_name(part, what="folder name")
+        target = self.path / name
+        with self.blobs.stage() as staged, disk_boundary(f"Removing {target}"):
+            if target.exists():
+                os.rename(target, staged / target.name)
+                sync_folder(target.parent)
+
     def finish(self, outcome: Outcome = "finished", *, message: str = "") -> None:
         """Say how the run ended. Opening it again makes it a running one."""
         if outcome not in get_args(Outcome):

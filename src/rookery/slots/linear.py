@@ -75,6 +75,11 @@ class SlottedLinear(nn.Module):
         if not keep_weight:
             self.weight = None
 
+    def unpack(self, weight: nn.Parameter) -> None:
+        """Plain weights again, such as new ones."""
+        self._packed = None
+        self.weight = weight
+
     def reserve(self, *, num_slots: int, rank: int) -> None:
         """Make room for `num_slots` slots of `rank`; what is loaded stays where it is."""
         have_slots, have_rank = (0, 0) if self.a is None else tuple(self.a.shape[:2])

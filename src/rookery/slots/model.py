@@ -11,15 +11,17 @@ head is found out when it is loaded: a probe runs through both and must agree.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rookery.errors import ModelError, boundary
 from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.bank import SlotBank
 from rookery.slots.fusion import FusedLayer, Rotation, fuse
@@ -90,6 +92,51 @@ class SlottedModel:
         for linear in self.linears.values():
             if linear.weight is not None:
                 linear.pack(keep_weight=linear.weight is tied)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The plain base weights by their names in the model's folder; tied ones come once."""
+        slots = {id(t) for linear in self.linears.values() for t in (linear.a, linear.b)}
+        return {n: p for n, p in self._model.named_parameters() if id(p) not in slots}
+
+    @torch.no_grad()
+    def set_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Other base weights, all of them, in place of those it has; a packed model is packed anew.
+
+        Nothing changes when they do not fit, see `check_weights`.
+        """
+        is_packed = any(linear.weight is None for linear in self.linears.values())
+        self.check_weights(tensors)
+        for name, parameter in self.weights.items():
+            parameter.copy_(tensors[name])
+        if not is_packed:
+            return
+        tied = self._decoder.embed_tokens.weight
+        for name, linear in self.linears.items():
+            given = tensors.get(f"{name}.weight")
+            weight = given if given is None else given.to(device=self.device, dtype=self.dtype)
+            linear.unpack(tied if weight is None else nn.Parameter(weight, requires_grad=False))
+        self._fused = None
+        self.pack()
+
+    def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ModelError unless they have the names and shapes of this model's weights."""
+        shapes = {name: tuple(p.shape) for name, p in self.weights.items()}
+        for name, linear in self.linears.items():
+            if linear.weight is None:
+                shapes[f"{name}.weight"] = (linear.out_features, linear.in_features)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wrong = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
+        if wrong:
+            raise ModelError(
+                f"These are not weights of this model: {wrong[0]} is {found.get(wrong[0])} and "
+                f"here {shapes.get(wrong[0])}. Give the weights of a model of the same shape."
+            )
+
+    def write(self, folder: Path) -> None:
+        """The config and the plain base weights, as a folder that transformers loads."""
+        with boundary(ModelError, f"writing the model folder {folder}"):
+            self._model.save_pretrained(folder, state_dict=dict(self.weights))
 
     @property
     def is_fused(self) -> bool:

@@ -22,7 +22,12 @@ from rookery.types import Datum, TokenIds
 
 __all__ = ["COLUMNS", "PackedPass", "check_data", "input_tokens", "pack"]
 
-COLUMNS: tuple[Column, ...] = ("sampled_logprobs", "reference_logprobs", "advantages")
+COLUMNS: tuple[Column, ...] = (
+    "sampled_logprobs",
+    "old_logprobs",
+    "reference_logprobs",
+    "advantages",
+)
 
 
 @dataclass(slots=True, kw_only=True)

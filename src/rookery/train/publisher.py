@@ -1,10 +1,12 @@
-"""Publishing by loading: each new version of a trainee is an adapter loaded beside the old one."""
+"""Publishing: adapters are loaded beside the version before, whole models take its place."""
+
+from collections.abc import Awaitable, Callable
 
 from rookery.errors import TrainError
 from rookery.ports import Adapters
-from rookery.types import Adapter, ModelRef, Weights
+from rookery.types import Adapter, ModelRef, ModelWeights, Weights
 
-__all__ = ["AdapterPublisher"]
+__all__ = ["AdapterPublisher", "ModelPublisher"]
 
 
 class AdapterPublisher:
@@ -30,3 +32,21 @@ class AdapterPublisher:
             # Equal weights are the same version, loaded twice and now unloaded once.
             await self._adapters.unload(before)
         return ref
+
+
+class ModelPublisher:
+    """A Publisher of whole models to an engine that has one base model.
+
+    `replace_base` is the embedded engine's, for one: it waits for requests in flight.
+    """
+
+    def __init__(self, replace_base: Callable[[ModelWeights], Awaitable[ModelRef]]) -> None:
+        self._replace_base = replace_base
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        if isinstance(weights, Adapter):
+            raise TrainError(
+                f"{weights.name} is an adapter; this publisher takes whole models. Use an "
+                "AdapterPublisher."
+            )
+        return await self._replace_base(weights)

@@ -17,43 +17,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
-from rookery.config import Config
 from rookery.errors import TaskError, TrainError
 from rookery.ports import Trainer
 from rookery.slots import SlottedModel
 from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.template import Template
 from rookery.train.lora import LoraConfig, initial_adapter
+from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.order import order_batches, order_rows
 from rookery.train.packing import check_data, input_tokens
-from rookery.train.trainer import LoraTrainer, TrainerConfig
+from rookery.train.schedule import AdamWConfig, ScheduleConfig, learning_rate_at
+from rookery.train.slotted_trainer import TrainerConfig
 from rookery.types import Adapter, Datum, OptimStep, Task, TrainRequest
 
-__all__ = ["AdamWConfig", "SftConfig", "SftStep", "learning_rate_at", "sft", "sft_data"]
+__all__ = ["SftConfig", "SftStep", "sft", "sft_data"]
 
 logger = logging.getLogger(__name__)
 
 
-class AdamWConfig(Config):
-    """The optimizer."""
-
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """How much of the mean gradient is kept from step to step."""
-    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
-    """The same of the mean squared gradient."""
-    epsilon: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
-    """Added to the root of the mean squared gradient."""
-    weight_decay: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Per step the factors shrink by learning rate * this."""
-    max_grad_norm: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
-
-
-class SftConfig(LoraConfig):
+class SftConfig(ScheduleConfig, LoraConfig):
     """Supervised fine-tuning of an adapter."""
 
     init_from: Path | None = None
@@ -70,10 +55,6 @@ class SftConfig(LoraConfig):
     learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
     """The highest: reached after the warm-up. Few layers of a small model take 3e-3 to 1e-2, many
     layers of a large one 1e-4 to 3e-4."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: down to 0 along a half cosine, or unchanged."""
-    warmup: float = Field(default=0.05, ge=0.0, le=1.0)
-    """The part of all steps in which the learning rate rises from 0."""
     seed: int = 0
     """Of the new adapter and of the order of the rows."""
     save_every: int = Field(default=50, ge=1)
@@ -176,20 +157,6 @@ async def _step(
     )
     logger.info("step %d of %d: loss %.4f", report.step, num_steps, report.loss)
     return report
-
-
-def learning_rate_at(step: int, *, config: SftConfig, num_steps: int) -> float:
-    """Of step 0, 1, ..., num_steps - 1; no step has rate 0.
-
-    4 steps, half of them warm-up, rate 1, cosine: 0.5, 1, 1, 0.5.
-    """
-    num_warmup = round(config.warmup * num_steps)
-    if step < num_warmup:
-        return config.learning_rate * (step + 1) / num_warmup
-    if config.schedule == "constant":
-        return config.learning_rate
-    done = (step - num_warmup) / (num_steps - num_warmup)
-    return config.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
 def sft_data(

@@ -1,4 +1,4 @@
-"""One adapter in training: its weights, gradients, AdamW moments and step count.
+"""Weights in training with their gradients, AdamW moments and step count.
 
 Weights, gradients and moments are float32 whatever the model's dtype.
 """
@@ -15,40 +15,45 @@ from rookery.train.state import read_state, write_state
 from rookery.types import Adapter, Json, LoraFactors, OptimStep
 from rookery.weights import make_adapter
 
-__all__ = ["Trainee"]
+__all__ = ["LoraTrainee", "Trainee"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps per parameter, by torch's names, besides the step count."""
 
 
 class Trainee:
-    """Starts from an adapter, whose ranks, scales and layers it keeps. Not for several threads."""
+    """Named float32 parameters. Not for several threads.
 
-    def __init__(self, start: Adapter, *, device: torch.device) -> None:
+    `fixed` is what else a saved state must have in common with this one to be restored here.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, fixed: Mapping[str, Json]
+    ) -> None:
         self.num_steps = 0
         """Optimizer steps taken."""
         self.gradients: list[torch.Tensor] | None = None
-        """Since the last step, of A then B, layer after layer; None: no batch came."""
-        self._name, self._base = start.name, start.base
-        self._device = device
-        self.factors = {
-            layer: LoraFactors(a=_leaf(lora.a, device), b=_leaf(lora.b, device), scale=lora.scale)
-            for layer, lora in sorted(start.factors.items())
-        }
-        self.parameters = [t for lora in self.factors.values() for t in (lora.a, lora.b)]
+        """Since the last step, in the order of the parameters; None: no batch came."""
+        self.parameters = list(parameters.values())
+        self._names = list(parameters)
+        self._fixed = dict(fixed)
         self._optimizer = torch.optim.AdamW(self.parameters)
 
-    def adapter(self) -> Adapter:
-        """The current weights, copied: float32, on the CPU."""
-        factors = {
-            layer: LoraFactors(a=_copy(lora.a), b=_copy(lora.b), scale=lora.scale)
-            for layer, lora in self.factors.items()
-        }
-        return make_adapter(self._name, base=self._base, factors=factors)
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """What the passes compute with and gradients are taken of, one for each parameter."""
+        return self.parameters
 
-    def add_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        before = self.gradients or [torch.zeros_like(p) for p in self.parameters]
-        self.gradients = [old + new for old, new in zip(before, gradients, strict=True)]
+    def refresh_leaves(self) -> None:
+        """Called when the parameters have changed; here they are the leaves."""
+
+    def add_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Takes the tensors over when there are none yet."""
+        if self.gradients is None:
+            self.gradients = gradients
+            return
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            total += gradient
 
     def step(self, step: OptimStep) -> float:
         """AdamW over the gradients, clipped by their common norm, which is returned.
@@ -70,6 +75,7 @@ class Trainee:
             group["weight_decay"] = step.weight_decay
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self.refresh_leaves()
         self.num_steps += 1
         return norm.item()
 
@@ -88,8 +94,7 @@ class Trainee:
             tensors |= self._named(moment, found)
         if self.gradients is not None:
             tensors |= self._named("gradients", self.gradients)
-        scales: dict[str, Json] = {name: lora.scale for name, lora in self.factors.items()}
-        document: dict[str, Json] = {"num_steps": self.num_steps, "scales": scales}
+        document: dict[str, Json] = {"num_steps": self.num_steps, **self._fixed}
         write_state(path, tensors=tensors, document=document)
 
     def load(self, path: Path) -> None:
@@ -98,7 +103,8 @@ class Trainee:
         num_steps = self._check_fits(path, tensors, document)
 
         def saved(kind: str) -> list[torch.Tensor]:
-            return [tensors[name].to(self._device) for name in self._named(kind, self.parameters)]
+            device = self.parameters[0].device
+            return [tensors[name].to(device) for name in self._named(kind, self.parameters)]
 
         with torch.no_grad():
             for parameter, weights in zip(self.parameters, saved("weights"), strict=True):
@@ -114,11 +120,11 @@ class Trainee:
         has_gradients = any(name.startswith("gradients/") for name in tensors)
         self.gradients = saved("gradients") if has_gradients else None
         self.num_steps = num_steps
+        self.refresh_leaves()
 
     def _named(self, kind: str, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values of all parameters by their names in a state file."""
-        names = [f"{kind}/{layer}/{factor}" for layer in self.factors for factor in ("a", "b")]
-        return dict(zip(names, values, strict=True))
+        return {f"{kind}/{name}": x for name, x in zip(self._names, values, strict=True)}
 
     def _check_fits(
         self, path: Path, tensors: Mapping[str, torch.Tensor], document: Mapping[str, Json]
@@ -133,13 +139,39 @@ class Trainee:
             raise TrainError(f"{path} is not a whole trainer state: give a file that `save` wrote.")
         need = {k: t.shape for kind in kinds for k, t in self._named(kind, self.parameters).items()}
         have = {name: tensor.shape for name, tensor in tensors.items()}
-        scales = {layer: lora.scale for layer, lora in self.factors.items()}
-        if have != need or document.get("scales") != scales:
+        if have != need or any(document.get(key) != value for key, value in self._fixed.items()):
             raise TrainError(
                 f"{path} is the state of a trainer with other layers, ranks or scales: make the "
-                "trainer from an adapter of the same shape as the one that was saved."
+                "trainer from weights of the same shape as those that were saved."
             )
         return num_steps
+
+
+class LoraTrainee(Trainee):
+    """An adapter in training. It keeps the ranks, scales and layers of the one it starts from."""
+
+    def __init__(self, start: Adapter, *, device: torch.device) -> None:
+        self._name, self._base = start.name, start.base
+        self.factors = {
+            layer: LoraFactors(a=_leaf(lora.a, device), b=_leaf(lora.b, device), scale=lora.scale)
+            for layer, lora in sorted(start.factors.items())
+        }
+        parameters = {
+            f"{layer}/{name}": factor
+            for layer, lora in self.factors.items()
+            for name, factor in (("a", lora.a), ("b", lora.b))
+            if isinstance(factor, nn.Parameter)
+        }
+        scales: Json = {layer: lora.scale for layer, lora in self.factors.items()}
+        super().__init__(parameters, fixed={"scales": scales})
+
+    def adapter(self) -> Adapter:
+        """The current weights, copied: float32, on the CPU."""
+        factors = {
+            layer: LoraFactors(a=_copy(lora.a), b=_copy(lora.b), scale=lora.scale)
+            for layer, lora in self.factors.items()
+        }
+        return make_adapter(self._name, base=self._base, factors=factors)
 
 
 def _check_step(step: OptimStep) -> None:

@@ -38,6 +38,8 @@ class Datum:
     weights: tuple[float, ...]
     sampled_logprobs: tuple[float, ...] = ()
     """Of the targets when they were drawn, under `temperature` and over `kept`."""
+    old_logprobs: tuple[float, ...] = ()
+    """Of the targets by the trainer, before the first step on this datum: what `forward` gives."""
     reference_logprobs: tuple[float, ...] = ()
     """Of the targets under the model that a KL term holds the trained one to."""
     advantages: tuple[float, ...] = ()

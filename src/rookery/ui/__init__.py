@@ -3,7 +3,7 @@
 display    progress while something runs               wording  numbers as people read them
 headline   the result in one number and one sentence   table    plain strings for a terminal
 page       the self-contained HTML page                vendor/  the chart library, as published
-icm        the same of a labelling: records, page, table
+grpo, icm  the same of a training and of a labelling
 """
 
 __all__: list[str] = []

@@ -1,10 +1,12 @@
 """A tiny labelling problem on the tiny model: founders that each know one half of it."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import training
 from loops.evolution import Genome, Inputs, run_evolution
 
 from rookery.slots import SlottedModel
@@ -52,3 +54,20 @@ def inputs(tiny_folder: Path, founders_folder: Path, tasks_folder: Path) -> Inpu
 def genome(inputs: Inputs, tiny_model: SlottedModel) -> Genome:
     """Runs an evolution on the tiny model; see `run_evolution`."""
     return partial(run_evolution, inputs=inputs, model=tiny_model)
+
+
+@pytest.fixture(scope="session")
+def grpo_inputs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> training.Inputs:
+    """Tasks that the tiny model answers anyhow: the reward is of the tokens."""
+    tasks = tmp_path_factory.mktemp("grpo") / "tasks.jsonl"
+    rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return training.Inputs(model=tiny_folder, tasks=tasks)
+
+
+@pytest.fixture(scope="session")
+def plain_model(tiny_folder: Path) -> SlottedModel:
+    """Not packed: an engine and a trainer share it."""
+    from rookery.slots import load_model
+
+    return load_model(tiny_folder)

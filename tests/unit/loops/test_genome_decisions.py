@@ -11,7 +11,7 @@ from loops.evolution import Faulty, Genome, Inputs
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
-from rookery.loops.genome.comparison import compare
+from rookery.loops.comparison import compare
 from rookery.reports import GenomeReport
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS

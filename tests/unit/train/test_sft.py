@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from rookery.errors import TaskError, TrainError
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template, load_template
 from rookery.train.order import order_batches, order_rows
-from rookery.train.sft import SftConfig, SftStep, learning_rate_at, sft, sft_data
+from rookery.train.schedule import learning_rate_at
+from rookery.train.sft import SftConfig, SftStep, sft, sft_data
 from rookery.types import Adapter, Datum, Json, ModelRef, SampleRequest, SamplingParams, Task
 
 CONFIG = SftConfig(rank=4, layers=2, steps=30, batch_size=8, learning_rate=1e-2, seed=3)
@@ -226,8 +227,11 @@ def test_learning_rates_rise_then_fall() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
     constant = config.model_copy(update={"schedule": "constant", "warmup": 0.0})
     assert {learning_rate_at(step, config=constant, num_steps=4) for step in range(4)} == {1.0}
-    for warmup in (0.0, 0.3, 1.0):
-        some = config.model_copy(update={"warmup": warmup})
+    line = config.model_copy(update={"schedule": "linear", "warmup": 0.2})
+    falling = [learning_rate_at(step, config=line, num_steps=5) for step in range(5)]
+    assert falling == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25])
+    for warmup, schedule in product((0.0, 0.3, 1.0), ("cosine", "linear")):
+        some = config.model_copy(update={"warmup": warmup, "schedule": schedule})
         for num_steps in (1, 2, 7):
             every = [
                 learning_rate_at(s, config=some, num_steps=num_steps) for s in range(num_steps)

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from rookery.config import Config
 from rookery.errors import TaskError
+from rookery.loops.comparison import compare, complete_means
 from rookery.loops.genome.adapter_builder import AdapterBuilder
-from rookery.loops.genome.comparison import compare, complete_means
 from rookery.loops.genome.generation_log import Cost
 from rookery.loops.genome.loading import CandidateLoader, LoadFailure
 from rookery.loops.genome.search_evaluator import SearchEvaluator

@@ -7,19 +7,55 @@ from pydantic import Field
 
 from rookery.config import parse_config
 from rookery.errors import TrainError
+from rookery.train.losses.bnpo import Bnpo
+from rookery.train.losses.cispo import Cispo
+from rookery.train.losses.correction import CorrectionConfig
 from rookery.train.losses.cross_entropy import CrossEntropy
+from rookery.train.losses.dapo import Dapo
+from rookery.train.losses.dr_grpo import DrGrpo
+from rookery.train.losses.grpo import Grpo
+from rookery.train.losses.gspo import Gspo
 from rookery.train.losses.importance_sampling import ImportanceSampling
+from rookery.train.losses.kl import KlConfig
 from rookery.train.losses.loss import Column, Loss, LossOutput, Targets
+from rookery.train.losses.policy import PolicyLoss
+from rookery.train.losses.ppo import Ppo
+from rookery.train.losses.reinforce import Reinforce
 from rookery.types import Json
 
-__all__ = ["LOSSES", "Column", "Loss", "LossConfig", "LossOutput", "Targets", "make_loss"]
+__all__ = [
+    "LOSSES",
+    "Column",
+    "CorrectionConfig",
+    "KlConfig",
+    "Loss",
+    "LossConfig",
+    "LossOutput",
+    "PolicyLoss",
+    "PolicyLossConfig",
+    "Targets",
+    "make_loss",
+]
 
-LossConfig = Annotated[CrossEntropy | ImportanceSampling, Field(discriminator="type")]
+_Policy = Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce
+
+PolicyLossConfig = Annotated[_Policy, Field(discriminator="type")]
+"""Any loss of drawn tokens with its options, as a part of a config file."""
+
+LossConfig = Annotated[CrossEntropy | _Policy, Field(discriminator="type")]
 """Any loss with its options, as a part of a config file."""
 
-LOSSES: dict[str, type[CrossEntropy] | type[ImportanceSampling]] = {
+LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss]] = {
     "cross_entropy": CrossEntropy,
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "bnpo": Bnpo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "ppo": Ppo,
     "importance_sampling": ImportanceSampling,
+    "reinforce": Reinforce,
 }
 
 

@@ -1,27 +1,23 @@
 """Importance sampling: the policy gradient of tokens that other weights have drawn."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
-from rookery.config import Config
-from rookery.train.losses.loss import Column, LossOutput, Targets
+from rookery.train.losses.policy import Objective, PolicyLoss, Terms
 
 __all__ = ["ImportanceSampling"]
 
 
-class ImportanceSampling(Config):
-    """The sum of -weight * ratio * advantage, where ratio = p / p when it was drawn.
+class ImportanceSampling(PolicyLoss):
+    """ratio * A, without any clip.
 
     Drawn with p 0.25, now 0.5, advantage 3, weight 1: loss -6. `train/ratio` is the mean ratio; at
     the weights that drew the tokens it is 1.
     """
 
     type: Literal["importance_sampling"] = "importance_sampling"
-    needs: ClassVar[tuple[Column, ...]] = ("sampled_logprobs", "advantages")
 
-    def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
-        ratio = torch.exp(logprobs - targets.sampled_logprobs)
-        loss = -(targets.weights * ratio * targets.advantages).sum()
-        sums = {"loss": loss.detach(), "ratio": (targets.weights * ratio).sum().detach()}
-        return LossOutput(loss=loss, sums=sums)
+    def objective(self, terms: Terms) -> Objective:
+        ratio = torch.exp(terms.log_ratio)
+        return Objective(values=ratio * terms.advantages, ratio=ratio)

@@ -8,18 +8,18 @@
 
 Its fields are its options. A loss is a plain sum over targets: sums of passes, of requests and of
 trainees add up to the sum over all their data, in any grouping. Who wants a mean divides the
-weights beforehand.
+weights beforehand: `averaged` does it for all data of a step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 
 __all__ = ["Column", "Loss", "LossOutput", "Targets"]
 
-Column = Literal["sampled_logprobs", "reference_logprobs", "advantages"]
+Column = Literal["sampled_logprobs", "old_logprobs", "reference_logprobs", "advantages"]
 """What a datum may have besides tokens, targets and weights."""
 
 
@@ -33,6 +33,7 @@ class Targets:
     """[T] which datum of the pass a target is of; a datum is never cut in two."""
     sampled_logprobs: torch.Tensor
     """[T] The columns of the data; empty when the data do not have it, see `Loss.needs`."""
+    old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
     advantages: torch.Tensor
 
@@ -47,12 +48,16 @@ class LossOutput:
     """Detached scalars, reported as `train/<key>` per unit of weight over all passes of a request.
 
     Passes of sums 6 and 2 and weights 3 and 1 report 2."""
+    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Detached scalars, reported as `train/<key>_max`: the largest of all passes of a request."""
 
 
 class Loss(Protocol):
     """A loss with its options chosen."""
 
-    needs: ClassVar[tuple[Column, ...]]
-    """Columns that its data must have."""
+    @property
+    def needs(self) -> tuple[Column, ...]:
+        """Columns that its data must have."""
+        ...
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...

@@ -1,51 +1,47 @@
-"""The LoRA trainer: gradients and steps of any number of adapters over one slotted model.
+"""What trainers over a slotted model share: trainees by name, requests in, outputs out.
 
-    trainer = LoraTrainer(model, config=TrainerConfig())
-    trainer.add("poet", initial_adapter(model, LoraConfig(), ...))
-    [output] = await trainer.forward_backward([TrainRequest(trainee="poet", data=data)])
-    [output] = await trainer.optim_step([OptimStep(trainee="poet", learning_rate=1e-3)])
-    adapter = trainer.adapter("poet")
+| stage    | consumes           | produces            | waits for                        |
+|----------|--------------------|---------------------|----------------------------------|
+| callers  | requests, steps    | calls, in order     | their answer                     |
+| a thread | one call at a time | gradients, outputs  | nothing                          |
 
-    tokens --trunk, no gradient, cached--> hidden at the cut --layers with gradient--> hidden
-           --head, at positions with targets--> log-probabilities --loss--> gradients of A and B
-
-Trainees are computed one after another: each gets the bits it gets alone.
+A pass is data laid end to end; `logprobs` of a trainer computes it, the loss is made of that.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import Field
+from torch.utils.checkpoint import checkpoint
 
 from rookery.config import Config
 from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Publisher
-from rookery.slots import CausalAttend, SlottedModel
-from rookery.slots.model import first_adapted_layer
-from rookery.train.head import target_logprobs
+from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.losses import Loss, Targets, make_loss
-from rookery.train.packing import PackedPass, check_data, pack
-from rookery.train.stacks import one_slot, slot_factors
+from rookery.train.packing import COLUMNS, PackedPass, check_data, pack
 from rookery.train.trainee import Trainee
-from rookery.train.trunk import Trunk
 from rookery.types import (
-    Adapter,
     ModelRef,
     OptimStep,
     StepOutput,
     TrainOutput,
     TrainRequest,
+    Weights,
 )
 
-__all__ = ["LoraTrainer", "TrainerConfig"]
+__all__ = ["SlottedTrainer", "TrainerConfig"]
 
 Result = TypeVar("Result")
+Trained = TypeVar("Trained", bound=Trainee)
 
 
 class TrainerConfig(Config):
@@ -54,15 +50,20 @@ class TrainerConfig(Config):
     pass_tokens: int = Field(default=1024, ge=1)
     """How many tokens one pass takes: less memory when lower, the same gradients."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """Memory for the hidden states below the first adapted layer; 0 computes them each time."""
+    """Memory for the hidden states below the first trained layer; 0 computes them each time."""
+    checkpoint_layers: bool = False
+    """Keep what enters each layer and compute the rest of it again in the backward pass: memory of
+    one layer's activations in place of all, for a third more time."""
 
 
-class LoraTrainer:
-    """A Trainer of adapters. What computes runs in one thread, in the order of the calls.
+class SlottedTrainer(ABC, Generic[Trained]):
+    """A Trainer. What computes runs in one thread, in the order of the calls.
 
-    A call that is cancelled may still run to its end there; the next waits for it. Engines and
-    other trainers may use the model at the same time.
+    A call that is cancelled may still run to its end there; the next waits for it.
     """
+
+    folder_name: ClassVar[str]
+    """What its exports are named in checkpoints, before the step."""
 
     def __init__(
         self, model: SlottedModel, *, config: TrainerConfig, publisher: Publisher | None = None
@@ -72,42 +73,40 @@ class LoraTrainer:
                 "This model was packed for inference and gives no gradients: load it again with "
                 "load_model for training."
             )
+        self.trainees: dict[str, Trained] = {}
+        """By name; what they hold is to be read between calls."""
         self._model = model
         self._config = config
         self._publisher = publisher
-        self._trainees: dict[str, Trainee] = {}
-        self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
         # Ends with this object; calls queue in it in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
-    def add(self, trainee: str, start: Adapter) -> None:
-        """Train this adapter, or a continuation of it that `load` restores, under that name."""
-        if trainee in self._trainees:
-            raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
-        self._model.bank.check(start, max_rank=max(start.rank, 1))
-        self._trainees[trainee] = Trainee(start, device=self._model.device)
+    @abstractmethod
+    def logprobs(self, packed: PackedPass, trainee: Trained) -> torch.Tensor:
+        """log p of every target: [T] float32, with gradients by the trainee's leaves."""
 
-    def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that were made before are still done."""
-        self.trainee(trainee)
-        del self._trainees[trainee]
+    @abstractmethod
+    def weights_of(self, trainee: Trained, *, name: str) -> Weights:
+        """A copy of its weights, to publish."""
 
-    def trainee(self, name: str) -> Trainee:
+    @abstractmethod
+    def write_folder(self, trainee: Trained, folder: Path) -> None:
+        """Write its weights as a folder that other programs load, in one move."""
+
+    def trainee(self, name: str) -> Trained:
         """Its state, to be read between calls."""
-        if name not in self._trainees:
-            known = ", ".join(map(repr, self._trainees)) or "none"
+        if name not in self.trainees:
+            known = ", ".join(map(repr, self.trainees)) or "none"
             raise TrainError(f"There is no trainee {name!r}. There are: {known}.")
-        return self._trainees[name]
-
-    def adapter(self, trainee: str) -> Adapter:
-        """Its weights after all calls so far; waits for them."""
-        return self._worker.submit(self.trainee(trainee).adapter).result()
+        return self.trainees[name]
 
     async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """Add gradients; a request that fails adds none.
 
         Reports `train/loss` (and what else the loss reports) per unit of weight, the plain sum as
-        `train/loss_sum`, and `train/num_tokens`, the targets with a weight.
+        `train/loss_sum`, the largest of a value as `train/<key>_max`, and over what was summed:
+        `train/weight_sum` and `train/num_tokens`, the targets with a weight. `merged_metrics` joins
+        the reports of several calls.
         """
         return await self._in_turn(lambda: [self._train(request) for request in requests])
 
@@ -135,7 +134,14 @@ class LoraTrainer:
     async def publish(self, trainee: str) -> ModelRef:
         if self._publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")
-        return await self._publisher.publish(await self._in_turn(self.trainee(trainee).adapter))
+        state = self.trainee(trainee)
+        weights = await self._in_turn(lambda: self.weights_of(state, name=trainee))
+        return await self._publisher.publish(weights)
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        """Write its weights as a folder that other programs load."""
+        state = self.trainee(trainee)
+        await self._in_turn(lambda: self.write_folder(state, folder))
 
     async def _in_turn(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
@@ -158,46 +164,72 @@ class LoraTrainer:
         except RookeryError as error:
             return TrainOutput(error=str(error))
 
-    def _run_passes(self, trainee: Trainee, request: TrainRequest, loss: Loss) -> TrainOutput:
+    def _run_passes(self, trainee: Trained, request: TrainRequest, loss: Loss) -> TrainOutput:
         passes = pack(request.data, pass_tokens=self._config.pass_tokens)
         logprobs: list[tuple[float, ...]] = [()] * len(request.data)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
         sums: Counter[str] = Counter()
+        maxima: dict[str, float] = {}
         loss_sum = 0.0
         for packed in passes:
-            logprobs_T = self._logprobs(packed, trainee)
+            logprobs_T = self.logprobs(packed, trainee)
             output = loss(logprobs_T, _targets(packed, self._model.device))
             trainee.require_finite("loss", output.loss)
             if torch.is_grad_enabled():
-                found = torch.autograd.grad(output.loss, trainee.parameters)
-                for total, gradient in zip(gradients, found, strict=True):
-                    total += gradient
+                _add_gradients(gradients, output.loss, trainee.leaves)
             loss_sum += output.loss.item()
             sums.update({key: value.item() for key, value in output.sums.items()})
+            for key, value in output.maxima.items():
+                maxima[key] = max(maxima.get(key, -inf), value.item())
             _put_by_datum(logprobs, packed, logprobs_T.tolist())
         if torch.is_grad_enabled():
             trainee.add_gradients(gradients)
         weight = sum(weight for packed in passes for weight in packed.weights)
         # Without weight, or with weights that cancel, there is no mean to report.
         means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
+        largest = {f"train/{key}_max": value for key, value in maxima.items()}
         num_tokens = sum(weight != 0.0 for packed in passes for weight in packed.weights)
-        counts = {"train/loss_sum": loss_sum, "train/num_tokens": float(num_tokens)}
-        return TrainOutput(metrics={**means, **counts}, logprobs=tuple(logprobs))
+        counts = {
+            "train/loss_sum": loss_sum,
+            "train/weight_sum": weight,
+            "train/num_tokens": float(num_tokens),
+        }
+        return TrainOutput(metrics={**means, **largest, **counts}, logprobs=tuple(logprobs))
 
-    def _logprobs(self, packed: PackedPass, trainee: Trainee) -> torch.Tensor:
-        """log p of every target: [T] float32."""
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        packed: PackedPass,
+        *,
+        cut: int,
+        rows: SlotRows | None = None,
+    ) -> torch.Tensor:
+        """The layers from the cut on, over what enters the first of them."""
         model, device = self._model, self._model.device
-        lengths, num_layers = packed.lengths, self._model.shape.num_layers
-        cut = first_adapted_layer(list(trainee.factors), num_layers=num_layers)
-        factors = slot_factors(trainee.factors, dtype=model.dtype)
-        hidden = model.layers(
-            self.trunk.hidden(packed.sequences, cut=cut),
-            torch.cat([torch.arange(length, device=device) for length in lengths]),
-            attend=CausalAttend(lengths, device=device),
-            rows=one_slot(packed.num_tokens, factors, device=device),
-            span=range(cut, num_layers),
-        )
-        return target_logprobs(model, hidden, packed, factors)
+        positions = torch.cat([torch.arange(length, device=device) for length in packed.lengths])
+        attend = CausalAttend(packed.lengths, device=device)
+
+        def run(states: torch.Tensor, span: range) -> torch.Tensor:
+            return model.layers(states, positions, attend=attend, rows=rows, span=span)
+
+        num_layers = model.shape.num_layers
+        if not (self._config.checkpoint_layers and torch.is_grad_enabled()):
+            return run(hidden, range(cut, num_layers))
+        for layer in range(cut, num_layers):
+            hidden = checkpoint(
+                run, hidden, range(layer, layer + 1), use_reentrant=False, preserve_rng_state=False
+            )
+        return hidden
+
+
+def _add_gradients(
+    totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
+) -> None:
+    """In float32, whatever the leaves are; one that the loss does not depend on adds nothing."""
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for total, gradient in zip(totals, found, strict=True):
+        if gradient is not None:
+            total += gradient
 
 
 @contextmanager
@@ -219,9 +251,7 @@ def _targets(packed: PackedPass, device: torch.device) -> Targets:
     return Targets(
         weights=column(packed.weights),
         datum=torch.tensor(packed.datum, device=device),
-        sampled_logprobs=column(packed.columns.get("sampled_logprobs", [])),
-        reference_logprobs=column(packed.columns.get("reference_logprobs", [])),
-        advantages=column(packed.columns.get("advantages", [])),
+        **{name: column(packed.columns.get(name, [])) for name in COLUMNS},
     )
 
 

@@ -1,0 +1,14 @@
+"""Train a policy from a reward with the library call: a tiny model learns to add.
+
+Hardware: 1 CPU core, about 2 minutes. Expect about 0.55 before and about 0.73 after.
+
+    python examples/addition.py && python examples/grpo.py
+"""
+
+import rookery
+
+if __name__ == "__main__":
+    outcome = rookery.run_grpo("configs/grpo_addition.yaml", seed=0)
+    for row in outcome.report.rows:
+        print(f"{row.name:<12} {row.mean:.3f} ({row.low:.3f} to {row.high:.3f})")
+    print(outcome.path / "trained")

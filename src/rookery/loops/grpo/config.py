@@ -1,0 +1,150 @@
+"""What a grpo run is told: the config, with every default the vetted setting."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import EngineChoice
+from rookery.loops.grpo.advantages import AdvantageName
+from rookery.tasks.taskset import TasksetConfig, from_folder
+from rookery.train import LoraConfig, TrainerConfig
+from rookery.train.losses import PolicyLossConfig
+from rookery.train.losses.grpo import Grpo
+from rookery.train.schedule import AdamWConfig, ScheduleConfig
+from rookery.types import SamplingParams
+
+__all__ = ["DrawingConfig", "GrpoConfig"]
+
+
+class DrawingConfig(Config):
+    """How the answers that are trained on are drawn."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest answer, in tokens."""
+    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """The trainer divides by it too, so that it trains the distribution that was drawn from."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end an answer."""
+
+    def params(self, *, group_size: int) -> SamplingParams:
+        return SamplingParams(n=group_size, **self.model_dump())
+
+
+class GrpoConfig(ScheduleConfig):
+    """One training by group-relative policy optimisation."""
+
+    engine: EngineChoice = EngineConfig()
+    """Where answers are drawn."""
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL, and
+    then the trainer loads this model."""
+    share: bool = False
+    """One copy of the weights for the embedded engine and the trainer: half the memory, and slower
+    answers on a CPU, where an engine of its own packs them. false: a copy for each."""
+    tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
+    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`."""
+    lora: LoraConfig = LoraConfig()
+    """The shape of a new adapter."""
+    init_from: Path | None = None
+    """A PEFT folder to start from, such as the `winner` of a genome run; `lora` then has no
+    effect. Empty: a new adapter that changes nothing yet."""
+    steps: int = Field(default=100, ge=1)
+    groups_per_step: int = Field(default=16, ge=1)
+    """Tasks of one step."""
+    group_size: int = Field(default=8, ge=1)
+    """Answers to each task."""
+    drawing: DrawingConfig = DrawingConfig()
+    max_extra_groups: int | None = Field(default=None, ge=0)
+    """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
+    so many in a step. null: as many as groups_per_step."""
+    max_failed_share: float = Field(default=0.2, ge=0.0, le=1.0)
+    """The run stops when a larger part of a step's rollouts failed."""
+    advantages: AdvantageName | None = None
+    """`group_relative` (GRPO), `leave_one_out` (RLOO), `no_std` (Dr. GRPO); `shuffled` is a control
+    that must not learn. null: `no_std` with the loss dr_grpo, else `group_relative`."""
+    loss: PolicyLossConfig = Grpo()
+    """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
+    `reinforce`, with its options."""
+    learning_rate: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
+    """The highest: reached after the warm-up. A model of a million weights takes 1e-3, larger ones
+    1e-5 to 1e-4."""
+    schedule: Literal["cosine", "linear", "constant"] = "constant"
+    """After the warm-up: unchanged, or down to 0 along a half cosine or a line."""
+    warmup: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The part of all steps in which the learning rate rises from 0."""
+    optimizer: AdamWConfig = AdamWConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    staleness: Literal[0, 1] = 0
+    """0: step k draws with the weights of step k, then trains. 1: it draws with those of step k - 1
+    while that step is trained, so that engine and trainer work at the same time."""
+    publish_every: int = Field(default=1, ge=1)
+    """Steps after which the engine gets the new weights."""
+    save_every: int = Field(default=20, ge=1)
+    """Steps between checkpoints; each is measured on the `select` tasks."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints that are kept besides the best one."""
+    keep_rollouts: bool = False
+    """Keep the rollouts of all steps; else those before the last checkpoint are removed."""
+    max_gap: float = Field(default=0.05, gt=0.0, allow_inf_nan=False)
+    """The run stops when the log-probabilities of engine and trainer under the same weights differ
+    by more than this on average, in nats."""
+    seed: int = 0
+
+    @property
+    def advantage_name(self) -> AdvantageName:
+        """The advantages in use."""
+        return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
+
+    @property
+    def max_groups(self) -> int:
+        """Tasks that one step asks at most."""
+        extra = self.groups_per_step if self.max_extra_groups is None else self.max_extra_groups
+        return self.groups_per_step + extra
+
+    def drawn_at(self, step: int) -> int:
+        """The step whose weights draw the answers of a step.
+
+        With staleness 1 and publish_every 2, steps 0 to 5 are drawn at 0, 0, 0, 2, 2, 4.
+        """
+        newest = max(0, step - self.staleness)
+        return newest - newest % self.publish_every
+
+    def is_checkpoint(self, step: int) -> bool:
+        """Whether the weights before this step are saved; the last ones always are."""
+        return step % self.save_every == 0 or step == self.steps
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.group_size < 2:
+            raise ValueError(
+                "group_size is 1, and an answer is judged against the others of its group: write "
+                "2 or more, 8 for example"
+            )
+        if self.save_every % self.publish_every:
+            raise ValueError(
+                f"save_every is {self.save_every} and publish_every {self.publish_every}: a "
+                "checkpoint is measured with published weights, so write a multiple of "
+                f"publish_every, {self.publish_every * -(-self.save_every // self.publish_every)} "
+                "for example"
+            )
+        if self.share and not isinstance(self.engine, EngineConfig):
+            raise ValueError(
+                "share is for the embedded engine; servers have their own weights: write share: "
+                "false"
+            )
+        return self
+
+    def from_folder(self, folder: Path) -> "GrpoConfig":
+        """The config with the paths in it taken from the folder of its file."""
+        update: dict[str, object] = {
+            "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets)
+        }
+        if self.init_from is not None:
+            update["init_from"] = (folder / self.init_from.expanduser()).resolve()
+        if isinstance(self.engine, EngineConfig) and (folder / self.engine.model).is_dir():
+            model = str((folder / self.engine.model).resolve())
+            update["engine"] = self.engine.model_copy(update={"model": model})
+        return self.model_copy(update=update)

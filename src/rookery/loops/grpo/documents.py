@@ -1,0 +1,150 @@
+"""What a grpo run leaves behind: the trained adapter, the report and its warnings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rookery.loops.grpo.checkpoints import Checkpoints
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.selection import Selection
+from rookery.loops.grpo.step_log import StepLog
+from rookery.reports import (
+    CheckpointRecord,
+    GrpoReport,
+    ReportRow,
+    TasksetRecord,
+    TrainStepRecord,
+)
+from rookery.runs import Run
+from rookery.tasks.taskset import Taskset
+from rookery.types import Adapter
+from rookery.weights import write_adapter
+
+__all__ = ["Ending", "write_report"]
+
+FEW_GROUPS = 0.5
+"""The part of the groups of a run below which so few had rewards that differ that it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run came out."""
+
+    config: GrpoConfig
+    base: str
+    tasksets: Sequence[Taskset]
+    checkpoints: Checkpoints
+    selection: Selection
+    log: StepLog
+    rows: Sequence[ReportRow]
+
+
+def write_report(run: Run, ending: Ending) -> tuple[Adapter, GrpoReport]:
+    """Leave everything in the run directory; the chosen adapter and the report."""
+    best = ending.selection.best
+    trained = ending.checkpoints.read(best)
+    run.write_folder("trained", lambda folder: write_adapter(trained, folder))
+    steps = tuple(ending.log.read())
+    report = GrpoReport(
+        run=run.name,
+        model=ending.base,
+        seed=ending.config.seed,
+        loss=ending.config.loss.type,
+        advantages=ending.config.advantage_name,
+        staleness=ending.config.staleness,
+        tasksets=tuple(_describe_taskset(taskset) for taskset in ending.tasksets),
+        rows=tuple(ending.rows),
+        chosen_step=best,
+        checkpoints=tuple(
+            CheckpointRecord(step=step, mean=mean, is_chosen=step == best)
+            for step, mean in sorted(ending.selection.means.items())
+        ),
+        steps=steps,
+        num_rollouts=int(_total(steps, "grpo/num_rollouts")),
+        num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
+        seconds=run.worked_s,
+        warnings=tuple(_make_warnings(ending, steps)),
+    )
+    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
+    return trained, report
+
+
+def _describe_taskset(taskset: Taskset) -> TasksetRecord:
+    return TasksetRecord(
+        name=taskset.name,
+        weight=taskset.weight,
+        num_search=len(taskset.split("search")),
+        num_select=len(taskset.split("select")),
+        num_report=len(taskset.split("report")),
+    )
+
+
+def _total(steps: Sequence[TrainStepRecord], name: str) -> float:
+    return math.fsum(step.metrics.get(name) or 0.0 for step in steps)
+
+
+def _make_warnings(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+    """What a reader must know before the numbers, the most serious first."""
+    return [
+        *_warn_of_result(ending),
+        *_warn_of_failures(ending, steps),
+        *_warn_of_groups(ending, steps),
+        *(note for taskset in ending.tasksets for note in taskset.notes),
+        *_warn_of_small_samples(ending.rows),
+    ]
+
+
+def _warn_of_result(ending: Ending) -> list[str]:
+    warnings = [
+        f"The {row.name} is better than the trained policy by {row.lead.mean:.3f} "
+        f"({row.lead.low:.3f} to {row.lead.high:.3f}) on the report tasks."
+        for row in ending.rows
+        if row.lead is not None and row.lead.low is not None and row.lead.low > 0
+    ]
+    if ending.selection.best == 0:
+        warnings.append(
+            "No checkpoint is better than the start on the select tasks: what is called trained "
+            "is the start itself."
+        )
+    if ending.config.advantages == "shuffled":
+        warnings.append("A control: advantages were shuffled, so nothing was to be learned.")
+    return warnings
+
+
+def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+    warnings = [
+        f"The {row.name} failed on {row.num_failed} of the report tasks and has no mean: "
+        "what is missing is not averaged away."
+        for row in ending.rows
+        if row.num_failed
+    ]
+    unmeasured = [step for step, mean in ending.selection.means.items() if mean is None]
+    if unmeasured:
+        warnings.append(
+            f"{len(unmeasured)} of {len(ending.selection.means)} checkpoints failed on select "
+            "tasks and could not be chosen."
+        )
+    num_failed = int(_total(steps, "grpo/num_failed_rollouts"))
+    if num_failed:
+        total = int(_total(steps, "grpo/num_rollouts"))
+        warnings.append(f"{num_failed:,} of {total:,} rollouts failed and were not trained on.")
+    return warnings
+
+
+def _warn_of_groups(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str]:
+    trained = _total(steps, "grpo/num_groups")
+    wanted = ending.config.groups_per_step * len(steps)
+    if trained >= FEW_GROUPS * wanted:
+        return []
+    return [
+        f"Only {trained:.0f} of {wanted} groups had rewards that differ: most tasks were too easy "
+        "or too hard. Raise group_size or max_extra_groups, or take other tasks."
+    ]
+
+
+def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
+    reasons = dict.fromkeys(row.small for row in rows if row.small)
+    return [
+        f"The report is of a small sample ({reason}): its intervals are rough."
+        for reason in reasons
+    ]

@@ -1,0 +1,194 @@
+"""The grpo loop.
+
+    start = a new adapter, or one from a folder
+    for step in steps:
+        groups     = several answers to each task, with rewards      # search split
+        advantages = how much better than its group each answer was
+        gradients  = of the loss of log-probabilities and advantages
+        step       = one optimizer step
+        publish    : the engine answers with the new weights
+        every save_every steps: checkpoint, measured on the select split
+    trained = the best checkpoint
+    report(trained, start, base)                                     # report split, read once
+
+    staleness 0     draw 0 | train 0 | draw 1 | train 1 | draw 2 | train 2
+    staleness 1     draw 0 | train 0 | train 1 | train 2             draw k + 1 uses the weights
+                           | draw 1  | draw 2  |                     before step k, always
+
+| stage   | consumes                 | produces            | waits for                     |
+|---------|--------------------------|---------------------|-------------------------------|
+| draw    | tasks, a policy          | a durable batch     | the engine, the scorer, disk  |
+| train   | a batch                  | new weights         | the trainer                   |
+| publish | new weights              | a policy            | the engine                    |
+| save    | new weights              | a checkpoint        | the disk, the select tasks    |
+
+What is drawn with which weights is a schedule, `GrpoConfig.drawn_at`, and does not depend on
+timing. A batch is durable before it is trained on, and a checkpoint is written when the batch of
+its step is durable or will be drawn with the weights it holds. So a run that was killed goes on
+from its newest checkpoint, trains the same batches again, and comes to the same weights.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rookery.concurrency import task_group
+from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.checkpoints import Checkpoints
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.documents import Ending, write_report
+from rookery.loops.grpo.group_source import GroupSource, Policy
+from rookery.loops.grpo.policy_trainer import PolicyTrainer
+from rookery.loops.grpo.selection import Selection
+from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
+from rookery.ports import Engine
+from rookery.reports import GrpoReport
+from rookery.rollout import GroupSampler, TasksetEvaluator
+from rookery.runs import Run
+from rookery.tasks.taskset import Taskset
+from rookery.train import LoraTrainer
+from rookery.types import Adapter
+
+__all__ = ["GrpoInputs", "GrpoResult", "train_policy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoInputs:
+    """What a training is made of. `start` is the policy to begin with; a run that goes on has it in
+    its own folder, see `read_start`."""
+
+    config: GrpoConfig
+    start: Adapter
+    tasksets: Sequence[Taskset]
+    engine: Engine
+    trainer: LoraTrainer
+    """Publishes to the engine."""
+    sampler: GroupSampler
+    evaluator: TasksetEvaluator
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoResult:
+    """The chosen policy and the report about it."""
+
+    trained: Adapter
+    report: GrpoReport
+
+
+async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWATCHED) -> GrpoResult:
+    """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
+    parts = _assemble(inputs, run=run, watcher=watcher)
+    await _train(parts)
+    watcher.on_phase("report")
+    best = parts.selection.best
+    entries = {"trained": await asyncio.to_thread(parts.checkpoints.read, best)}
+    if inputs.config.init_from is not None:
+        entries["start"] = inputs.start
+    rows = await parts.selection.report({**entries, "base model": None}, seed=inputs.config.seed)
+    ending = Ending(
+        config=inputs.config,
+        base=inputs.engine.base.version,
+        tasksets=inputs.tasksets,
+        checkpoints=parts.checkpoints,
+        selection=parts.selection,
+        log=parts.log,
+        rows=rows,
+    )
+    trained, report = await asyncio.to_thread(write_report, run, ending)
+    return GrpoResult(trained, report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Who draws, who trains, who measures, who writes down."""
+
+    config: GrpoConfig
+    source: GroupSource
+    trainer: PolicyTrainer
+    checkpoints: Checkpoints
+    selection: Selection
+    log: StepLog
+
+
+def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
+    config, tasksets, engine = inputs.config, inputs.tasksets, inputs.engine
+    tasks = [task for taskset in tasksets for task in taskset.split("search")]
+    return _Parts(
+        config=config,
+        source=GroupSource(inputs.sampler, tasks=tasks, config=config, run=run),
+        trainer=PolicyTrainer(inputs.trainer, start=inputs.start, engine=engine, config=config),
+        checkpoints=Checkpoints(run, start=inputs.start, keep=config.keep),
+        selection=Selection(inputs.evaluator, tasksets=tasksets, engine=engine, run=run),
+        log=StepLog(run, watcher=watcher),
+    )
+
+
+async def _train(parts: _Parts) -> None:
+    """From the newest checkpoint to the last step."""
+    config, source = parts.config, parts.source
+    first = await parts.checkpoints.restore(parts.trainer)
+    policy = await parts.trainer.publish(first)
+    await _save(parts, policy)
+    if first == config.steps:
+        return
+    seconds = _Seconds()
+    with seconds.spent_on("draw"):
+        batch = await source.batch(first, policy=policy)
+    for step in range(first, config.steps):
+        trained, ahead = await _train_and_draw(parts, batch, policy, seconds)
+        if (step + 1) % config.publish_every == 0 or step + 1 == config.steps:
+            with seconds.spent_on("publish"):
+                policy = await parts.trainer.publish(step + 1)
+        await parts.log.record(batch, {**trained, **seconds.take()})
+        if config.is_checkpoint(step + 1):
+            await _save(parts, policy)
+        if step + 1 < config.steps:
+            with seconds.spent_on("draw"):
+                batch = ahead or await source.batch(step + 1, policy=policy)
+
+
+async def _train_and_draw(
+    parts: _Parts, batch: Batch, policy: Policy, seconds: "_Seconds"
+) -> tuple[dict[str, float], Batch | None]:
+    """Train a batch and, with staleness 1, draw the next one meanwhile."""
+    step, config = batch.step, parts.config
+    async with task_group() as tasks:
+        drawing = None
+        if config.staleness and step + 1 < config.steps:
+            drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
+        with seconds.spent_on("train"):
+            trained = await parts.trainer.step(step, batch, policy=policy)
+        with seconds.spent_on("draw"):
+            ahead = await drawing if drawing is not None else None
+    return trained, ahead
+
+
+async def _save(parts: _Parts, policy: Policy) -> None:
+    """A checkpoint of the published weights, measured on the select tasks; what is no longer
+    needed is removed."""
+    await parts.checkpoints.save(policy.step, parts.trainer)
+    parts.log.watcher.on_phase(f"select {policy.step}")
+    await parts.selection.measure(policy.step, policy.ref)
+    await parts.checkpoints.prune(best=parts.selection.best)
+    await parts.source.release(before=policy.step)
+    parts.log.watcher.on_phase("train")
+
+
+class _Seconds:
+    """Seconds by stage since the last step was recorded."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def spent_on(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        key = f"time/{stage}_s"
+        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        spent, self._spent = self._spent, {}
+        return spent

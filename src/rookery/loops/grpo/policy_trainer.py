@@ -1,0 +1,160 @@
+"""One training step of the policy: data -> gradients -> step, and the check against the engine.
+
+    trained = await trainer.step(7, batch)
+    trained.metrics["train/loss"], trained.metrics["grpo/logprob_gap"]
+
+The engine's and the trainer's log-probabilities under the same weights must agree, or the policy
+that is trained is not the one that answers. Answers drawn with the current weights are compared as
+they are; where they were drawn with older ones, the engine scores a few of them anew.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rookery.errors import TrainError
+from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.data import make_data, mean_gap
+from rookery.loops.grpo.group_source import Policy
+from rookery.ports import Sampler
+from rookery.train import LoraTrainer
+from rookery.train.schedule import learning_rate_at
+from rookery.types import Adapter, Datum, OptimStep, ScoreRequest, TrainOutput, TrainRequest
+
+__all__ = ["PolicyTrainer"]
+
+POLICY, REFERENCE = "policy", "reference"
+NUM_PROBES = 8
+"""Rollouts that the engine scores anew: some hundred tokens show any wrong layer."""
+
+
+class PolicyTrainer:
+    """Trains the policy of one run from its start, and keeps the start as the reference."""
+
+    def __init__(
+        self, trainer: LoraTrainer, *, start: Adapter, engine: Sampler, config: GrpoConfig
+    ) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._config = config
+        trainer.add(POLICY, start)
+        if "reference_logprobs" in config.loss.needs:
+            trainer.add(REFERENCE, start)
+
+    async def publish(self, step: int) -> Policy:
+        """Give the engine the weights as they are after so many steps."""
+        return Policy(await self._trainer.publish(POLICY), step)
+
+    async def adapter(self) -> Adapter:
+        """The weights as they are now."""
+        return await asyncio.to_thread(self._trainer.adapter, POLICY)
+
+    async def save(self, path: Path) -> None:
+        """Weights, moments and step count, as one file."""
+        await self._trainer.save(POLICY, path)
+
+    async def load(self, path: Path) -> None:
+        """Restore what `save` wrote."""
+        await self._trainer.load(POLICY, path)
+
+    async def step(self, step: int, batch: Batch, *, policy: Policy) -> dict[str, float]:
+        """Gradients of the batch and one optimizer step; the metrics of both.
+
+        A batch without groups changes nothing.
+        """
+        if not batch.groups:
+            return {}
+        data = await asyncio.to_thread(make_data, batch, self._config)
+        gap = await self._probe(step, data, batch, policy)
+        data = await self._completed(data)
+        request = TrainRequest(
+            trainee=POLICY,
+            data=data,
+            loss=self._config.loss.type,
+            loss_options=self._config.loss.model_dump(mode="json", exclude={"type"}),
+        )
+        [output] = _checked(await self._trainer.forward_backward([request]))
+        drift = mean_gap(data, output.logprobs)
+        gap = drift if batch.model_step == step else gap
+        self._check_gap(step, gap)
+        gaps = {"grpo/logprob_drift": drift}
+        if gap is not None:
+            gaps["grpo/logprob_gap"] = gap
+        return {**output.metrics, **gaps, **await self._optim_step(step)}
+
+    async def _optim_step(self, step: int) -> dict[str, float]:
+        rate = learning_rate_at(step, config=self._config, num_steps=self._config.steps)
+        optimizer = self._config.optimizer.model_dump()
+        [output] = await self._trainer.optim_step(
+            [OptimStep(trainee=POLICY, learning_rate=rate, **optimizer)]
+        )
+        if output.error:
+            raise TrainError(output.error)
+        return dict(output.metrics)
+
+    async def _completed(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
+        """The data with the log-probabilities that the loss needs, by the start or by the policy
+        before this step."""
+        needs = self._config.loss.needs
+        if "reference_logprobs" in needs:
+            found = await self._logprobs(REFERENCE, data)
+            data = tuple(
+                replace(datum, reference_logprobs=own)
+                for datum, own in zip(data, found, strict=True)
+            )
+        if "old_logprobs" in needs:
+            found = await self._logprobs(POLICY, data)
+            data = tuple(
+                replace(datum, old_logprobs=own) for datum, own in zip(data, found, strict=True)
+            )
+        return data
+
+    async def _logprobs(self, trainee: str, data: Sequence[Datum]) -> tuple[tuple[float, ...], ...]:
+        request = TrainRequest(trainee=trainee, data=tuple(data))
+        [output] = _checked(await self._trainer.forward([request]))
+        return output.logprobs
+
+    async def _probe(
+        self, step: int, data: Sequence[Datum], batch: Batch, policy: Policy
+    ) -> float | None:
+        """The gap under the weights of this step; None when the engine does not have them, or when
+        the batch itself was drawn with them."""
+        if policy.step != step or batch.model_step == step:
+            return None
+        probes = [replace(datum, temperature=1.0) for datum in data[:NUM_PROBES]]
+        ours = await self._logprobs(POLICY, probes)
+        scores = await self._engine.score(
+            [
+                ScoreRequest(
+                    model=policy.ref,
+                    tokens=(*probe.tokens, probe.targets[-1]),
+                    start=probe.positions[0] + 1,
+                )
+                for probe in probes
+            ]
+        )
+        scored = [
+            replace(probe, sampled_logprobs=score.logprobs)
+            for probe, score in zip(probes, scores, strict=True)
+        ]
+        return mean_gap(scored, ours)
+
+    def _check_gap(self, step: int, gap: float | None) -> None:
+        # A NaN is not above a limit and not below it either.
+        if gap is not None and not gap <= self._config.max_gap:
+            raise TrainError(
+                f"Step {step}: under the same weights the log-probabilities of engine and trainer "
+                f"differ by {gap:.3g} nats on average, more than max_gap "
+                f"({self._config.max_gap:g}). The engine does not answer with the weights that "
+                "are trained: check that both load the same model in the same dtype, or raise "
+                "max_gap if the difference is rounding."
+            )
+
+
+def _checked(outputs: Sequence[TrainOutput]) -> Sequence[TrainOutput]:
+    for output in outputs:
+        if output.error:
+            raise TrainError(output.error)
+    return outputs

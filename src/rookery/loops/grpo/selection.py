@@ -1,0 +1,100 @@
+"""Choosing a checkpoint on the `select` split, and measuring the choice on `report`, once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from rookery.loops.comparison import compare, complete_means
+from rookery.ports import Engine
+from rookery.reports import ReportRow
+from rookery.rollout import TasksetEvaluator
+from rookery.runs import NewEvent, Run
+from rookery.tasks.splits import SplitName
+from rookery.tasks.taskset import Taskset
+from rookery.types import Adapter, ModelRef, Task
+
+__all__ = ["Selection"]
+
+SELECT = "select"
+
+
+class Selection:
+    """Measures policies on held-out tasks. Every answer is in the run before it counts."""
+
+    def __init__(
+        self,
+        evaluator: TasksetEvaluator,
+        *,
+        tasksets: Sequence[Taskset],
+        engine: Engine,
+        run: Run,
+    ) -> None:
+        self._evaluator = evaluator
+        self._tasksets = tasksets
+        self._engine = engine
+        self._run = run
+        self.means: dict[int, float | None] = {
+            int(event.key): event.payload["mean"] for event in run.events(SELECT)
+        }
+        """By checkpoint, on the select tasks; None for one that failed on any of them."""
+
+    async def measure(self, step: int, model: ModelRef) -> None:
+        """Read the select tasks with a checkpoint, unless that was done."""
+        if step in self.means:
+            return
+        tasks = self._split("select")
+        [evaluation] = await self._evaluator.evaluate([model], tasks)
+        by_source = complete_means(evaluation.rewards, tasks)
+        mean = self._mean(by_source, tasks)
+        errors = list(evaluation.errors.values())
+        payload = {"mean": mean, "by_source": by_source, "first_error": (errors or [""])[0]}
+        new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
+        [event] = await self._run.append_many([new])
+        self.means[step] = event.payload["mean"]
+
+    @property
+    def best(self) -> int:
+        """The checkpoint with the highest mean, the earliest of equal ones."""
+        measured = {step: mean for step, mean in self.means.items() if mean is not None}
+        return min(measured, key=lambda step: (-measured[step], step), default=0)
+
+    async def report(self, adapters: Mapping[str, Adapter | None], *, seed: int) -> list[ReportRow]:
+        """A row for each on the report tasks: the first is the result, gains are over the second.
+        None is the base model."""
+        tasks = self._split("report")
+        async with self._loaded(adapters) as refs:
+            evaluations = await self._evaluator.evaluate(list(refs.values()), tasks)
+        rewards = {
+            name: evaluation.rewards for name, evaluation in zip(refs, evaluations, strict=True)
+        }
+        weights = {taskset.name: taskset.weight for taskset in self._tasksets}
+        return await asyncio.to_thread(compare, rewards, tasks, weights=weights, seed=seed)
+
+    @asynccontextmanager
+    async def _loaded(
+        self, adapters: Mapping[str, Adapter | None]
+    ) -> AsyncIterator[dict[str, ModelRef]]:
+        loaded: list[ModelRef] = []
+        refs: dict[str, ModelRef] = {}
+        try:
+            for name, adapter in adapters.items():
+                if adapter is None:
+                    refs[name] = self._engine.base
+                    continue
+                refs[name] = await self._engine.load(adapter)
+                loaded.append(refs[name])
+            yield refs
+        finally:
+            for ref in loaded:
+                await self._engine.unload(ref)
+
+    def _split(self, name: SplitName) -> list[Task]:
+        return [task for taskset in self._tasksets for task in taskset.split(name)]
+
+    def _mean(self, by_source: Mapping[str, float], tasks: Sequence[Task]) -> float | None:
+        """Over tasksets by their weights; None when one of them misses a task."""
+        if set(by_source) != {task.source for task in tasks}:
+            return None
+        weights = {t.name: t.weight for t in self._tasksets if t.name in by_source}
+        total = sum(weights.values())
+        return sum(weights[name] * mean for name, mean in by_source.items()) / total

@@ -1,0 +1,79 @@
+"""The report of a training from rewards: what `report.json` of a grpo run holds.
+
+report = parse_grpo_report(json.loads(path.read_text()))
+report.trained.gain.low      # above 0: better than the start, and not by chance
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.reports.genome import ReportRow, TasksetRecord
+from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.types import Json
+
+__all__ = [
+    "CheckpointRecord",
+    "ExampleRecord",
+    "GrpoReport",
+    "TrainStepRecord",
+    "parse_grpo_report",
+]
+
+
+class CheckpointRecord(Record):
+    """One checkpoint on the select tasks."""
+
+    step: int = 0
+    mean: Measured = None
+    is_chosen: bool = False
+
+
+class ExampleRecord(Record):
+    """One completion to read."""
+
+    task: Text = ""
+    text: Text = ""
+    reward: Measured = None
+
+
+class TrainStepRecord(Record):
+    """One training step."""
+
+    step: int = 0
+    model_step: int = 0
+    """The step whose weights drew its answers."""
+    metrics: dict[Text, Measured] = Field(default_factory=dict)
+    examples: tuple[ExampleRecord, ...] = ()
+
+
+class GrpoReport(Record):
+    """Everything the page and the table show."""
+
+    kind: Literal["grpo"] = "grpo"
+    run: Text = ""
+    model: Text = ""
+    seed: int | None = None
+    loss: Text = ""
+    advantages: Text = ""
+    staleness: int = 0
+    tasksets: tuple[TasksetRecord, ...] = ()
+    rows: tuple[ReportRow, ...] = ()
+    chosen_step: int | None = None
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    steps: tuple[TrainStepRecord, ...] = ()
+    num_rollouts: int = 0
+    num_tokens: int = 0
+    seconds: Measured = None
+    warnings: tuple[Text, ...] = ()
+
+    @property
+    def trained(self) -> ReportRow | None:
+        """The row of the chosen checkpoint; None before the report tasks were read."""
+        return next((row for row in self.rows if row.is_winner), None)
+
+
+def parse_grpo_report(document: Mapping[str, Json]) -> GrpoReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(GrpoReport, document, kind="a grpo")

@@ -1,0 +1,154 @@
+"""The full-weight trainer: gradients and steps of a model's own weights.
+
+    trainer = FullTrainer(load_model(folder), name="policy", config=FullConfig(), like=folder)
+    [output] = await trainer.forward_backward([TrainRequest(trainee="policy", data=data)])
+    [output] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-5)])
+    await trainer.export("policy", Path("checkpoints/step_1"))
+
+The model is the trainer's own: its weights change in place, so that an engine over the same model
+would answer with parts of two versions. Publishing hands over a copy.
+"""
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from rookery.errors import TrainError, boundary
+from rookery.ports import Publisher
+from rookery.slots import SlottedModel
+from rookery.train.head import target_logprobs
+from rookery.train.packing import PackedPass
+from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
+from rookery.train.trainee import Trainee
+from rookery.train.trunk import Trunk
+from rookery.types import ModelWeights
+
+__all__ = ["FullConfig", "FullTrainee", "FullTrainer"]
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
+"""What a model folder has besides its config, tokenizer and templates."""
+
+
+class FullConfig(TrainerConfig):
+    """Which weights, and memory."""
+
+    layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
+    """`all` weights, or those of how many of the last decoder layers: embeddings, final norm and
+    head then stay as they are."""
+
+
+class FullTrainee(Trainee):
+    """Weights of a model in training: float32, beside the model's own where those are not.
+
+    A float32 model is trained in place and takes no second copy.
+    """
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        self._leaves = list(weights.values())
+        masters = {
+            name: weight
+            if weight.dtype == torch.float32
+            else nn.Parameter(weight.detach().to(torch.float32))
+            for name, weight in weights.items()
+        }
+        for leaf in self._leaves:
+            leaf.requires_grad_()
+        super().__init__(masters, fixed={})
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return self._leaves
+
+    @torch.no_grad()
+    def refresh_leaves(self) -> None:
+        for leaf, master in zip(self._leaves, self.parameters, strict=True):
+            if leaf is not master:
+                leaf.copy_(master)
+
+
+class FullTrainer(SlottedTrainer[FullTrainee]):
+    """A Trainer of one trainee: the weights of a model that nothing else uses."""
+
+    folder_name = "step"
+
+    def __init__(
+        self,
+        model: SlottedModel,
+        *,
+        name: str,
+        config: FullConfig,
+        like: Path,
+        publisher: Publisher | None = None,
+    ) -> None:
+        """`like` is the folder the model is from: exports get its tokenizer and templates."""
+        super().__init__(model, config=config, publisher=publisher)
+        self._like = like
+        self._cut = _first_layer(config, num_layers=model.shape.num_layers)
+        self._trains_all = config.layers == "all"
+        self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
+        self.trainees[name] = FullTrainee(
+            {n: w for n, w in model.weights.items() if self._trains_all or _layer(n) >= self._cut}
+        )
+
+    def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
+        model = self._model
+        if self._trains_all:
+            tokens = [token for sequence in packed.sequences for token in sequence]
+            entering = model.embed(torch.tensor(tokens, device=model.device))
+        else:
+            entering = self.trunk.hidden(packed.sequences, cut=self._cut)
+        hidden = self.run_layers(entering, packed, cut=self._cut)
+        return target_logprobs(model, hidden, packed, {})
+
+    def weights_of(self, trainee: FullTrainee, *, name: str) -> ModelWeights:  # noqa: ARG002
+        """All weights of the model, those that are not trained too, in the model's type."""
+        tensors = {n: w.detach().to("cpu", copy=True) for n, w in self._model.weights.items()}
+        return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
+
+    def write_folder(self, trainee: FullTrainee, folder: Path) -> None:  # noqa: ARG002
+        """A folder that transformers and vLLM load: weights, config, tokenizer."""
+        if folder.exists():
+            raise TrainError(f"{folder} exists: give a new path, or remove it first.")
+        with boundary(TrainError, f"writing {folder}", foreign=(OSError,)):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            try:
+                ignore = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
+                shutil.copytree(self._like, staging, ignore=ignore, dirs_exist_ok=True)
+                self._model.write(staging)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _first_layer(config: FullConfig, *, num_layers: int) -> int:
+    if config.layers == "all":
+        return 0
+    if config.layers > num_layers:
+        raise TrainError(
+            f"layers is {config.layers}; this model has {num_layers}: write 1 to {num_layers}, "
+            "or all."
+        )
+    return num_layers - config.layers
+
+
+def _layer(name: str) -> int:
+    """The decoder layer of a weight; -1 when it is of none."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""The page, the table and the sentence of a training from rewards.
+
+path.write_text(render_grpo_page(report), encoding="utf-8")
+for cells in grpo_rows(report):
+    table.add_row(*cells)       # under the names in COLUMNS
+"""
+
+from rookery.reports import GrpoReport
+from rookery.ui import wording
+from rookery.ui.page import render_template
+
+__all__ = ["COLUMNS", "grpo_rows", "grpo_sentence", "render_grpo_page"]
+
+COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "failed")
+
+PANELS = {
+    "train/loss": "Loss",
+    "train/kl": "KL to the reference",
+    "train/entropy": "Entropy",
+    "train/clip_fraction": "Clip fraction",
+    "train/clip_low": "Clipped below",
+    "train/clip_high": "Clipped above",
+    "train/ratio": "Mean ratio",
+    "train/grad_norm": "Gradient norm",
+    "train/learning_rate": "Learning rate",
+    "grpo/logprob_gap": "Engine/trainer gap, nats",
+    "grpo/logprob_drift": "Change since drawn, nats",
+    "grpo/staleness": "Staleness, steps",
+    "grpo/num_equal_groups": "Groups of equal rewards",
+    "grpo/num_failed_rollouts": "Failed rollouts",
+}
+"""The small charts, each drawn when the run has the metric."""
+
+SHOWN_EXAMPLES = 40
+"""Completions on the page, of steps spread over the run; report.json has them all."""
+
+
+def render_grpo_page(report: GrpoReport) -> str:
+    """The page of a report; what is not there yet is named as missing."""
+    measured = {name for step in report.steps for name in step.metrics}
+    stages = sorted(name for name in measured if name.startswith("time/"))
+    every = max(1, -(-len(report.steps) // (SHOWN_EXAMPLES // 2)))
+    return render_template(
+        "grpo.html.jinja",
+        scripts=("frame.js", "grpo.js", "draw.js"),
+        report=report,
+        verdict=_verdict(report),
+        sentence=grpo_sentence(report),
+        trained=report.trained,
+        panels={name: label for name, label in PANELS.items() if name in measured},
+        stages=stages,
+        examples=[(s.step, e) for s in report.steps[::-every] for e in s.examples],
+        document=report.model_dump(mode="json", exclude={"steps": {"__all__": {"examples"}}})
+        | {"stages": stages},
+    )
+
+
+def grpo_sentence(report: GrpoReport) -> str:
+    """The result in one sentence that says what it does and does not show."""
+    return {
+        "better": "Better than the start. The whole 95 % interval of the gain lies above zero: "
+        "chance alone is an unlikely explanation.",
+        "unclear": "Not distinguishable from chance. The 95 % interval of the gain includes zero.",
+        "worse": "Worse than the start. The whole 95 % interval of the gain lies below zero.",
+        "unmeasured": "No gain over the start was measured.",
+        "unfinished": "No result yet. The report tasks are read once, when the training is over.",
+    }[_verdict(report)]
+
+
+def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
+    """One tuple per row, one string per column of COLUMNS.
+
+    `("trained", "0.830", "0.780 to 0.880", "+0.270 (+0.210 to +0.330)", "0")`
+    """
+    return [
+        (
+            row.name,
+            wording.score(row.mean),
+            wording.interval(row),
+            wording.gain(row.gain),
+            wording.count(row.num_failed),
+        )
+        for row in report.rows
+    ]
+
+
+def _verdict(report: GrpoReport) -> str:
+    if report.trained is None:
+        return "unfinished"
+    gain = report.trained.gain
+    if gain is None or gain.low is None or gain.high is None:
+        return "unmeasured"
+    if gain.low > 0:
+        return "better"
+    return "worse" if gain.high < 0 else "unclear"

@@ -1,0 +1,95 @@
+"""`rookery grpo run` on a tiny config, from end to end, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from driving import Command, write_rows
+
+from rookery.runs import Run
+from rookery.weights import read_adapter
+
+REWARD = """\
+def reward(task, completion):
+    return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
+"""
+CONFIG = """\
+engine: {model: tiny, cache_gib: 0.01}
+tasksets: [{type: jsonl, path: drawn.jsonl, sampling: {max_tokens: 3},
+            scorer: {type: python, function: 'reward.py:reward'}}]
+lora: {rank: 2, targets: [q_proj]}
+steps: 2
+groups_per_step: 2
+group_size: 3
+drawing: {max_tokens: 3}
+save_every: 2
+"""
+
+
+@pytest.fixture
+def config(place: Path) -> Path:
+    (place / "g.yaml").write_text(CONFIG)
+    (place / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
+    write_rows(place / "drawn.jsonl", rows)
+    return place
+
+
+@pytest.mark.parametrize("flags", [(), ("--share", "true", "--staleness", "1")])
+def test_from_end_to_end(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
+    ended = rookery("grpo", "run", "g.yaml", "--seed", "3", "--name", "x", *flags)
+    assert ended.code == 0
+    folder = config / "runs/x"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["kind"] == "grpo" and report["seed"] == 3 and len(report["steps"]) == 2
+    assert read_adapter(folder / "trained").factors
+    page = (folder / "report.html").read_text()
+    assert page.lstrip().startswith("<!doctype html>") and "Engine/trainer gap" in page
+    for words in ("tasks that the training never saw", "trained", "base model"):
+        assert words in ended.out
+    assert f"trained  {folder / 'trained'}\n" in ended.out
+    with Run.view(folder) as run:
+        assert run.status == "finished"
+
+
+def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> None:
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--init-from", "a").code == 0
+    report = json.loads((config / "runs/x/report.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
+    assert read_adapter(config / "runs/x/start").version == read_adapter(config / "a").version
+
+
+def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, config: Path) -> None:
+    assert rookery("grpo", "run", "g.yaml", "--name", "x").code == 0
+    before = json.loads((config / "runs/x/report.json").read_text())
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--resume").code == 0
+    assert rookery("runs", "resume", "x").code == 0
+    after = json.loads((config / "runs/x/report.json").read_text())
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}
+    (config / "g.yaml").write_text(CONFIG.replace("steps: 2", "steps: 3"))
+    ended = rookery("grpo", "run", "g.yaml", "--name", "x", "--resume")
+    assert ended.code == 2 and "steps is 2 there, 3 here" in ended.words
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--group-size", "1"), "write 2 or more"),
+        (("--lora.targets", "[q_prj]"), "Did you mean q_proj?"),
+        (("--lora.rank", "70"), "lora.rank is 70, and the engine takes adapters up to rank 64"),
+        (("--loss", "{type: grpo, clip: 0.3}"), "clip"),
+        (("--loss", "{type: grop}"), "grop"),
+        (("--tasksets.0.splits", "{search: 0, select: 0.5, report: 0.5}"), "search split"),
+        (("--tasksets.0.splits", "{search: 0.5, select: 0, report: 0.5}"), "select split"),
+        (("--tasksets", "[{type: jsonl, path: tasks.jsonl}]"), "has choices to be scored"),
+        (("--tasksets.0.path", "empty.jsonl"), "has no rows"),
+        (("--init-from", "nowhere"), "nowhere"),
+        (("--init-from", "other"), "llama-9000"),
+    ],
+)
+def test_bad_input_is_refused_before_a_run_is_made(
+    rookery: Command, config: Path, flags: tuple[str, ...], sentence: str
+) -> None:
+    ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)
+    assert ended.code == 2 and sentence in ended.words
+    assert not (config / "runs/x").exists()

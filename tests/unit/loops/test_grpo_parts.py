@@ -1,0 +1,171 @@
+"""The parts of the grpo loop by themselves: advantages, order of tasks, batches, data, config."""
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rookery.embedded import EngineConfig
+from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.advantages import ADVANTAGES, is_equal
+from rookery.loops.grpo.batch import (
+    Batch,
+    BatchCounts,
+    DrawnGroup,
+    DrawnRollout,
+    decode_batch,
+    encode_batch,
+)
+from rookery.loops.grpo.data import make_data, mean_gap
+from rookery.loops.grpo.task_order import TaskOrder
+from rookery.seeding import stream
+from rookery.types import ModelRef, Task
+
+TASKSET = {"type": "generated", "generator": "arithmetic"}
+REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
+
+
+def make_config(**values: object) -> GrpoConfig:
+    return GrpoConfig.model_validate({"tasksets": [TASKSET], **values})
+
+
+def rng() -> np.random.Generator:
+    return stream(0, "test")
+
+
+def make_batch() -> Batch:
+    def rollout(tokens: tuple[int, ...], reward: float) -> DrawnRollout:
+        logprobs = tuple(-1 / (3 + token) for token in tokens)
+        return DrawnRollout(tokens=tokens, logprobs=logprobs, text="tëxt", reward=reward)
+
+    group = DrawnGroup(
+        position=7,
+        task="t/7",
+        prompt=(5, 6),
+        rollouts=(rollout((7, 8), 1.0), rollout((9,), 0.0)),
+    )
+    counts = BatchCounts(num_rollouts=4, num_failed=0, num_equal=1, num_tokens=5, mean_reward=1 / 3)
+    return Batch(
+        step=3,
+        model=ModelRef(name="policy", version="ab"),
+        model_step=2,
+        groups=(group,),
+        next_position=9,
+        counts=counts,
+    )
+
+
+@given(REWARDS.filter(lambda rewards: not is_equal(rewards)))
+def test_advantages_of_a_group_sum_to_zero_and_rank_as_the_rewards(rewards: list[float]) -> None:
+    for name in ("group_relative", "leave_one_out", "no_std"):
+        own = ADVANTAGES[name](rewards, rng=rng())
+        assert math.isclose(math.fsum(own), 0.0, abs_tol=1e-6)
+        for (a, x), (b, y) in itertools.combinations(zip(own, rewards, strict=True), 2):
+            assert a >= b if x > y else a <= b if x < y else math.isclose(a, b)
+
+
+def test_advantages_by_hand() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    third = math.sqrt(3)
+    assert ADVANTAGES["group_relative"](rewards, rng=rng()) == pytest.approx(
+        (third, -1 / third, -1 / third, -1 / third)
+    )
+    assert ADVANTAGES["leave_one_out"](rewards, rng=rng()) == pytest.approx(
+        (1.0, -1 / 3, -1 / 3, -1 / 3)
+    )
+    assert ADVANTAGES["no_std"](rewards, rng=rng()) == (0.75, -0.25, -0.25, -0.25)
+
+
+def test_shuffled_advantages_are_those_of_the_group_in_another_order() -> None:
+    rewards = [float(i) for i in range(8)]
+    own = ADVANTAGES["group_relative"](rewards, rng=rng())
+    shuffled = ADVANTAGES["shuffled"](rewards, rng=rng())
+    assert shuffled != own and sorted(shuffled) == sorted(own)
+    assert shuffled == ADVANTAGES["shuffled"](rewards, rng=rng())
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    assert is_equal([0.1 + 0.2, 0.3]) and is_equal([1e9, 1e9 + 1e-3])
+    assert not is_equal([0.0, 1e-3])
+
+
+def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
+    tasks = [Task(id=str(i), prompt="", reference=None) for i in range(10)]
+    order = TaskOrder(tasks, seed=3)
+    epochs = [[order[10 * epoch + i].id for i in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch) == sorted(task.id for task in tasks) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert TaskOrder(tasks, seed=3)[25].id == epochs[2][5]
+
+
+def test_a_batch_is_read_back_bit_for_bit() -> None:
+    assert decode_batch(encode_batch(make_batch())) == make_batch()
+
+
+def test_each_rollout_is_a_row_with_its_advantage_on_every_token() -> None:
+    config = make_config(drawing={"temperature": 0.7}, loss={"type": "grpo"})
+    first, second = make_data(make_batch(), config)
+    assert first.tokens == (5, 6, 7) and first.positions == (1, 2) and first.targets == (7, 8)
+    assert first.weights == (0.25, 0.25) and second.weights == (0.5,)
+    assert first.advantages == (1.0, 1.0) and second.advantages == (-1.0,)
+    assert first.temperature == 0.7
+    assert second.tokens == (5, 6) and second.positions == (1,)
+    assert first.sampled_logprobs == (-1 / 10, -1 / 11)
+
+
+def test_the_mean_gap_is_over_tokens() -> None:
+    data = make_data(make_batch(), make_config())
+    logprobs = [tuple(x - 0.5 for x in data[0].sampled_logprobs), data[1].sampled_logprobs]
+    assert mean_gap(data, logprobs) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn_at"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"staleness": 1}, [0, 0, 1, 2, 3, 4]),
+        ({"publish_every": 2}, [0, 0, 2, 2, 4, 4]),
+        ({"staleness": 1, "publish_every": 2}, [0, 0, 0, 2, 2, 4]),
+    ],
+)
+def test_the_weights_that_draw_a_step_are_a_schedule(
+    values: dict[str, int], drawn_at: list[int]
+) -> None:
+    config = make_config(**values)
+    assert [config.drawn_at(step) for step in range(6)] == drawn_at
+
+
+def test_dr_grpo_alone_is_dr_grpo() -> None:
+    config = make_config(loss={"type": "dr_grpo"})
+    assert (config.advantage_name, config.loss.average) == ("no_std", "constant")
+    assert make_config().advantage_name == "group_relative"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"group_size": 1}, "write 2 or more"),
+        ({"save_every": 5, "publish_every": 2}, "write a multiple of publish_every, 6"),
+        ({"share": True, "engine": {"type": "fleet", "urls": ["http://a"]}}, "write share: false"),
+        ({"loss": {"type": "cross_entropy"}}, "loss"),
+        ({"loss": {"type": "grpo", "clip": 0.2}}, "clip"),
+        ({"staleness": 2}, "staleness"),
+        ({"advantages": "gae"}, "advantages"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        make_config(**values)
+
+
+def test_paths_are_taken_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    config = make_config(init_from="winner", engine={"model": "model"}).from_folder(tmp_path)
+    assert config.init_from == tmp_path / "winner"
+    assert config.engine == EngineConfig(model=str(tmp_path / "model"))
+    assert make_config().from_folder(tmp_path).engine == EngineConfig()

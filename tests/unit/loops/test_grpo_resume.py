@@ -1,0 +1,210 @@
+"""A grpo run that is cut off anywhere and goes on: the same weights, every group trained once."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops import training
+from loops.training import Inputs, clockless, run_training
+
+from rookery.loops.grpo import GrpoResult
+from rookery.runs import Run
+from rookery.slots import SlottedModel
+
+UNIT = Path(__file__).parents[1]
+SOURCE = UNIT.parents[1] / "src"
+BOUNDARIES = {
+    "sample", "score", "load", "unload", "forward_backward", "forward", "optim_step", "save",
+    "publish",
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(grpo_inputs: Inputs) -> Inputs:
+    return grpo_inputs
+
+
+@pytest.fixture
+def model(plain_model: SlottedModel) -> SlottedModel:
+    return plain_model
+
+
+class Cut:
+    """Counts the calls of the parts it is wrapped around, and cancels at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.seen: list[str] = []
+
+    def __call__(self, part: Any) -> Any:
+        return _CutPart(part, self)
+
+    def pass_by(self, name: str) -> None:
+        self.seen.append(name)
+        if self.at is not None and len(self.seen) > self.at:
+            raise asyncio.CancelledError
+
+
+class _CutPart:
+    def __init__(self, part: Any, cut: Cut) -> None:
+        self._part, self._cut = part, cut
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        if name not in BOUNDARIES:
+            return found
+
+        async def passing(*args: Any, **values: Any) -> Any:
+            self._cut.pass_by(f"before {name}")
+            result = await found(*args, **values)
+            self._cut.pass_by(f"after {name}")
+            return result
+
+        return passing
+
+
+def make_run(folder: Path, name: str) -> Run:
+    return Run.create(folder, kind="grpo", config={}, name=name)
+
+
+def final_weights(run: Run) -> object:
+    last = run.last("checkpoint")
+    assert last is not None
+    return last.payload["step"], last.payload["version"]
+
+
+def trained_positions(run: Run) -> list[list[int]]:
+    """The groups of every step as the events have them."""
+    return [event.payload["positions"] for event in run.events("step")]
+
+
+def check_same(run: Run, result: GrpoResult, expected: tuple[Any, Any, Any]) -> None:
+    """Bit-equal weights, the same groups in the same steps, none twice, the same report."""
+    weights, positions, report = expected
+    assert final_weights(run) == weights
+    assert trained_positions(run) == positions
+    assert clockless(result.report) == report
+    drawn = [event.payload["positions"] for event in run.events("batch")]
+    assert drawn == positions
+    assert max(Counter(chain.from_iterable(positions)).values()) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_a_run_that_is_cut_off_at_any_call_ends_with_the_same_weights(
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int
+) -> None:
+    whole = Cut()
+    with make_run(tmp_path, "whole") as run:
+        result = await run_training(run, inputs, model=model, wrap=whole, staleness=staleness)
+        expected = final_weights(run), trained_positions(run), clockless(result.report)
+    assert {name.partition(" ")[2] for name in whole.seen} >= {
+        "sample", "load", "unload", "forward_backward", "optim_step", "save", "publish",
+    }  # fmt: skip
+    for at in range(staleness, len(whole.seen), 13):
+        with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
+            await run_training(run, inputs, model=model, wrap=Cut(at), staleness=staleness)
+        with Run.open(tmp_path / f"cut-{at}") as run:
+            again = await run_training(run, inputs, model=model, staleness=staleness)
+            check_same(run, again, expected)
+        shutil.rmtree(tmp_path / f"cut-{at}")
+
+
+async def test_a_run_that_is_cut_off_again_and_again_gets_there(
+    inputs: Inputs, model: SlottedModel, tmp_path: Path
+) -> None:
+    with make_run(tmp_path, "whole") as run:
+        result = await run_training(run, inputs, model=model, staleness=1, save_every=1)
+        expected = final_weights(run), trained_positions(run), clockless(result.report)
+    make_run(tmp_path, "cut").close()
+    at, ended = 3, None
+    while ended is None:
+        at += 29
+        with Run.open(tmp_path / "cut") as run:
+            try:
+                ended = await run_training(
+                    run, inputs, model=model, wrap=Cut(at), staleness=1, save_every=1
+                )
+                check_same(run, ended, expected)
+            except asyncio.CancelledError:
+                continue
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_delays_change_no_bit(
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int
+) -> None:
+    """Whether drawing or training is slower, a step is drawn with the weights of its schedule."""
+    versions = set()
+    for slow in ("none", "sample", "forward_backward"):
+        with make_run(tmp_path, slow) as run:
+            await run_training(
+                run, inputs, model=model, wrap=partial(_Slow, slow=slow),
+                staleness=staleness,
+            )  # fmt: skip
+            versions.add(str(final_weights(run)))
+            drawn = [event.payload["model_step"] for event in run.events("batch")]
+        assert drawn == ([0, 0, 1, 2, 3] if staleness else [0, 1, 2, 3, 4])
+    assert len(versions) == 1
+
+
+class _Slow:
+    """Lets the loop run a hundred turns before one kind of call is made."""
+
+    def __init__(self, part: Any, slow: str) -> None:
+        self._part, self._slow = part, slow
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        if name != self._slow:
+            return found
+
+        async def later(*args: Any, **values: Any) -> Any:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return await found(*args, **values)
+
+        return later
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_kill_9(inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int) -> None:
+    with make_run(tmp_path, "whole") as run:
+        result = await run_training(run, inputs, model=model, staleness=staleness)
+        expected = final_weights(run), trained_positions(run), clockless(result.report)
+    make_run(tmp_path, "killed").close()
+    options = {
+        "inputs": [str(inputs.model), str(inputs.tasks)],
+        "changes": {"staleness": staleness},
+    }
+    (tmp_path / "inputs.json").write_text(json.dumps(options))
+    for num_lines in (17, 30):
+        assert kill_after(tmp_path, "killed", num_lines) == -signal.SIGKILL
+    with Run.open(tmp_path / "killed") as run:
+        assert run.last("checkpoint") is not None  # it was killed on its way
+        again = await run_training(run, inputs, model=model, staleness=staleness)
+        check_same(run, again, expected)
+
+
+def kill_after(folder: Path, name: str, num_lines: int) -> int:
+    """Start a process that trains, kill it after so many lines; its exit code."""
+    environment = os.environ | {"PYTHONPATH": f"{UNIT}:{SOURCE}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, training.__file__, str(folder), name],
+        stdout=subprocess.PIPE, env=environment,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for _ in range(num_lines):
+            if not process.stdout.readline():
+                break
+        process.kill()
+    return process.returncode

@@ -1,0 +1,197 @@
+"""The full-weight trainer beside transformers and torch, and what it writes."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_adapter, write_tiny_model
+from tiny_training import make_batch, step, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rookery.embedded import EngineConfig, open_engine
+from rookery.errors import TrainError
+from rookery.ports import Trainer
+from rookery.slots import load_model
+from rookery.train import FullConfig, FullTrainer, ModelPublisher
+from rookery.types import Datum, ModelRef, ModelWeights, ScoreRequest, TrainRequest, Weights
+
+KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
+
+SLOW_BFLOAT16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+"""A CPU without bfloat16 says so once."""
+
+
+def make_full(folder: Path, *, dtype: str = "auto", **options: Any) -> FullTrainer:
+    config = FullConfig(**options)
+    return FullTrainer(load_model(folder, dtype=dtype), name="policy", config=config, like=folder)
+
+
+def plain_loss(model: Any, batch: Sequence[Datum]) -> torch.Tensor:
+    total = torch.zeros(())
+    for datum in batch:
+        logprobs = model(torch.tensor([datum.tokens])).logits[0].float().log_softmax(-1)
+        weights = torch.tensor(datum.weights)
+        total = total - (weights * logprobs[list(datum.positions), list(datum.targets)]).sum()
+    return total
+
+
+def weights_in(trainer: FullTrainer) -> dict[str, torch.Tensor]:
+    tensors = trainer.weights_of(trainer.trainee("policy"), name="policy").tensors
+    return dict(tensors)
+
+
+@pytest.mark.parametrize("layers", ["all", 2])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_three_steps_are_those_of_transformers_and_torch(
+    tmp_path: Path, kind: str, layers: Any
+) -> None:
+    """With gradients accumulated over two calls, some layers or all, tied or not."""
+    folder = write_tiny_model(tmp_path / "model", **KINDS[kind])
+    trainer = make_full(folder, layers=layers, pass_tokens=20)
+    assert isinstance(trainer, Trainer)
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    named = dict(reference.named_parameters())
+    trained = {n: p for n, p in named.items() if layers == "all" or ".2." in n or ".3." in n}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.1)
+    for seed in range(3):
+        batch = make_batch(seed=seed)
+        for part in (batch[:2], batch[2:]):
+            await train(trainer, part)
+        await step(trainer, 1e-2, weight_decay=0.1, max_grad_norm=0.5)
+        optimizer.zero_grad()
+        plain_loss(reference, batch).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+        optimizer.step()
+    found = weights_in(trainer)
+    assert found.keys() == named.keys()
+    for name, wanted in named.items():
+        torch.testing.assert_close(found[name], wanted.detach(), atol=2e-4, rtol=0)
+    start = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    moved = {name for name in found if not torch.equal(found[name], start[name])}
+    assert moved == set(trained)
+
+
+async def test_layers_computed_again_give_the_same_bits(tiny_folder: Path) -> None:
+    outputs = []
+    for again in (False, True):
+        trainer = make_full(tiny_folder, checkpoint_layers=again)
+        await train(trainer, make_batch())
+        await step(trainer, 1e-2)
+        outputs.append(weights_in(trainer))
+    assert all(torch.equal(outputs[0][name], outputs[1][name]) for name in outputs[0])
+
+
+@SLOW_BFLOAT16
+async def test_small_steps_of_a_16_bit_model_add_up(tiny_folder: Path) -> None:
+    """50 steps too small for bfloat16 each: the float32 weights keep them, the model follows."""
+    trainer = make_full(tiny_folder, dtype="bfloat16")
+    start = weights_in(trainer)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for _ in range(50):
+        await train(trainer, make_batch())
+        await step(trainer, 2e-5)
+    found = weights_in(trainer)
+    assert found[name].dtype == torch.bfloat16
+    assert {p.dtype for p in trainer.trainee("policy").parameters} == {torch.float32}
+    assert (found[name] != start[name]).float().mean() > 0.5
+
+
+@SLOW_BFLOAT16
+async def test_a_state_goes_on_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    """Saved between two calls of a step, in 32 and in 16 bit."""
+    for dtype in ("float32", "bfloat16"):
+        whole, first = make_full(tiny_folder, dtype=dtype), make_full(tiny_folder, dtype=dtype)
+        for trainer in (whole, first):
+            await train(trainer, make_batch(seed=0))
+            await step(trainer, 1e-2)
+            await train(trainer, make_batch(seed=1))
+        await first.save("policy", tmp_path / dtype)
+        second = make_full(tiny_folder, dtype=dtype)
+        await second.load("policy", tmp_path / dtype)
+        for trainer in (whole, second):
+            await train(trainer, make_batch(seed=2))
+            await step(trainer, 1e-2)
+        wanted, found = weights_in(whole), weights_in(second)
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+        assert second.trainee("policy").num_steps == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_export_is_a_folder_that_transformers_loads(tmp_path: Path, kind: str) -> None:
+    folder = write_tiny_model(tmp_path / "model", **KINDS[kind])
+    trainer = make_full(folder)
+    await train(trainer, make_batch())
+    await step(trainer, 1e-2)
+    await trainer.export("policy", tmp_path / "step_1")
+    assert sorted(os.listdir(tmp_path)) == ["model", "step_1"]
+    batch = make_batch(seed=5)
+    [output] = await trainer.forward([TrainRequest(trainee="policy", data=tuple(batch))])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1").eval()
+    wanted = plain_loss(loaded, batch).item()
+    assert output.metrics["train/loss_sum"] == pytest.approx(wanted, rel=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "step_1")("w7 w9").input_ids == [7, 9]
+    again = make_full(tmp_path / "step_1")
+    wanted_weights, found = weights_in(trainer), weights_in(again)
+    assert all(torch.equal(wanted_weights[name], found[name]) for name in wanted_weights)
+    with pytest.raises(TrainError, match="step_1 exists: give a new path"):
+        await trainer.export("policy", tmp_path / "step_1")
+
+
+class Shelf:
+    """A publisher that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        self.weights.append(weights)
+        return ModelRef(name=weights.name, version=weights.version)
+
+
+async def test_publishing_hands_over_a_copy_under_a_new_version(tiny_folder: Path) -> None:
+    shelf = Shelf()
+    model = load_model(tiny_folder)
+    trainer = FullTrainer(
+        model, name="policy", config=FullConfig(), like=tiny_folder, publisher=shelf
+    )
+    first, same = await trainer.publish("policy"), await trainer.publish("policy")
+    await train(trainer, make_batch())
+    await step(trainer, 1e-2)
+    second = await trainer.publish("policy")
+    assert first == same and first.version != second.version
+    before = shelf.weights[0]
+    assert isinstance(before, ModelWeights)
+    start = load_model(tiny_folder).weights
+    assert before.tensors.keys() == start.keys()
+    assert all(torch.equal(before.tensors[name], start[name]) for name in start)
+
+
+def test_more_layers_than_there_are_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(TrainError, match="layers is 9; this model has 4: write 1 to 4, or all"):
+        make_full(tiny_folder, layers=9)
+
+
+async def test_an_engine_answers_with_what_was_published(tiny_folder: Path) -> None:
+    """A packed engine in this process: its log-probabilities are the trainer's after each step."""
+    datum = make_batch((20,), seed=3)[0]
+    tokens = (*datum.tokens, datum.targets[-1])
+    async with open_engine(EngineConfig(model=str(tiny_folder))) as engine:
+        trainer = FullTrainer(
+            load_model(tiny_folder), name="policy", config=FullConfig(), like=tiny_folder,
+            publisher=ModelPublisher(engine.replace_base),
+        )  # fmt: skip
+        seen = []
+        for seed in range(3):
+            await train(trainer, make_batch(seed=seed))
+            await step(trainer, 1e-2)
+            ref = await trainer.publish("policy")
+            [score] = await engine.score([ScoreRequest(model=ref, tokens=tokens, start=1)])
+            [output] = await trainer.forward([TrainRequest(trainee="policy", data=(datum,))])
+            assert score.logprobs == pytest.approx(output.logprobs[0], abs=1e-4)
+            seen.append(score.logprobs[-1])
+        assert len(set(seen)) == 3
+        with pytest.raises(TrainError, match="poet is an adapter"):
+            await ModelPublisher(engine.replace_base).publish(tiny_adapter("poet"))

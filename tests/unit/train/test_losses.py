@@ -1,0 +1,320 @@
+"""Losses against the formulas of their papers, written here a second time over padded tables."""
+
+from typing import Any
+
+import pytest
+import torch
+from drawn_batch import (
+    MAX_TOKENS,
+    DrawnBatch,
+    averaged_data,
+    draw_batch,
+    loss_and_gradient,
+    targets_of,
+)
+
+from rookery.errors import ConfigError, TrainError
+from rookery.train.averaging import averaged
+from rookery.train.losses import LOSSES, PolicyLoss, make_loss
+from rookery.train.losses.grpo import Grpo
+from rookery.train.losses.policy import Objective, Terms
+from rookery.train.metrics import merged_metrics
+from rookery.types import Datum
+
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "ppo")
+POLICY = (*CLIPPED, "cispo", "importance_sampling", "reinforce")
+CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
+AVERAGES = {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "constant", "bnpo": "call"}
+
+
+def policy_loss(name: str, **options: Any) -> PolicyLoss:
+    loss = make_loss(name, options)
+    assert isinstance(loss, PolicyLoss)
+    return loss
+
+
+def expected(
+    name: str, calls: list[DrawnBatch], options: dict[str, Any]
+) -> tuple[float, torch.Tensor]:
+    """The loss of a step of these calls and its gradient, [all rows, T]."""
+    num_rows = sum(len(batch.mask) for batch in calls)
+    num_tokens = sum(batch.mask.sum() for batch in calls)
+    total, gradients = torch.zeros((), dtype=torch.float64), []
+    for batch in calls:
+        current = batch.current.clone().requires_grad_()
+        losses = expected_tokens(name, batch, current, options) * batch.mask
+        average = options.get("average", AVERAGES.get(name, "token"))
+        if average == "sequence":
+            loss = (losses.sum(1) / batch.mask.sum(1)).sum() / num_rows
+        elif average == "token":
+            loss = losses.sum() / num_tokens
+        elif average == "call":
+            loss = losses.sum() / batch.mask.sum() / len(calls)
+        else:
+            loss = losses.sum() / (num_rows * MAX_TOKENS)
+        gradients += torch.autograd.grad(loss, [current])
+        total += loss.detach()
+    return total.item(), torch.cat(gradients)
+
+
+def expected_tokens(
+    name: str, batch: DrawnBatch, current: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    advantages = batch.advantages[:, None]
+    default = "current" if name == "reinforce" else "sampled"
+    trainer = batch.old if options.get("ratio_to") == "old" else current.detach()
+    compared = {"sampled": batch.sampled, "old": batch.old, "current": current.detach()}
+    log_ratio = current - compared[options.get("ratio_to", default)]
+    if name == "gspo":
+        log_ratio = ((log_ratio * batch.mask).sum(1) / batch.mask.sum(1))[:, None]
+    ratio = log_ratio.exp()
+    low, high = CLIPS.get(name, (0.2, 0.2))
+    low, high = options.get("clip_low", low), options.get("clip_high", high)
+    if name in CLIPPED:
+        near = torch.clamp(ratio, 1 - low, 1 + high)
+        far = torch.clamp(ratio, max=options.get("max_ratio"), min=0.0)
+        losses = -torch.min(far * advantages, near * advantages)
+    elif name == "cispo":
+        bound = options.get("max_ratio", 5.0)
+        losses = -torch.clamp(ratio, max=bound).detach() * advantages * current
+    elif name == "reinforce":
+        losses = -advantages * current
+    else:
+        losses = -ratio * advantages
+    if correction := options.get("correction"):
+        mismatch = (trainer - batch.sampled) * batch.mask
+        if correction.get("level") == "sequence":
+            mismatch = mismatch.sum(1, keepdim=True)
+        mismatch = mismatch.exp()
+        low, high = correction.get("minimum", 0.0), correction.get("maximum", 3.0)
+        inside = ((mismatch >= low) & (mismatch <= high)).double()
+        if options.get("ratio_to", default) == "sampled":
+            losses = losses * inside
+        elif correction.get("mode") == "mask":
+            losses = losses * inside * mismatch
+        else:
+            losses = losses * mismatch.clip(low, high)
+    if kl := options.get("kl"):
+        d = current - batch.reference
+        estimates = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}
+        losses = losses + kl["weight"] * estimates[kl["estimator"]]
+    return losses
+
+
+def token_mean(batch: DrawnBatch, values: torch.Tensor) -> float:
+    return ((values * batch.mask).sum() / batch.mask.sum()).item()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "old": {"ratio_to": "old"},
+    "current": {"ratio_to": "current"},
+    "k1": {"kl": {"estimator": "k1", "weight": 0.3}},
+    "k2": {"kl": {"estimator": "k2", "weight": 0.3}},
+    "k3": {"kl": {"estimator": "k3", "weight": 0.3}},
+    "by_sequence": {"average": "sequence"},
+    "by_token": {"average": "token"},
+    "by_call": {"average": "call"},
+    "constant": {"average": "constant"},
+    "mask": {"correction": {"mode": "mask", "maximum": 1.2, "minimum": 0.8}},
+}
+for _to in ("old", "current"):
+    for _level in ("token", "sequence"):
+        for _mode in ("truncate", "mask"):
+            _bounds = {"minimum": 0.8, "maximum": 1.2}
+            OPTIONS[f"{_to}_{_level}_{_mode}"] = {
+                "ratio_to": _to,
+                "correction": {"level": _level, "mode": _mode, **_bounds},
+            }
+
+
+CASES = [
+    pytest.param(name, options, id=f"{name}-{key}")
+    for name in POLICY
+    for key, options in OPTIONS.items()
+    if not (name == "reinforce" and options.get("ratio_to") == "old")  # it has no ratio
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_loss_and_gradient_are_those_of_the_formula(name: str, options: dict[str, Any]) -> None:
+    """Of one call, and of a step of two calls of other sizes."""
+    batch = draw_batch()
+    loss = policy_loss(name, **options)
+    for calls in ([batch], [batch.rows(slice(0, 2)), batch.rows(slice(2, None))]):
+        total, gradient = loss_and_gradient(loss, loss.average, calls)
+        wanted, wanted_gradient = expected(name, calls, options)
+        assert total == pytest.approx(wanted, abs=1e-9)
+        torch.testing.assert_close(gradient, wanted_gradient, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clips_are_as_chosen(name: str) -> None:
+    batch = draw_batch(seed=3)
+    options = {"clip_low": 0.1, "clip_high": 0.4, "max_ratio": 1.5}
+    loss = policy_loss(name, **options)
+    total, gradient = loss_and_gradient(loss, loss.average, [batch])
+    wanted, wanted_gradient = expected(name, [batch], options)
+    assert total == pytest.approx(wanted, abs=1e-9)
+    torch.testing.assert_close(gradient, wanted_gradient, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("average", ["sequence", "token", "constant"])
+def test_a_step_in_several_calls_has_the_gradient_of_one_call(average: Any) -> None:
+    batch, loss = draw_batch(), policy_loss("grpo", kl={"weight": 0.1})
+    whole = loss_and_gradient(loss, average, [batch])
+    for cut in (1, 3):
+        parts = [batch.rows(slice(0, cut)), batch.rows(slice(cut, None))]
+        total, gradient = loss_and_gradient(loss, average, parts)
+        assert total == pytest.approx(whole[0], abs=1e-12)
+        torch.testing.assert_close(gradient, whole[1], atol=1e-12, rtol=0)
+
+
+class InvertedClip(Grpo):
+    """The published Atropos loss: the larger of both where the advantage is negative."""
+
+    def objective(self, terms: Terms) -> Objective:
+        ratio, advantages = torch.exp(terms.log_ratio), terms.advantages
+        plain, clipped = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
+        larger, smaller = torch.maximum(plain, clipped), torch.minimum(plain, clipped)
+        return Objective(values=torch.where(advantages < 0, larger, smaller), ratio=ratio)
+
+
+def test_an_inverted_clip_is_caught() -> None:
+    batch = draw_batch()
+    _, gradient = loss_and_gradient(InvertedClip(), "sequence", [batch])
+    _, wanted = expected("grpo", [batch], {})
+    assert (gradient - wanted).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "bnpo", "ppo"])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope"),
+    [(1.5, 1.0, 0.0), (0.5, 1.0, -0.5), (1.5, -1.0, 1.5), (0.5, -1.0, 0.0), (1.1, -1.0, 1.1)],
+)
+def test_the_clip_stops_what_has_moved_far_enough(
+    name: str, ratio: float, advantage: float, slope: float
+) -> None:
+    """d loss / d log p: a token that is to become less likely is pushed until 1 - clip_low."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    batch = DrawnBatch(
+        mask=one, current=torch.log(ratio * one * 0.2), old=one, reference=one,
+        sampled=torch.log(one * 0.2), advantages=one[0] * advantage,
+    )  # fmt: skip
+    _, gradient = loss_and_gradient(policy_loss(name), "token", [batch])
+    assert gradient.item() == pytest.approx(slope)
+
+
+def test_metrics_say_what_the_loss_saw() -> None:
+    batch = draw_batch()
+    loss = policy_loss("ppo", ratio_to="old", kl={"estimator": "k2"}, correction={"maximum": 1.1})
+    [data] = averaged_data([batch], loss.average)
+    output = loss(batch.current.flatten(), targets_of(data))
+    ratio = (batch.current - batch.old).exp()
+    advantages = batch.advantages[:, None]
+    mismatch = batch.old - batch.sampled
+    wanted = {
+        "ratio": token_mean(batch, ratio),
+        "clip_low": token_mean(batch, ((ratio < 0.8) & (advantages < 0)).double()),
+        "clip_high": token_mean(batch, ((ratio > 1.2) & (advantages > 0)).double()),
+        "mismatch": token_mean(batch, mismatch.abs()),
+        "corrected": token_mean(batch, (mismatch.exp() > 1.1).double()),
+        "kl": token_mean(batch, (batch.current - batch.reference) ** 2 / 2),
+        "entropy": token_mean(batch, -batch.current),
+    }
+    assert output.sums.keys() == {"loss", *wanted}
+    assert {key: output.sums[key].item() for key in wanted} == pytest.approx(wanted)
+    assert 0 < wanted["clip_low"] < 1 and 0 < wanted["clip_high"] < 1
+    learned = batch.mask.bool()
+    assert output.maxima["ratio"].item() == pytest.approx(ratio[learned].max().item())
+    assert output.maxima["mismatch"].item() == pytest.approx(mismatch[learned].abs().max().item())
+
+
+def test_what_has_no_weight_is_not_read() -> None:
+    """Not even where its columns would overflow."""
+    batch = draw_batch()
+    hidden = batch.mask == 0
+    wild = DrawnBatch(
+        mask=batch.mask, current=batch.current, old=batch.old.masked_fill(hidden, -1e4),
+        sampled=batch.sampled.masked_fill(hidden, -1e4),
+        reference=batch.reference.masked_fill(hidden, 1e4), advantages=batch.advantages,
+    )  # fmt: skip
+    for name in POLICY:
+        loss = policy_loss(name, kl={"weight": 0.1})
+        total, gradient = loss_and_gradient(loss, loss.average, [batch])
+        wild_total, wild_gradient = loss_and_gradient(loss, loss.average, [wild])
+        assert wild_total == total and torch.equal(wild_gradient, gradient)
+        assert not gradient[hidden].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("grpo", {"clip": 0.2}, "clip"),
+        ("grpo", {"clip_low": -0.1}, "clip_low"),
+        ("grpo", {"max_ratio": 1.1}, r"max_ratio is 1.1.*more than 1 \+ clip_high = 1.2"),
+        ("grpo", {"average": "words"}, "average"),
+        ("grpo", {"kl": {"estimator": "k4"}}, "k4"),
+        ("grpo", {"correction": {}}, "write ratio_to current or old"),
+        ("grpo", {"correction": {"minimum": 4.0, "mode": "mask"}}, "below the maximum"),
+        ("reinforce", {"ratio_to": "old"}, "ratio_to"),
+        ("reinforce", {"clip_low": 0.1}, "clip_low"),
+        ("cispo", {"max_ratio": 0.0}, "max_ratio"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(
+    name: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_loss(name, options)
+
+
+def test_an_unknown_loss_names_all_there_are() -> None:
+    with pytest.raises(TrainError, match=r"'grppo' is not a loss.*grpo.*reinforce"):
+        make_loss("grppo", {})
+    assert set(LOSSES) == {"cross_entropy", *POLICY}
+
+
+def test_a_loss_asks_for_the_columns_its_options_need() -> None:
+    assert set(policy_loss("grpo").needs) == {"advantages", "sampled_logprobs"}
+    assert set(policy_loss("grpo", ratio_to="old").needs) == {"advantages", "old_logprobs"}
+    assert set(policy_loss("reinforce").needs) == {"advantages"}
+    everything = policy_loss("gspo", ratio_to="old", kl={}, correction={})
+    assert set(everything.needs) == {
+        "advantages", "old_logprobs", "reference_logprobs", "sampled_logprobs",
+    }  # fmt: skip
+
+
+def test_averages_are_divided_weights() -> None:
+    """Answers of 2 and 6 tokens, at most 10 drawn: in one call, and in a call each."""
+    short, long = (
+        Datum(tokens=(5,) * n, positions=tuple(range(n)), targets=(5,) * n, weights=(1.0,) * n)
+        for n in (2, 6)
+    )
+    together = {"sequence": (1 / 4, 1 / 12), "token": (1 / 8,) * 2, "constant": (1 / 20,) * 2}
+    for average, wanted in together.items():
+        for calls in ([[short, long]], [[short], [long]]):
+            data = [d for call in averaged(calls, average, max_tokens=10) for d in call]
+            assert [d.weights[-1] for d in data] == pytest.approx(wanted)
+    [[one, other]] = averaged([[short, long]], "call")
+    assert (one.weights[0], other.weights[0]) == (1 / 8, 1 / 8)
+    [[one], [other]] = averaged([[short], [long]], "call")
+    assert (one.weights[0], other.weights[0]) == (1 / 4, 1 / 12)
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    with pytest.raises(TrainError, match="negative weights"):
+        averaged([[Datum(tokens=(5,), positions=(0,), targets=(6,), weights=(-1.0,))]], "token")
+    with pytest.raises(TrainError, match="max_tokens is None: give 1 or more"):
+        averaged([[]], "constant")
+
+
+def test_metrics_of_calls_merge_to_those_of_one_call() -> None:
+    reports = [
+        {"train/loss": 2.0, "train/ratio_max": 3.0, "train/weight_sum": 3.0, "train/num_tokens": 5},
+        {"train/loss": 4.0, "train/ratio_max": 1.0, "train/weight_sum": 1.0, "train/num_tokens": 2},
+        {"train/weight_sum": 0.0, "train/num_tokens": 0},
+    ]
+    assert merged_metrics(reports) == {
+        "train/loss": 2.5, "train/ratio_max": 3.0, "train/weight_sum": 4.0, "train/num_tokens": 7,
+    }  # fmt: skip
