@@ -1,6 +1,7 @@
 """The full-weight trainer beside transformers and torch, and what it writes."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,9 @@ async def test_an_engine_answers_with_what_was_published(tiny_folder: Path) -> N
         assert len(set(seen)) == 3
         with pytest.raises(TrainError, match="poet is an adapter"):
             await ModelPublisher(engine.replace_base).publish(tiny_adapter("poet"))
+
+
+def test_8_bit_moments_need_torchao(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(TrainError, match=r"pip install 'rookery\[optim\]', or write adamw"):
+        make_full(tiny_folder, optimizer="adamw_8bit")
