@@ -38,7 +38,7 @@ check: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(PIP) --group docs
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
 bench: $(VENV)/.ready

@@ -105,13 +105,14 @@ async def side_by_side(engine: EmbeddedEngine, template: Template, args: Any) ->
                     run=run,
                 )
                 seconds.append(time.perf_counter() - start)
-            evolved = result.report["rows"][0]
-            gain = evolved["gain"]
-            means.append(evolved["mean"])
-            between = f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+            evolved = result.report.rows[0]
+            gain = evolved.gain
+            assert gain is not None and evolved.mean is not None
+            means.append(evolved.mean)
+            between = f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
             print(
-                f"{name:<20}{seed:>5}{evolved['mean']:>8.3f}{between:>27}"
-                f"{seconds[-1]:>9.1f}{result.report['num_rollouts']:>9}",
+                f"{name:<20}{seed:>5}{evolved.mean:>8.3f}{between:>27}"
+                f"{seconds[-1]:>9.1f}{result.report.num_rollouts:>9}",
                 flush=True,
             )
         print(

@@ -34,6 +34,7 @@ from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.verdict import agree
+from rookery.reports import AgreementRecord
 from rookery.runs import Run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -153,8 +154,13 @@ async def label_plainly(config: IcmConfig, bench: Bench) -> None:
         agreement = agree(dict(enumerate(labels)), truth, tied=problem.constraints.components)
         assert agreement is not None
         interval = agreement.interval
-        print_row(name, len(items), interval.estimate, interval.low, interval.high,
-                  agreement.chance)  # fmt: skip
+        record = AgreementRecord(
+            accuracy=interval.estimate,
+            low=interval.low,
+            high=interval.high,
+            chance=agreement.chance,
+        )
+        print_row(name, len(items), record)
 
 
 async def label_by_search(config: IcmConfig, bench: Bench, folder: Path) -> None:
@@ -167,29 +173,28 @@ async def label_by_search(config: IcmConfig, bench: Bench, folder: Path) -> None
             config, items=items, bench=bench, run=run, gold=lambda: read_gold(config.data, items)
         )
     report = result.report
-    for row in report["rows"]:
-        if row["accuracy"] is not None:
-            name = "search" if row["is_winner"] else row["name"]
-            print_row(name, row["num_labelled"], row["accuracy"], row["low"], row["high"],
-                      row["chance"], utility=row["utility"])  # fmt: skip
-    chains = report["chains"]
-    print(f"  search: {report['num_labelled']} of {len(items)} labelled, "
-          f"{report['num_frustrated']} frustrated, {report['balance']}, U {report['utility']:.1f}, "
-          f"of the true labels {report['gold']['utility'] or float('nan'):.1f}; "
-          f"iterations {', '.join(str(chain['num_iterations']) for chain in chains)}, "
-          f"accepted {', '.join(str(chain['num_accepted']) for chain in chains)}; "
-          f"{report['tokens']['computed']:,} tokens of a plain loop's "
-          f"{report['tokens']['naive']:,}, {time.perf_counter() - start:.0f} s")  # fmt: skip
-    print(f"  {report['verdict']}: {' '.join(report['warnings'])}", flush=True)
+    for row in report.rows:
+        if row.accuracy is not None:
+            name = "search" if row.is_winner else row.name
+            print_row(name, row.num_labelled, row, utility=row.utility)
+    gold = None if report.gold is None else report.gold.utility
+    print(f"  search: {report.num_labelled} of {len(items)} labelled, "
+          f"{report.num_frustrated} frustrated, {report.balance}, U {report.utility:.1f}, "
+          f"of the true labels {float('nan') if gold is None else gold:.1f}; "
+          f"iterations {', '.join(str(chain.num_iterations) for chain in report.chains)}, "
+          f"accepted {', '.join(str(chain.num_accepted) for chain in report.chains)}; "
+          f"{report.tokens.computed:,} tokens of a plain loop's "
+          f"{report.tokens.naive:,}, {time.perf_counter() - start:.0f} s")  # fmt: skip
+    print(f"  {report.verdict}: {' '.join(report.warnings)}", flush=True)
 
 
 def print_row(
-    name: str, num_items: int, true: float, low: float, high: float, chance: float,
-    *, utility: float | None = None,
-) -> None:  # fmt: skip
+    name: str, num_items: int, agreement: AgreementRecord, *, utility: float | None = None
+) -> None:
     shown = "" if utility is None else f", U {utility:.1f}"
-    print(f"  {name:<16} {num_items:>4} items, true {true:.2f} ({low:.2f} to {high:.2f}), "
-          f"chance {chance:.2f}{shown}", flush=True)  # fmt: skip
+    print(f"  {name:<16} {num_items:>4} items, true {agreement.accuracy:.2f} "
+          f"({agreement.low:.2f} to {agreement.high:.2f}), chance {agreement.chance:.2f}{shown}",
+          flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

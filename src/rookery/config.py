@@ -115,7 +115,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: a date is text, and a key that is there twice is a mistake."""
+    """YAML as people mean it: a date is text, and a repeated key is a mistake."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (a class attribute of PyYAML)
         first: [(tag, regex) for tag, regex in found if not tag.endswith(":timestamp")]
@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    None, None, f"the key {key.value!r} is repeated", key.start_mark
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
@@ -149,7 +149,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for key, value in pairs:
         if key in document:
-            raise ValueError(f"the key {key!r} is there twice.")
+            raise ValueError(f"the key {key!r} is repeated.")
         document[key] = value
     return document
 

@@ -91,9 +91,9 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
     model = tokenizer or own
     if not model:
         keeper = (
-            "An external API keeps its tokenizer to itself"
+            "An external API does not expose its tokenizer"
             if isinstance(config, ExternalConfig)
-            else "Servers given by URL keep their tokenizer to themselves"
+            else "Servers given by URL do not expose their tokenizer"
         )
         raise ConfigError(f"{keeper}: write tokenizer, the model's folder or Hugging Face id.")
     return resolve_model(model).path

@@ -7,9 +7,9 @@
     ├── TaskError      a taskset, a row of it, a scorer
     ├── RunError       a run directory: its lock, its event log, its blobs
     ├── EngineError    the embedded engine: a request it cannot serve, memory, a failed step
-    │   └── EngineDownError   it can serve nobody any more: it is closed, or its driver died
+    │   └── EngineDownError   it serves no requests any more: it is closed, or its driver died
     ├── FleetError     an inference server, local or remote
-    │   └── FleetDownError    no server can serve anybody: all are down, or the fleet is closed
+    │   └── FleetDownError    no server is available: all are down, or the fleet is closed
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
     ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
     ├── SandboxError   an untrusted program
@@ -70,7 +70,7 @@ class EngineError(RookeryError):
 
 
 class EngineDownError(EngineError):
-    """The embedded engine can serve nobody. A loop ends, to be resumed; it records no failure."""
+    """The embedded engine is closed or dead. A loop ends, to be resumed; it records no failure."""
 
 
 class FleetError(RookeryError):
@@ -78,7 +78,7 @@ class FleetError(RookeryError):
 
 
 class FleetDownError(FleetError):
-    """No server can serve anybody. A loop ends, to be resumed; it records no failure."""
+    """No server is available. A loop ends, to be resumed; it records no failure."""
 
 
 class TrainError(RookeryError):

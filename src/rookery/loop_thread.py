@@ -5,8 +5,8 @@
     [[completion]] = thread.run(lambda: fleet.sample(requests))      # from any thread
     thread.close()
 
-No caller waits for ever: `close` wakes everyone who waits, with a sentence, and takes `CLOSE_S` at
-most; a loop that ends by itself does the same.
+`close` ends every waiting call with an error and takes `CLOSE_S` at most; a loop that ends by
+itself does the same.
 """
 
 import asyncio

@@ -291,17 +291,17 @@ def get_client_info() -> dict[str, Any]:
         backend = _backend
     if backend is None:
         return {"initialized": False}
-    found = backend.fleet.capabilities
+    capabilities = backend.fleet.capabilities
     return {
         "initialized": True,
         "base_url": backend.config.url,
         "is_up": any(replica.load.is_open for replica in backend.fleet.pool.replicas),
-        "model": found.model,
-        "version": found.version,
-        "max_model_len": found.max_model_len,
-        "enable_lora": backend.config.enable_lora and found.has_lora_loading,
-        "max_loras": found.max_loras or backend.config.max_loras,
-        "max_lora_rank": found.max_lora_rank or backend.config.max_lora_rank,
+        "model": capabilities.model,
+        "version": capabilities.version,
+        "max_model_len": capabilities.max_model_len,
+        "enable_lora": backend.config.enable_lora and capabilities.has_lora_loading,
+        "max_loras": capabilities.max_loras or backend.config.max_loras,
+        "max_lora_rank": capabilities.max_lora_rank or backend.config.max_lora_rank,
         "adapters": list(backend.adapters),
         "communicator": backend.is_communicating,
     }

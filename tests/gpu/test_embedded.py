@@ -4,6 +4,7 @@ PYTHONPATH=src:tests/unit python -m pytest tests/gpu/test_embedded.py
 """
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_cuda_answers_as_the_cpu_does(kind: str, tmp_path: Path) -> None:
     extra = {"head_dim": 8} if kind != "Llama" else {}
     folder = write_tiny_model(tmp_path / "tiny", kind, **extra)
 
-    async def answers(device: str) -> tuple[list[object], list[object]]:
+    async def answers(device: Literal["cpu", "cuda"]) -> tuple[list[object], list[object]]:
         config = EngineConfig(model=str(folder), device=device, dtype="float32")
         async with open_engine(config) as engine:
             refs = [engine.base]
@@ -63,5 +64,5 @@ def test_gradients_flow_on_the_gpu(tmp_path: Path) -> None:
         attend=CausalAttend([4], device=device),
         rows=rows,
     )
-    model.logits(hidden, rows=rows).logsumexp(-1).sum().backward()
+    torch.autograd.backward(model.logits(hidden, rows=rows).logsumexp(-1).sum())
     assert layer.a.grad is not None and layer.a.grad.abs().max() > 0

@@ -170,9 +170,9 @@ async def test_32_adapters_on_8_slots(fleet: Fleet) -> None:
     assert set(refs) <= set(load.resident)
     for request, answer in list(zip(wanted, together, strict=True))[::16]:
         [alone] = await fleet.sample([request])
-        # bfloat16 sums depend on the company: the first token is compared, and closely.
+        # bfloat16 sums depend on the batch: the first token is compared, and closely.
         assert alone[0].tokens[0] == answer[0].tokens[0]
-        assert alone[0].logprobs[0] == pytest.approx(answer[0].logprobs[0], abs=0.1)
+        assert alone[0].logprobs[0] == pytest.approx(answer[0].logprobs[0], abs=0.25)
 
 
 async def test_a_killed_server_comes_back_and_nothing_is_lost(fleet: Fleet) -> None:
@@ -192,6 +192,7 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(fleet: Fleet) -> N
     async def kill() -> None:
         while replica.load.num_sequences < 50:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        assert replica.local is not None
         os.kill(replica.local.pid, signal.SIGKILL)
 
     async with asyncio.TaskGroup() as group:

@@ -74,7 +74,9 @@ class LocalHost:
         from rookery.executors.modal_app import ModalHost
 
         digest = "" if spec.folder is None else spec.folder.digest
-        self.real = ModalHost(task_name=spec.task, settings=spec.settings, digest=digest)
+        # modal makes the constructor of the parameters; its decorator has no types.
+        host: Any = ModalHost
+        self.real = host(task_name=spec.task, settings=spec.settings, digest=digest)
         self.calls: list[LocalCall] = []
         self.hello, self.run = _Method(), _Method()
         self.hello.remote = Aio(self.real.hello.remote, self.real.hello.local)

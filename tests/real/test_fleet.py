@@ -293,11 +293,12 @@ async def test_a_killed_server_loses_no_request_and_comes_back(
     ]
     victim = fleet.pool.replicas[0]
     assert victim.local is not None
+    process_id = victim.local.pid
 
     async def kill() -> None:
         while victim.load.num_sequences < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        os.kill(victim.local.pid, signal.SIGKILL)
+        os.kill(process_id, signal.SIGKILL)
 
     async with asyncio.TaskGroup() as group:
         call = group.create_task(fleet.sample(wanted))
@@ -338,7 +339,7 @@ async def test_genome_finds_the_same_winner_as_embedded(fleet: Fleet, tmp_path: 
         folder = tmp_path / "runs" / name
         report = json.loads((folder / "report.json").read_text())
         rows = [(row["name"], row["mean"]) for row in report["rows"]]
-        found[name] = report["winner"], rows, read_adapter(folder / "winner").version
+        found[name] = report["winner_id"], rows, read_adapter(folder / "winner").version
     assert found["fleet"] == found["embedded"]
 
 

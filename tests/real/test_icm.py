@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,6 +18,7 @@ from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
+from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import TreeOrder
@@ -71,8 +71,9 @@ async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: S
         tuple(x for first in firsts for x in (first, 1 - first))
         for firsts in product((0, 1), repeat=4)
     ]
-    found = await problem.assess(options)
-    optimum = max(range(len(options)), key=lambda i: found[i].utility)
+    found = [a.utility for a in await problem.assess(options) if a is not None]
+    assert len(found) == len(options)
+    optimum = max(range(len(options)), key=lambda i: found[i])
     truth = truth_of(config)
     assert options[optimum] == truth
     wrong = tuple(1 - x if i < 4 else UNLABELLED for i, x in enumerate(truth))
@@ -80,7 +81,7 @@ async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: S
         start = wrong if seed >= 4 else None
         result = await best_of(problem, config, seed=seed, start=start)
         assert result.labels == truth, f"seed {seed}"
-        assert result.assessment.utility == pytest.approx(found[optimum].utility)
+        assert result.assessment.utility == pytest.approx(found[optimum])
 
 
 async def test_contexts_are_the_tokens_of_their_whole_text(bench: Bench) -> None:
@@ -114,9 +115,9 @@ async def test_batched_numbers_are_those_of_one_at_a_time(bench: Bench, store: S
 async def test_twelve_reviews_are_all_right(bench: Bench, tmp_path: Path) -> None:
     config = reviews("--data.limit", "12")
     result = await _run(config, bench, tmp_path)
-    assert result["rows"][0]["accuracy"] == 1.0
-    assert result["verdict"] == "coherent" and result["num_frustrated"] <= 1
-    assert result["tokens"]["computed"] * 5 < result["tokens"]["naive"]
+    assert result.rows[0].accuracy == 1.0
+    assert result.verdict == "coherent" and result.num_frustrated <= 1
+    assert result.tokens.computed * 5 < result.tokens.naive
 
 
 async def test_without_constraints_everything_gets_one_label_and_is_told_so(
@@ -125,9 +126,10 @@ async def test_without_constraints_everything_gets_one_label_and_is_told_so(
     free = ["--constraints", "[]", "--baselines.inverted", "false"]
     config = reviews("--data.limit", "12", "--num-chains", "3", "--search.iterations", "100", *free)
     result = await _run(config, bench, tmp_path)
-    assert result["verdict"] == "collapsed"
-    assert any("All labels are" in warning for warning in result["warnings"])
-    assert result["utility"] > result["gold"]["utility"], "true labels predict one another less"
+    assert result.verdict == "collapsed"
+    assert any("All labels are" in warning for warning in result.warnings)
+    assert result.gold is not None and result.gold.utility is not None
+    assert (result.utility or 0) > result.gold.utility, "true labels predict one another less"
 
 
 async def test_what_the_model_does_not_know_is_never_called_a_success(
@@ -161,12 +163,13 @@ async def test_what_the_model_does_not_know_is_never_called_a_success(
         }
     )
     result = await _run(config, bench, tmp_path)
-    if result["rows"][0]["accuracy"] < 1.0:
-        assert result["verdict"] != "coherent" and result["warnings"]
-    assert (result["verdict"] == "partial") == (result["num_labelled"] < 8)
+    assert result.rows[0].accuracy is not None
+    if result.rows[0].accuracy < 1.0:
+        assert result.verdict != "coherent" and result.warnings
+    assert (result.verdict == "partial") == (result.num_labelled < 8)
 
 
-async def _run(config: IcmConfig, bench: Bench, folder: Path) -> dict[str, Any]:
+async def _run(config: IcmConfig, bench: Bench, folder: Path) -> IcmReport:
     assert isinstance(bench.sampler, EmbeddedEngine)
     items = read_items(config.data)
     document = config.model_dump(mode="json")

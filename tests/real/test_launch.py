@@ -116,8 +116,8 @@ async def test_nothing_is_left_of_a_start_whose_owner_is_killed(
     )
     try:
         await _until(lambda: any(led.records for led in find_registries(tmp_path / "fleet")), 60)
-        [ledger] = find_registries(tmp_path / "fleet")
-        server = ledger.records[0].pid
+        [registry] = find_registries(tmp_path / "fleet")
+        server = registry.records[0].pid
         # The API process, Python's resource tracker, the engine.
         await _until(lambda: len(group_members(server)) >= 3, 300)
     finally:

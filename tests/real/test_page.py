@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from ui.made import made_report, made_row
 
-from rookery.ui.page import render_page
+from rookery.reports import parse_genome_report
+from rookery.ui.page import render_genome_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -42,7 +43,7 @@ class Visit:
 
     def __init__(self, browser: Any, folder: Path, report: dict[str, Any], **options: Any) -> None:
         self.path = folder / "report.html"
-        self.path.write_text(render_page(report), encoding="utf-8")
+        self.path.write_text(render_genome_page(parse_genome_report(report)), encoding="utf-8")
         self.page = browser.new_page(**options)
         self.complaints: list[str] = []
         self.requests: list[str] = []

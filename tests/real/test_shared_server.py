@@ -108,7 +108,7 @@ async def _run(url: str, folder: Path, *, is_killed: bool) -> bytes:
 async def test_four_clients_in_turn_leave_a_server_of_two_slots_as_it_was(
     server: LocalServer, folders: dict[str, Path], is_killed: bool
 ) -> None:
-    said = {}
+    said: dict[str, bytes] = {}
     for name in ("a", "b", "c", "a"):
         answer = await _run(server.url, folders[name], is_killed=is_killed)
         assert len(answer.split()) == 4 and said.setdefault(name, answer) == answer

@@ -88,7 +88,7 @@ def test_nothing_is_the_defaults(tmp_path: Path) -> None:
 
 def test_configs_are_frozen_and_their_docstrings_describe_the_fields() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Forest().seed = 3  # type: ignore[misc]
+        Forest().seed = 3
     assert Bird.model_fields["wing_span"].description == "Metres."
 
 
@@ -256,7 +256,7 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
         ("a.yaml", b"[" * 5000, r"a\.yaml does not parse: it is nested too deeply\."),
         ("a.json", b"[" * 100_000, r"a\.json does not parse: it is nested too deeply\."),
         ("a.yaml", b"seed: 1\nname: x\nseed: 2\n", r"does not parse: .*key 'seed' .* line 3"),
-        ("a.json", b'{"a": {"b": 1, "b": 2}}', r"does not parse: the key 'b' is there twice\."),
+        ("a.json", b'{"a": {"b": 1, "b": 2}}', r"does not parse: the key 'b' is repeated\."),
         ("a.yaml", b"\xff\xfe\x00", r"a\.yaml cannot be read: .*decode"),
         ("a.txt", b"seed: 3", r"a\.txt is neither \.yaml, \.yml, \.json nor \.toml: rename it\."),
     ],

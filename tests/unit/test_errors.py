@@ -74,7 +74,7 @@ def test_endings_are_no_errors(kind: type[BaseException]) -> None:
 
 
 def test_the_first_remedy_that_fits_is_given() -> None:
-    remedies = {FileNotFoundError: "Make it", OSError: "Mend it"}
+    remedies: dict[type[Exception], str] = {FileNotFoundError: "Make it", OSError: "Mend it"}
     for error, words in [
         (FileNotFoundError("gone"), "x: gone. Make it"),
         (PermissionError("shut"), "x: shut. Mend it"),

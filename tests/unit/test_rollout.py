@@ -1,10 +1,10 @@
 """Rollouts: how tasks are put, what is asked again, who fails alone, what it adds up to."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import pytest
 from tiny import tiny_adapter
@@ -19,6 +19,7 @@ from rookery.errors import (
     RunError,
     TaskError,
 )
+from rookery.ports import Sampler
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator, mean_by_source
 from rookery.runs import Run
 from rookery.slots import SlottedModel
@@ -39,6 +40,9 @@ from rookery.types import (
 
 POET = ModelRef(name="poet", version="1")
 JUDGE = ModelRef(name="judge", version="1")
+
+
+Answers = TypeVar("Answers")
 
 
 class Recorder(FakeSampler):
@@ -62,7 +66,7 @@ class Recorder(FakeSampler):
         self.scores += requests
         return await self._through(super().score(requests), len(requests))
 
-    async def _through(self, answer: Any, size: int) -> Any:
+    async def _through(self, answer: Coroutine[Any, Any, Answers], size: int) -> Answers:
         self.sizes.append(size)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
@@ -90,7 +94,9 @@ def written(num: int = 4, name: str = "written", **params: Any) -> Taskset:
     return Taskset(name=name, tasks=tasks, scorer=ExactConfig(), sampling=sampling)
 
 
-def chosen(*choices: str, num: int = 3, name: str = "chosen", normalize: str = "sum") -> Taskset:
+def chosen(
+    *choices: str, num: int = 3, name: str = "chosen", normalize: Literal["sum", "mean"] = "sum"
+) -> Taskset:
     tasks = tuple(
         Task(id=f"{name}/{i}", prompt=f"w{5 + i} w8", reference=choices[i % len(choices)],
              choices=choices, source=name)
@@ -106,7 +112,7 @@ def scored_by(taskset: Taskset, folder: Path, body: str) -> Taskset:
 
 
 def evaluator(
-    sampler: FakeSampler, template: Template, *tasksets: Taskset, **options: Any
+    sampler: Sampler, template: Template, *tasksets: Taskset, **options: Any
 ) -> TasksetEvaluator:
     return TasksetEvaluator(sampler, template=template, tasksets=tasksets, **options)
 
@@ -134,7 +140,8 @@ async def test_choices_of_one_token_are_labels_of_one_request(template: Template
     for request, task in zip(sampler.scores, taskset.tasks, strict=True):
         assert request.tokens == template.encode(task)
         assert request.start == len(request.tokens) and request.labels == (90, 91, 92)
-    completions = [g.rollouts[0].completion for g in groups]
+    completions = [c for g in groups if (c := g.rollouts[0].completion) is not None]
+    assert len(completions) == 3
     assert {(c.text, c.tokens, c.logprobs) for c in completions} == {("w91", (91,), (-1.0,))}
     assert [g.rollouts[0].reward for g in groups] == [0.0, 1.0, 0.0]
 
@@ -159,7 +166,7 @@ async def test_longer_choices_are_scored_whole(template: Template) -> None:
 
 @pytest.mark.parametrize(("normalize", "best"), [("sum", "w90"), ("mean", "w91 w92")])
 async def test_normalize_decides_between_short_and_long(
-    template: Template, normalize: str, best: str
+    template: Template, normalize: Literal["sum", "mean"], best: str
 ) -> None:
     """log p: -1.5 of one token, -1 and -1 of two."""
     sampler = FakeSampler(logprob=lambda model, prefix, token: -1.5 if token == 90 else -1.0)
@@ -573,7 +580,10 @@ async def test_on_the_embedded_engine(
     tasks = [huge, *(task for taskset in tasksets for task in taskset.tasks)]
     config = EngineConfig(model=str(tiny_folder))
     async with run_engine(
-        tiny_model, config=config, detokenize=template.decode, name="tiny"
+        tiny_model,
+        config=config,
+        detokenize=lambda tokens: template.decode(tuple(tokens)),
+        name="tiny",
     ) as engine:
         models = [engine.base, await engine.load(tiny_adapter("poet", seed=1))]
         judged = evaluator(engine, template, *tasksets, log=RolloutLog())

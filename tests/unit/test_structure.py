@@ -1,4 +1,4 @@
-"""The house rules that a program can check: layers, names, sizes, light imports, configs."""
+"""The rules that a program can check: layers, names, sizes, light imports, configs."""
 
 import ast
 import subprocess
@@ -38,7 +38,7 @@ def _part(path: Path) -> str:
 
 def _imports(path: Path) -> list[tuple[str, int]]:
     """Every absolute import of a file, also those inside functions."""
-    found = []
+    found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.extend((alias.name, node.lineno) for alias in node.names)
@@ -83,6 +83,7 @@ def test_every_module_opens_with_a_docstring_and_has_a_sorted_all(path: Path) ->
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign)
+        and node.value is not None
         and getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", "")
         == "__all__"
     ]

@@ -1,6 +1,7 @@
 """The fakes that are shipped: each satisfies its port, and says the same thing every time."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ OTHER = ModelRef(name="poet", version="1")
 TASK = Task(id="t/1", prompt="2+2=", reference="4", source="t")
 
 
-def request(model: ModelRef = BASE, **params: object) -> SampleRequest:
+def request(model: ModelRef = BASE, **params: Any) -> SampleRequest:
     return SampleRequest(model=model, prompt=(1, 2, 3), params=SamplingParams(**params))
 
 

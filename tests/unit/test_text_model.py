@@ -132,5 +132,5 @@ def test_weights_that_choose_nobody_are_refused(weights: list[float]) -> None:
 
 
 def test_an_unknown_member_is_named() -> None:
-    with pytest.raises(ConfigError, match="x is no model of the ensemble: a"):
+    with pytest.raises(ConfigError, match="x is not a model of the ensemble: a"):
         EnsembleTextModel({"a": Member(FakeTextModel(str))}).member("x")

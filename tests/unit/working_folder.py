@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny_folder, folder / "tiny")
     shutil.copytree(tiny_folder, folder / "nan-model")
     _break(folder / "nan-model" / "model.safetensors")
-    for name, options in {
+    adapters: dict[str, dict[str, Any]] = {
         "a": {"seed": 1},
         "b": {"seed": 2, "rank": 2},
         "other": {"base": "someone/llama-9000"},
         "wide": {"rank": 70},
-    }.items():
+    }
+    for name, options in adapters.items():
         write_adapter(tiny_adapter(name, **options), folder / name)
         if name in ("a", "b"):
             write_adapter(tiny_adapter(name, **options), folder / "founders" / name)

@@ -1,4 +1,4 @@
-"""The command line: the only place where config becomes objects.
+"""The command line over `compose`: flags, error lines, tables, exit codes.
 
 A command's own imports are inside it, so that `--help` answers at once.
 """

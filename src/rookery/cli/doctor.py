@@ -1,4 +1,4 @@
-"""`rookery doctor`: what this machine has, and the line to type for what it has not."""
+"""`rookery doctor`: what this machine has, and the command that installs what it lacks."""
 
 import importlib.metadata
 import importlib.util
@@ -33,7 +33,7 @@ class Finding:
 def doctor() -> int:
     """Check Python, torch, GPU, vLLM, Ray, the sandbox, cache and disk.
 
-    Each line is a tick, or the command that mends it. The exit code is 2 when something that the
+    Each line is a tick, or the command that fixes it. The exit code is 2 when something that the
     embedded engine needs is missing.
     """
     findings = list(examine())

@@ -52,7 +52,7 @@ def evaluate(
     limit
         Ask at most this many tasks of the split.
     name
-        The run's name; made of the time when empty.
+        The run's name; by default the kind and the time.
     runs_dir
         Where runs are kept.
     json_out

@@ -26,14 +26,14 @@ __all__ = ["fleet"]
 _FILES = {".yaml", ".yml", ".toml", ".json"}
 _KEY = "VLLM_API_KEY"
 
-fleet = cyclopts.App(name="fleet", help="Start, look at, check and stop vLLM servers.")
+fleet = cyclopts.App(name="fleet", help="Start, inspect, check and stop vLLM servers.")
 
 
 @fleet.command
 def up(
     config: str,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    executor: Literal["here", "ray"] | None = None,
+    placement: Literal["here", "ray"] | None = None,
 ) -> int:
     """Start vLLM servers and keep them up until Ctrl-C or `rookery fleet down`.
 
@@ -51,13 +51,13 @@ def up(
     config
         A YAML or TOML file with a launch section, or a model: a Hugging Face id, a folder, or
         `smollm2`.
-    executor
+    placement
         `ray` places the servers on the nodes of a Ray cluster; needs launch.replicas.
     """
     from rookery.compose.running import run_async
 
     log_warnings()
-    launch = _read_launch(config, overrides, executor)
+    launch = _read_launch(config, overrides, placement)
     if launch.placement == "ray":
         return run_async(_up_on_ray(launch))
     return run_async(_up(launch))
@@ -85,17 +85,17 @@ def status(
     from rookery.fleet.admin import status as look
 
     log_warnings()
-    found = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
+    servers = run_async(look(urls, api_key=os.environ.get(_KEY, "")))
     if json_out:
-        console.print_json(json.dumps([asdict(server) for server in found]))
-    elif found:
-        _print_servers(found)
+        console.print_json(json.dumps([asdict(server) for server in servers]))
+    elif servers:
+        _print_servers(servers)
     else:
         console.print("No servers. Start some with `rookery fleet up MODEL`.", highlight=False)
-    for server in found:
+    for server in servers:
         if not server.is_up:
             fail(server.error or f"{server.url} is not ready.")
-    return 0 if all(server.is_up for server in found) else 2
+    return 0 if all(server.is_up for server in servers) else 2
 
 
 @fleet.command
@@ -148,12 +148,12 @@ def down() -> int:
 
 
 def _read_launch(
-    config: str, overrides: Sequence[str], executor: Literal["here", "ray"] | None
+    config: str, overrides: Sequence[str], placement: Literal["here", "ray"] | None
 ) -> "LaunchConfig":
     from rookery.fleet import FleetConfig
 
-    check_flags(overrides, fields=FleetConfig.model_fields, own=("executor",))
-    words = [*overrides, *(["--launch.placement", executor] if executor else [])]
+    check_flags(overrides, fields=FleetConfig.model_fields, own=("placement",))
+    words = [*overrides, *(["--launch.placement", placement] if placement else [])]
     if Path(config).suffix in _FILES:
         loaded = load_config(FleetConfig, Path(config), overrides=words)
     else:

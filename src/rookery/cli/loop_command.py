@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["LoopParts", "make_loop_app"]
 
 _REST = """
-    Any value of the config is a flag with a dotted name. An interrupted run goes on with
-    `--resume --name NAME` or `rookery runs resume NAME`; nothing is asked twice.
+    Any value of the config is a flag with a dotted name. Resume an interrupted run
+    with `--resume --name NAME` or `rookery runs resume NAME`: no request is sent twice.
 
 {examples}
 
@@ -34,11 +34,11 @@ _REST = """
     config
         A YAML or TOML file; paths in it are relative to it, those of flags to where you are.
     name
-        The run's name; made of the time when empty.
+        The run's name; by default the kind and the time.
     runs_dir
         Where runs are kept.
     resume
-        Go on with the run of this name.
+        Resume the run of this name.
 """
 _OWN = ("name", "runs_dir", "resume")
 
@@ -99,7 +99,7 @@ def _resume(runs_dir: Path, *, name: str, overrides: Sequence[str]) -> int:
         raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
     if overrides:
         raise ConfigError(
-            "--resume goes on with the config that the run was made with: leave out "
+            "--resume uses the config that the run was created with: leave out "
             f"{' '.join(overrides)}, or start a new run."
         )
     return print_outcome(resume(runs_dir / name))

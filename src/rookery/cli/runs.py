@@ -13,7 +13,7 @@ from rookery.cli.terminal import console, log_warnings
 
 __all__ = ["runs"]
 
-runs = cyclopts.App(name="runs", help="Look at runs, go on with one, take one apart.")
+runs = cyclopts.App(name="runs", help="List, show, resume and export runs.")
 
 
 @runs.command(name="list")
@@ -35,13 +35,13 @@ def list_(
 
     from rookery.runs import list_runs
 
-    found = list_runs(runs_dir)
+    summaries = list_runs(runs_dir)
     if json_out:
         fields = ("name", "kind", "status", "started_s", "last_event_s", "num_events", "size_bytes")
-        console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in found]))
+        console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in summaries]))
         return
     table = Table("name", "kind", "status", "started", "last event", "events", "size")
-    for run in found:
+    for run in summaries:
         table.add_row(
             run.name,
             run.kind,
@@ -51,7 +51,7 @@ def list_(
             str(run.num_events),
             f"{run.size_bytes / 2**20:.1f} MB",
         )
-    if found:
+    if summaries:
         console.print(table)
     else:
         console.print(f"No runs in {runs_dir}.", markup=False, soft_wrap=True)
@@ -87,7 +87,7 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 @runs.command
 def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
-    """Go on with an interrupted run from where its event log ends.
+    """Resume an interrupted run from the end of its event log.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from rookery.compose.running import (
 )
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_engine
-from rookery.loops.genome import Generation, GenomeConfig, GenomeResult, Watcher, evolve
+from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.adapter_builder import check_device
 from rookery.loops.genome.checks import check_inputs, check_tasks
 from rookery.loops.genome.founders import (
@@ -30,7 +30,7 @@ from rookery.loops.genome.founders import (
     read_founders,
 )
 from rookery.ports import Engine
-from rookery.reports import GenomeReport, parse_genome_report
+from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS
@@ -105,11 +105,10 @@ async def _evolve(
             _check(config, inputs, engine, founders)
             with open_run() as run, resumable(run.path, display):
                 result = await _search(run, config, inputs, engine, founders, display)
-                report = parse_genome_report(result.report)
-                page = await asyncio.to_thread(render_genome_page, report)
+                page = await asyncio.to_thread(render_genome_page, result.report)
                 await asyncio.to_thread(run.write_text, "report.html", page)
                 await asyncio.to_thread(run.finish, "finished")
-    return Outcome(report, run.path)
+    return Outcome(result.report, run.path)
 
 
 def _share_cores(config: GenomeConfig) -> None:
@@ -178,14 +177,14 @@ class _Shown:
         self._bar, self._display = bar, display
 
     def answered(self, progress: Progress) -> None:
-        """A block of answers is there."""
+        """A block of answers has arrived."""
         self._bar.advance(progress.num_rollouts, tokens=progress.num_tokens)
 
     def phase_started(self, name: str) -> None:
         """What the following answers are for: `founders`, `ga 3`, `select`, `random search`."""
         self._bar.update(name=name)
 
-    def generation_done(self, generation: Generation) -> None:
+    def generation_done(self, generation: GenerationRecord) -> None:
         """A line that stays."""
         self._display.say(_generation_line(generation))
 
@@ -206,7 +205,7 @@ def _expected_rollouts(config: GenomeConfig, num_founders: int, tasksets: list[T
     return candidates * rounds * search + finalists * select + entrants * report
 
 
-def _generation_line(generation: Generation) -> str:
+def _generation_line(generation: GenerationRecord) -> str:
     def show(value: float | None) -> str:
         return "  -  " if value is None else f"{value:.3f}"
 

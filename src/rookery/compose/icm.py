@@ -36,7 +36,7 @@ from rookery.loops.icm.items import Item
 from rookery.loops.icm.loop import ChainStep
 from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine
-from rookery.reports import IcmReport, parse_icm_report
+from rookery.reports import IcmReport
 from rookery.runs import Run
 from rookery.slots import load_model
 from rookery.tasks.template import load_template
@@ -112,11 +112,10 @@ async def _label(
                     engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                     bench = replace(bench, tune=_tuner(run, config, engine, inputs.folder))
                 result = await _search(run, config, inputs, bench, display)
-                report = parse_icm_report(result.report)
-                page = await asyncio.to_thread(render_icm_page, report)
+                page = await asyncio.to_thread(render_icm_page, result.report)
                 await asyncio.to_thread(run.write_text, "report.html", page)
                 await asyncio.to_thread(run.finish, "finished")
-    return Outcome(report, run.path)
+    return Outcome(result.report, run.path)
 
 
 def _context_tokens(folder: Path) -> int | None:

@@ -163,10 +163,10 @@ def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
         raise
-    [found] = outcome
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    [result] = outcome
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 async def _await(task: "asyncio.Task[Result]") -> Result:

@@ -47,7 +47,7 @@ class ScoreJob:
     is_second_try: bool = False
 
     def restart(self) -> None:
-        """Begin anew, in an empty batcher."""
+        """Start over in an empty batcher."""
         self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.result, self.is_second_try = None, True
 
@@ -65,7 +65,7 @@ class SampleJob:
     is_second_try: bool = False
 
     def restart(self) -> None:
-        """Begin anew, in an empty batcher."""
+        """Start over in an empty batcher."""
         self.prompt = Prompt(tokens=self.prompt.tokens, slot=self.prompt.slot)
         self.completions, self.num_started = {}, 0
         self.result, self.is_second_try = None, True
@@ -119,7 +119,7 @@ class Batcher:
         self.prefill.stats.requested_tokens += sum(len(job.prompt.tokens) for job in jobs)
 
     def _drop(self, jobs: Sequence[Job]) -> None:
-        """Forget jobs nobody waits for any more."""
+        """Forget jobs whose callers are gone."""
         gone = set(map(id, jobs))
         for row in reversed(range(len(self._decoding))):
             if id(self._decoding[row].job) in gone:

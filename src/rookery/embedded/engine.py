@@ -373,7 +373,7 @@ class EmbeddedEngine:
             detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             if is_short_memory(error):
                 raise EngineError(
-                    f"The engine's memory is short: {detail}. Ask for less at once, or lower "
+                    f"The engine is out of memory: {detail}. Send fewer requests at once, or lower "
                     "max_rows, prefill_tokens or cache_gib."
                 ) from error
             logger.exception("the engine stops")

@@ -23,7 +23,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def zero_pages(shape: Sequence[int], *, like: torch.Tensor) -> torch.Tensor:
-    """Zeros of the type and device of `like`; on the CPU, pages nobody touched cost no memory.
+    """Zeros of the type and device of `like`; on the CPU, untouched pages cost no memory.
 
     torch fills its zeros, which takes a second per gigabyte; numpy asks the kernel for them.
     """
@@ -53,7 +53,7 @@ class TokenPool:
         return len(self._free) - self._num_free
 
     def take(self, count: int) -> torch.Tensor:
-        """`count` places nobody has, [count] on the CPU."""
+        """`count` free places, [count] on the CPU."""
         if count > self._num_free:
             self._grow(count - self._num_free)
         self._num_free -= count

@@ -233,7 +233,7 @@ class Prefill:
             node.is_computed = True
 
     def _evict(self, *, headroom: int) -> None:
-        """Drop the least recently used leaves nobody needs until `headroom` tokens fit."""
+        """Drop the least recently used unpinned leaves until `headroom` tokens fit."""
         groups = [
             (self._trunk_pool, [self._trunk]),
             (self._branch_pool, [*self._branches.values()]),

@@ -96,7 +96,7 @@ class _Group:
         out.index_copy_(0, self._rows, mixed.index_select(0, self._places))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Causal, and blind to padding: a padded query may see what it likes, nobody reads it."""
+        """Causal. What padded queries attend to does not matter: their output is not read."""
         mask = self._masks.get(window)
         if mask is None:
             mask = causal_mask(self._positions, self._keys.shape[1], window=window, dtype=dtype)

@@ -164,7 +164,7 @@ def _remove_unused(root: Path) -> None:
 def _unpack(content: bytes, digest: str, root: Path) -> None:
     """All of it or nothing: unpacked beside its place, then renamed."""
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ExecutorError(f"The folder that came has not the hash {digest}.")
+        raise ExecutorError(f"The folder received does not have the hash {digest}.")
     draft = Path(tempfile.mkdtemp(prefix=f"{digest}.", dir=root))
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         archive.extractall(draft, filter="data")

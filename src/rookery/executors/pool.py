@@ -282,7 +282,7 @@ class WorkerPool:
             self._down_timer = None
 
     def _go_down(self) -> None:
-        """Nobody is left: tell all who wait, and those who come."""
+        """No worker is left: fail all waiting jobs, and those submitted later."""
         reasons = dict.fromkeys(f"{w.name}: {w.refusal}" for w in self._refused.values())
         self._down = "No worker can run jobs. " + " ".join(reasons)
         self._changed.set()

@@ -48,7 +48,7 @@ from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, S
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
 logger = logging.getLogger(__name__)
-_UNREADABLE = "A server answered what cannot be read"
+_UNREADABLE = "Could not parse the server's response"
 
 
 class FleetConfig(Config):
@@ -140,7 +140,7 @@ class Fleet:
         rank = self.capabilities.max_lora_rank
         if rank is None:
             raise ConfigError(
-                "The servers do not tell the highest rank they take: set engine.max_lora_rank to "
+                "The servers do not report their maximum rank: set engine.max_lora_rank to "
                 "their --max-lora-rank."
             )
         return rank
@@ -276,11 +276,11 @@ class Fleet:
             batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
             async with self._served.used(uses):
                 answers = await self.pool.submit([batch.call for batch in batches])
-        found: list[list[Choice]] = [[] for _ in entries]
+        choices_by_entry: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
-            for position, own in zip(batch.positions, choices, strict=True):
-                found[position] = own
-        return found
+            for position, entry_choices in zip(batch.positions, choices, strict=True):
+                choices_by_entry[position] = entry_choices
+        return choices_by_entry
 
     async def _retire(self, ref: ModelRef) -> None:
         """Remove an adapter from all servers, then what they read it from."""
@@ -367,10 +367,10 @@ async def _connect(replicas: Sequence[Replica]) -> None:
         raise failed.exceptions[0] from None
 
 
-def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
+def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
     """What all servers can do; FleetError when they serve different models."""
-    first = found[0]
-    for other in found[1:]:
+    first = capabilities[0]
+    for other in capabilities[1:]:
         if base_names(other.root) != base_names(first.root):
             raise FleetError(
                 f"The servers serve different models, {first.root} and {other.root}: one fleet "
@@ -378,14 +378,14 @@ def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
             )
     return replace(
         first,
-        max_model_len=_least(c.max_model_len for c in found),
-        max_logprobs=min(c.max_logprobs for c in found),
-        has_label_logprobs=all(c.has_label_logprobs for c in found),
-        has_prompt_logprobs=all(c.has_prompt_logprobs for c in found),
-        has_processed_logprobs=all(c.has_processed_logprobs for c in found),
-        has_prefix_cache=all(c.has_prefix_cache for c in found),
-        block_tokens=max(c.block_tokens for c in found),
-        max_lora_rank=_least(c.max_lora_rank for c in found),
+        max_model_len=_least(c.max_model_len for c in capabilities),
+        max_logprobs=min(c.max_logprobs for c in capabilities),
+        has_label_logprobs=all(c.has_label_logprobs for c in capabilities),
+        has_prompt_logprobs=all(c.has_prompt_logprobs for c in capabilities),
+        has_processed_logprobs=all(c.has_processed_logprobs for c in capabilities),
+        has_prefix_cache=all(c.has_prefix_cache for c in capabilities),
+        block_tokens=max(c.block_tokens for c in capabilities),
+        max_lora_rank=_least(c.max_lora_rank for c in capabilities),
     )
 
 

@@ -46,21 +46,21 @@ async def verify(
     async with open_session() as session:
         client = Client(url, session=session, config=ClientConfig(), api_key=api_key)
         try:
-            found = await probe(client)
+            server = await probe(client)
         except RookeryError as error:
             return (Check(name="server", is_fine=False, detail=str(error)),)
-        context = f"context {found.max_model_len}" if found.max_model_len else "context unknown"
+        context = f"context {server.max_model_len}" if server.max_model_len else "context unknown"
         checks = [
-            Check(name="server", is_fine=True, detail=f"{found.model}, {context}"),
-            Check(name="version", is_fine=True, detail=f"vLLM {found.version}"),
+            Check(name="server", is_fine=True, detail=f"{server.model}, {context}"),
+            Check(name="version", is_fine=True, detail=f"vLLM {server.version}"),
         ]
         steps: list[tuple[str, Callable[[], Awaitable[tuple[bool | None, str]]]]] = [
-            ("completion", lambda: _completion(client, found)),
-            ("log-probs", lambda: _processed(found)),
-            ("label log-probs", lambda: _labels(client, found)),
-            ("prompt log-probs", lambda: _prompt_logprobs(client, found)),
-            ("adapters", lambda: _adapters(client, found, adapter)),
-            ("prefix cache", lambda: _prefix_cache(client, found)),
+            ("completion", lambda: _completion(client, server)),
+            ("log-probs", lambda: _processed(server)),
+            ("label log-probs", lambda: _labels(client, server)),
+            ("prompt log-probs", lambda: _prompt_logprobs(client, server)),
+            ("adapters", lambda: _adapters(client, server, adapter)),
+            ("prefix cache", lambda: _prefix_cache(client, server)),
         ]
         for name, step in steps:
             try:
@@ -77,13 +77,13 @@ async def _sample(client: Client, model: str) -> Completion:
     return read_completion(choice, model=_BASE, num_top=0)
 
 
-async def _completion(client: Client, found: Capabilities) -> tuple[bool, str]:
-    completion = await _sample(client, found.model)
+async def _completion(client: Client, server: Capabilities) -> tuple[bool, str]:
+    completion = await _sample(client, server.model)
     return True, f"{len(completion.tokens)} tokens with ids and log-probabilities"
 
 
-async def _processed(found: Capabilities) -> tuple[bool, str]:
-    if found.has_processed_logprobs:
+async def _processed(server: Capabilities) -> tuple[bool, str]:
+    if server.has_processed_logprobs:
         return True, "of the distribution drawn from"
     return False, (
         "before temperature and cuts: start the server with --logprobs-mode processed_logprobs to "
@@ -91,24 +91,24 @@ async def _processed(found: Capabilities) -> tuple[bool, str]:
     )
 
 
-async def _labels(client: Client, found: Capabilities) -> tuple[bool, str]:
-    if not found.has_label_logprobs:
+async def _labels(client: Client, server: Capabilities) -> tuple[bool, str]:
+    if not server.has_label_logprobs:
         return False, (
-            f"only the {found.max_logprobs} likeliest tokens: labels beyond them are an error; "
+            f"only the {server.max_logprobs} likeliest tokens: labels beyond them are an error; "
             "use a vLLM with logprob_token_ids, or raise --max-logprobs"
         )
-    body = encode_body(found.model, Fields(ids=(5, 6, 7)), [_PROMPT])
+    body = encode_body(server.model, Fields(ids=(5, 6, 7)), [_PROMPT])
     [[choice]] = read_choices(await client.complete(body), num_prompts=1, n=1)
     after = read_reading(choice).after
     return all(token in after for token in (5, 6, 7)), "of any token, exactly"
 
 
-async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | None, str]:
-    if not found.has_prompt_logprobs and found.has_label_logprobs:
+async def _prompt_logprobs(client: Client, server: Capabilities) -> tuple[bool | None, str]:
+    if not server.has_prompt_logprobs and server.has_label_logprobs:
         return None, "not used: not offered, or deadly there; texts are scored token by token"
-    if not found.has_prompt_logprobs:
+    if not server.has_prompt_logprobs:
         return False, "not offered: texts cannot be scored; use a vLLM server"
-    apart = await read_again(client, found)
+    apart = await read_again(client, server)
     if is_far(apart):
         return False, (
             f"{apart:.2f} nats from those of the same tokens when they were drawn: the server "
@@ -118,32 +118,32 @@ async def _prompt_logprobs(client: Client, found: Capabilities) -> tuple[bool | 
 
 
 async def _adapters(
-    client: Client, found: Capabilities, adapter: Adapter | None
+    client: Client, server: Capabilities, adapter: Adapter | None
 ) -> tuple[bool | None, str]:
-    if not found.has_lora_loading:
+    if not server.has_lora_loading:
         return False, (
             "not loaded at run time: start the server with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
         )
     if not is_local(client.url):
         return None, "not tested: the server is on another machine and cannot read files here"
-    chosen = adapter or await asyncio.to_thread(_zeros, Path(found.root))
+    chosen = adapter or await asyncio.to_thread(_zeros, Path(server.root))
     if chosen is None:
         return None, "not tested: the model's folder is not here; give an adapter to test with"
     ref = ModelRef(name=f"verify-{chosen.name}", version=chosen.version)
     with open_staging(None) as staging:
-        folder = await asyncio.to_thread(staging.peft_folder, ref, chosen, base=found.root)
+        folder = await asyncio.to_thread(staging.peft_folder, ref, chosen, base=server.root)
         name = staging.wire_name(ref)
         residency = Residency(client, owner=staging.owner, is_own=False)
         try:
             await residency.load(name, path=folder)
             changed = await _sample(client, name)
         finally:
-            await residency.leave(model=found.model)
-    if adapter is None and changed.tokens != (await _sample(client, found.model)).tokens:
+            await residency.leave(model=server.model)
+    if adapter is None and changed.tokens != (await _sample(client, server.model)).tokens:
         return False, "an adapter of zeros changes what the model says"
-    limits = f"at most {found.max_loras} at a time" if found.max_loras else "number unknown"
-    rank = f", rank {found.max_lora_rank}" if found.max_lora_rank else ""
+    limits = f"at most {server.max_loras} at a time" if server.max_loras else "number unknown"
+    rank = f", rank {server.max_lora_rank}" if server.max_lora_rank else ""
     return True, f"loaded, sampled, unloaded; {limits}{rank}"
 
 
@@ -161,23 +161,23 @@ def _zeros(folder: Path) -> Adapter | None:
     return Adapter(name="zeros", base="", factors={layer: factors}, version="0")
 
 
-async def _prefix_cache(client: Client, found: Capabilities) -> tuple[bool | None, str]:
+async def _prefix_cache(client: Client, server: Capabilities) -> tuple[bool | None, str]:
     before = await read_metrics(client)
     if before is None:
         return None, "not tested: the server has no /metrics"
-    if not found.has_prefix_cache:
+    if not server.has_prefix_cache:
         return False, "off: start the server with --enable-prefix-caching"
-    limit = found.max_model_len or 4 * found.block_tokens + 2
-    prompt = tuple(_PROMPT[i % 3] for i in range(min(4 * found.block_tokens + 1, limit - 2)))
-    if len(prompt) <= found.block_tokens:
-        return None, f"not tested: the context is shorter than a block of {found.block_tokens}"
+    limit = server.max_model_len or 4 * server.block_tokens + 2
+    prompt = tuple(_PROMPT[i % 3] for i in range(min(4 * server.block_tokens + 1, limit - 2)))
+    if len(prompt) <= server.block_tokens:
+        return None, f"not tested: the context is shorter than a block of {server.block_tokens}"
     for _ in range(2):
-        await client.complete(encode_body(found.model, Fields(), [prompt]))
+        await client.complete(encode_body(server.model, Fields(), [prompt]))
     after = await read_metrics(client)
     hits = after.prefix_hits - before.prefix_hits if after is not None else 0
     rate = after.hit_rate if after is not None else None
     shown = "" if rate is None else f"; {rate:.0%} of all prompt tokens so far"
     return (
-        hits >= found.block_tokens,
+        hits >= server.block_tokens,
         f"{hits} tokens of a repeated prompt were not computed{shown}",
     )

@@ -40,12 +40,17 @@ class ReportRow(Estimate):
     is_winner: bool = False
     gain: Estimate | None = None
     """Over the best founder, paired by task; None for the best founder itself."""
+    lead: Estimate | None = None
+    """Over the winner, paired by task; None for the winner itself."""
     by_source: dict[Text, Measured] = Field(default_factory=dict)
     """Mean per taskset."""
     num_failed: int = 0
+    small: Text = ""
+    """Why the sample is too small to rely on the interval; empty when it is not."""
     note: Text = ""
     num_candidates: int = 0
     """Candidates that were tried to find it."""
+    num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
 
@@ -55,6 +60,8 @@ class CandidateRecord(Record):
 
     id: Text = ""
     score: Measured = None
+    violation: Measured = None
+    """How far it misses the floors, summed; 0 keeps them all."""
     by_source: dict[Text, Measured] = Field(default_factory=dict)
 
 
@@ -62,16 +69,19 @@ class GenerationRecord(Record):
     """What one generation scored on the search tasks, and what it cost."""
 
     generation: int = 0
+    """Counted over all stages; 0 are the founders."""
     stage: Text = ""
     best: Measured = None
     """Of all candidates so far."""
     mean: Measured = None
     worst: Measured = None
     scores: tuple[Measured, ...] = ()
-    """Of this generation's candidates."""
+    """Of this generation's candidates that did not fail."""
     num_candidates: int = 0
     num_dropped: int = 0
+    """Left the race before they saw every task."""
     num_failed: int = 0
+    num_rollouts: int = 0
     num_tokens: int = 0
     seconds: Measured = None
 
@@ -102,10 +112,14 @@ class GenomeReport(Record):
     rows: tuple[ReportRow, ...] = ()
     generations: tuple[GenerationRecord, ...] = ()
     lineage: tuple[LineageRecord, ...] = ()
+    winner_id: Text = ""
+    """The winning candidate, as `lineage` names it."""
     population: tuple[CandidateRecord, ...] = ()
     """The candidates that the search ended with."""
     front: tuple[CandidateRecord, ...] = ()
     """Those that no other candidate beats on every taskset."""
+    floors: dict[Text, Measured] = Field(default_factory=dict)
+    """By taskset, the mean on its search tasks that no candidate may fall below."""
     num_candidates: int = 0
     num_rollouts: int = 0
     num_tokens: int = 0

@@ -9,17 +9,43 @@ from rookery.reports.record import Measured, Record, Text, parse_record
 from rookery.types import Json
 
 __all__ = [
+    "AgreementRecord",
     "ChainRecord",
+    "GoldRecord",
     "IcmReport",
     "IcmRow",
     "ItemRecord",
     "StepRecord",
     "TokensRecord",
+    "TransferRecord",
     "parse_icm_report",
 ]
 
 
-class IcmRow(Record):
+class AgreementRecord(Record):
+    """How far labels agree with others, and how far they would by chance."""
+
+    accuracy: Measured = None
+    """Share of labels that are the same; in a row, as the true ones, where these were given."""
+    low: Measured = None
+    high: Measured = None
+    chance: Measured = None
+
+
+class GoldRecord(AgreementRecord):
+    """The result beside the true labels."""
+
+    utility: Measured = None
+    """Of the true labels themselves, where all are known."""
+
+
+class TransferRecord(AgreementRecord):
+    """The labels of a batch beside those that the first batch's predict."""
+
+    batch: int = 0
+
+
+class IcmRow(AgreementRecord):
     """One way to label the items."""
 
     name: Text = ""
@@ -32,11 +58,6 @@ class IcmRow(Record):
     utility: Measured = None
     agreement: Measured = None
     """Share of labels that are the same as the search's."""
-    accuracy: Measured = None
-    """Share of labels that are the true ones, where these were given."""
-    low: Measured = None
-    high: Measured = None
-    chance: Measured = None
 
 
 class StepRecord(Record):
@@ -71,7 +92,8 @@ class ItemRecord(Record):
 
     id: Text = ""
     text: Text = ""
-    label: Text = ""
+    label: Text | None = None
+    """None when it has none."""
     margin: Measured = None
 
 
@@ -82,6 +104,8 @@ class TokensRecord(Record):
     requested: int = 0
     computed: int = 0
     baselines: int = 0
+    """Computed for the rows that need no search."""
+    num_requests: int = 0
 
 
 class IcmReport(Record):
@@ -95,12 +119,21 @@ class IcmReport(Record):
     labels: tuple[Text, ...] = ()
     num_items: int = 0
     num_labelled: int = 0
+    num_groups: int = 0
+    """Of items that constraints tie together."""
     verdict: Text = ""
     warnings: tuple[Text, ...] = ()
     utility: Measured = None
     num_frustrated: int = 0
     num_violated: int = 0
+    mass: Measured = None
+    """Mean probability that the model gives to the labels, of all that could follow."""
     balance: dict[Text, int] = Field(default_factory=dict)
+    gold: GoldRecord | None = None
+    """None when no true labels were given."""
+    transfers: tuple[TransferRecord, ...] = ()
+    num_unanswered: int = 0
+    """Contexts that the engine could not answer."""
     rows: tuple[IcmRow, ...] = ()
     chains: tuple[ChainRecord, ...] = ()
     items: tuple[ItemRecord, ...] = ()

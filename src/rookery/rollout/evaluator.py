@@ -249,7 +249,7 @@ class TasksetEvaluator:
         try:
             answers = await self._completions(pairs)
         except (EngineDownError, FleetDownError):
-            raise  # nobody can answer anything: the run ends, and goes on when somebody can
+            raise  # the engine is down: the run ends, to be resumed
         except (EngineError, FleetError) as error:
             if len(pairs) == 1:
                 return [self._failed(pairs[0][1], str(error))]

@@ -85,7 +85,7 @@ class EnsembleTextModel:
     def member(self, name: str) -> TextModel:
         """One of its models, whose replies are named as the ensemble's are."""
         if name not in self._members:
-            raise ConfigError(f"{name} is no model of the ensemble: {', '.join(self._members)}.")
+            raise ConfigError(f"{name} is not a model of the ensemble: {', '.join(self._members)}.")
         return _Named(self._members[name].model, name)
 
     async def reply(self, request: TextRequest) -> TextReply:

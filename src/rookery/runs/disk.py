@@ -3,7 +3,7 @@
     write_file(run / "report.json", data, scratch=run / ".tmp")
 
 A file is written under a scratch name, forced to disk, renamed over its place, and then the folder
-is forced to disk. What a crash leaves in the scratch folder is nobody's and is swept at the start.
+is forced to disk. What a crash leaves in the scratch folder is removed at the start.
 """
 
 import errno

@@ -4,7 +4,7 @@
     encode({"score": math.nan}, what="the report")
     RunError: the report: ["score"] is nan; JSON has only finite numbers: write null, or say in ...
 
-Python's own encoder writes NaN and turns the key 1 into "1" without a word; both are refused here.
+Python's own encoder writes NaN and silently turns the key 1 into "1"; both are refused here.
 """
 
 import json
@@ -65,14 +65,14 @@ def _problem(value: object) -> tuple[str, str] | None:
             if not isinstance(key, str):
                 kind = type(key).__name__
                 return "", f"has the key {key!r} ({kind}); keys are text: write str(key)"
-            if type(item) not in PLAIN and (found := _problem(item)):
-                return f'["{key}"]{found[0]}', found[1]
+            if type(item) not in PLAIN and (problem := _problem(item)):
+                return f'["{key}"]{problem[0]}', problem[1]
     elif isinstance(value, list | tuple):
         if _is_plain(value):
             return None
         for index, item in enumerate(value):
-            if type(item) not in PLAIN and (found := _problem(item)):
-                return f"[{index}]{found[0]}", found[1]
+            if type(item) not in PLAIN and (problem := _problem(item)):
+                return f"[{index}]{problem[0]}", problem[1]
     elif isinstance(value, float):
         if not math.isfinite(value):
             remedy = "write null, or say in text why there is no number"

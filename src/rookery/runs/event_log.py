@@ -107,7 +107,7 @@ class EventLog(EventView):
                 raise RunError(
                     f"The event {new.kind!r} with key {new.key!r} exists (seq {first.seq}) with "
                     f"another payload: stored {_clip(stored)}, given {_clip(text)}. A key names "
-                    "one event for ever: use another key."
+                    "one event: use another key."
                 )
             return first
         now_s = time.time()

@@ -54,13 +54,13 @@ def claim_folder(root: Path, *, kind: str, name: str) -> Path:
     path = root / name
     with disk_boundary(f"Making {path}"):
         path.mkdir(parents=True, exist_ok=True)
-        found = {entry.name for entry in path.iterdir()}
-    if not found or (LOCK in found and found <= FIRST_NAMES):
+        names = {entry.name for entry in path.iterdir()}
+    if not names or (LOCK in names and names <= FIRST_NAMES):
         return path
-    if EVENTS in found:
+    if EVENTS in names:
         raise taken(path)
     raise RunError(
-        f"{path} is not a run and not empty (it holds {min(found)}): choose another name, or move "
+        f"{path} is not a run and not empty (it holds {min(names)}): choose another name, or move "
         "what is there."
     )
 

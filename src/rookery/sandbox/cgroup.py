@@ -18,7 +18,7 @@ _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _PREFIX = "rookery-"
 _STALE_S = 60.0
-"""An empty group of ours that is older than this belongs to nobody."""
+"""An empty group of ours that is older than this is left over."""
 _NUMBERS = itertools.count()
 _NEEDED = {"memory", "pids"}
 

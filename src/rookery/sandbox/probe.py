@@ -26,7 +26,7 @@ def evaluate(path):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Whether a backend works, why not, and the line that may mend it."""
+    """Whether a backend works, why not, and the command that may fix it."""
 
     backend: BackendName
     works: bool

@@ -4,8 +4,8 @@
     list(assignments((0, 1), rules, num_labels=2))     # [(0, 1), (1, 0)]
 
 What an item may still be is a set of labels, as bits: 0b01 is label 0 alone, 0b11 is either of
-two. A rule narrows these sets. With two labels and rules about pairs no step is taken in vain; else
-a search that finds nothing for `MAX_STEPS` steps gives up with a ValueError.
+two. A rule narrows these sets. With two labels and rules about pairs no choice has to be
+undone; otherwise a search that finds nothing for `MAX_STEPS` steps gives up with a ValueError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

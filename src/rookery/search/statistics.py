@@ -165,14 +165,14 @@ def paired_difference(
         )
     differences = np.subtract(ours, theirs)
     reach = max(limits[1] - limits[0], float(np.abs(differences).max(initial=0.0)))
-    found = bootstrap_mean(
+    interval = bootstrap_mean(
         differences.tolist(), rng=rng, strata=strata, bootstrap=bootstrap, limits=(-reach, reach)
     )
     if np.count_nonzero(differences) >= RARE:
-        return found
+        return interval
     sources = _sources(differences.tolist(), strata)
     low, high = _rare_difference(sources, reach=reach, confidence=bootstrap.confidence)
-    return replace(found, low=min(found.low, low), high=max(found.high, high))
+    return replace(interval, low=min(interval.low, low), high=max(interval.high, high))
 
 
 def _rare_difference(

@@ -1,4 +1,4 @@
-"""What a race asks next, also while answers are still out: whole blocks, the same for everybody.
+"""What a race asks next, also while answers are still out: whole blocks, the same for all.
 
 waves = Waves(race, size=64)
 asks = waves.next()          # candidate -> tasks; empty when everything has been asked for

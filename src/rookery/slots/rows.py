@@ -5,7 +5,7 @@ over one model do not see each other.
 
 Rows of one slot are cut into blocks of a fixed number of rows, short blocks padded, and all
 blocks go through one batched product. The block size belongs to the kind of row (a prompt row or
-a decoded one), never to the batch: the same row gives the same bits in any company.
+a decoded one), never to the batch: the same row gives the same bits in any batch.
 
     segments: rows 0-2 in slot 2, row 3 in none, rows 4-8 in slot 0; blocks of 4
     blocks:   [0 1 2 -] slot 2   [4 5 6 7] slot 0   [8 - - -] slot 0

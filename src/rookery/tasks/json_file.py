@@ -73,15 +73,15 @@ def _load(path: Path) -> Any:
 
 def _rows_in(document: Any, *, key: str, path: Path) -> tuple[str, list[Any]]:
     """Where the rows are, and the rows."""
-    found = _at(document, key, path)
-    if isinstance(found, list):
-        return key, found
-    if not isinstance(found, dict):
-        raise TaskError(f"{path} holds {_kind(found)}; rows are a list of objects, {_EXAMPLE}.")
-    if _is_columns(found):
-        rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    node = _at(document, key, path)
+    if isinstance(node, list):
+        return key, node
+    if not isinstance(node, dict):
+        raise TaskError(f"{path} holds {_kind(node)}; rows are a list of objects, {_EXAMPLE}.")
+    if _is_columns(node):
+        rows = [dict(zip(node, row, strict=True)) for row in zip(*node.values(), strict=True)]
         return key, rows
-    lists = _lists(found, f"{key}." if key else "")
+    lists = _lists(node, f"{key}." if key else "")
     if len(lists) == 1:
         return next(iter(lists.items()))
     if lists:
@@ -91,7 +91,7 @@ def _rows_in(document: Any, *, key: str, path: Path) -> tuple[str, list[Any]]:
             f"key: {next(iter(lists))} in the taskset's config or "
             f"{path.name}?key={next(iter(lists))} on the command line."
         )
-    raise TaskError(f"{path} holds {_contents(found)}; rows are a list of objects, {_EXAMPLE}.")
+    raise TaskError(f"{path} holds {_contents(node)}; rows are a list of objects, {_EXAMPLE}.")
 
 
 def _at(document: Any, key: str, path: Path) -> Any:

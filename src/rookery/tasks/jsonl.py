@@ -50,7 +50,7 @@ def near_name(path: Path) -> str:
 
 def _parse(line: bytes, *, where: str) -> dict[str, object]:
     try:
-        found = json.loads(line.decode().rstrip(), parse_constant=refuse_constant)
+        row = json.loads(line.decode().rstrip(), parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise TaskError(f"{where}: is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
     except json.JSONDecodeError as error:
@@ -60,13 +60,13 @@ def _parse(line: bytes, *, where: str) -> dict[str, object]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{where}: is not JSON ({error}).") from None
-    if not isinstance(found, dict):
+    if not isinstance(row, dict):
         raise TaskError(
-            f"{where}: holds a JSON {type(found).__name__}, {_shown(line)}; a row is one object, "
+            f"{where}: holds a JSON {type(row).__name__}, {_shown(line)}; a row is one object, "
             'such as {"prompt": "2+2=", "answer": "4"}.'
         )
-    require_plain(found, where=where)
-    return found
+    require_plain(row, where=where)
+    return row
 
 
 def refuse_constant(name: str) -> object:

@@ -68,7 +68,7 @@ class BadRows:
             )
         if self._count and policy == "refuse":
             raise TaskError(
-                f"{self._examples[0]} {self._count:,} of {num_rows:,} rows cannot be used: mend "
+                f"{self._examples[0]} {self._count:,} of {num_rows:,} rows cannot be used: fix "
                 "them, or leave them out with bad_rows: skip in the taskset's config "
                 "(FILE?bad_rows=skip on the command line)."
             )

@@ -72,18 +72,18 @@ class RowReader:
 
     def __init__(self, fields: FieldsConfig, *, prompt_template: str, first: Row) -> None:
         # A template makes the prompt: fields that look like one are then its material.
-        found = {"prompt": "", "messages": ""} if prompt_template else {}
-        named = fields.model_dump(exclude=set(found))
+        names = {"prompt": "", "messages": ""} if prompt_template else {}
+        named = fields.model_dump(exclude=set(names))
         for role, name in named.items():
-            found[role] = _find_name(role, name, first)
-        self._names = found
+            names[role] = _find_name(role, name, first)
+        self._names = names
         # Config names are the user's choice: only what was looked for can have been overlooked.
         looked_for = [role for role, name in named.items() if name == ""]
         self._other_names = {
             name: role
             for role in looked_for
             for name in USUAL_NAMES[role]
-            if name not in found.values()
+            if name not in names.values()
         }
         self._first = first.where
         if not prompt_template:

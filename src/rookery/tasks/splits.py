@@ -85,7 +85,7 @@ def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) ->
     latest_splits([("a",), ("a", "b"), ("b",), ("c",)], ["search", "report", "select", "search"])
         -> ["report", "report", "report", "search"]
     """
-    parent = {key: key for own in keys for key in own}
+    parent = {key: key for task_keys in keys for key in task_keys}
 
     def root(key: str) -> str:
         while parent[key] != key:
@@ -96,7 +96,7 @@ def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) ->
     for first, *others in keys:
         for other in others:
             parent[root(other)] = root(first)
-    roots = [root(own[0]) for own in keys]
+    roots = [root(task_keys[0]) for task_keys in keys]
     latest: dict[str, SplitName] = {}
     for place, split in zip(roots, splits, strict=True):
         latest[place] = max(latest.get(place, split), split, key=SPLITS.index)

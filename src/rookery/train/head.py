@@ -7,6 +7,7 @@ holds several of them. Over one chunk, each is computed again in the backward pa
 from bisect import bisect_left
 
 import torch
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rookery.slots import SlotRows, SlottedModel
@@ -59,6 +60,8 @@ class _Chunk:
         self._rows = torch.tensor(packed.target_rows[here], device=device) - rows.start
         self._targets = torch.tensor(packed.targets[here], device=device)
         self._kept = packed.kept[here]
+        # Without the second array of the vocabulary that picking out of log-softmax makes backward.
+        self._has_one_each = len(self._targets) == len(rows) and not any(self._kept)
         temperatures = packed.temperatures[rows.start : rows.stop]
         self._temperatures = (
             None
@@ -70,6 +73,8 @@ class _Chunk:
         logits = self._model.logits(hidden, rows=self._slots)
         if self._temperatures is not None:
             logits = logits / self._temperatures
+        if self._has_one_each:
+            return -functional.cross_entropy(logits, self._targets, reduction="none")
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs[self._rows, self._targets]
         return self._over_kept(chosen, logprobs) if any(self._kept) else chosen

@@ -34,7 +34,7 @@ def order_batches(
 
 
 def order_rows(num_rows: int, *, seed: int, epochs: int | None) -> Iterator[int]:
-    """Every row once per epoch, each epoch in an order of its own; None goes on for ever."""
+    """Every row once per epoch, each epoch in an order of its own; None does not end."""
     epoch = 0
     while epochs is None or epoch < epochs:
         yield from bulk_stream("order", seed, epoch).permutation(num_rows).tolist()

@@ -49,8 +49,8 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
         header = (file.metadata() or {}).get(_HEADER)
         if header is None:
             raise TrainError(
-                f"{path} is no trainer state but other safetensors; an adapter folder is a start "
-                "(init_from), a trainer state is what `save` wrote."
+                f"{path} is not a trainer state but another safetensors file; an adapter "
+                "folder is a start (init_from), a trainer state is what `save` wrote."
             )
         document: dict[str, Json] = json.loads(header)
         return {name: file.get_tensor(name) for name in file.keys()}, document  # noqa: SIM118

@@ -5,8 +5,7 @@ for cells in icm_rows(report):
     table.add_row(*cells)       # under the names in COLUMNS
 """
 
-from rookery.reports import IcmReport, IcmRow
-from rookery.reports.icm import TokensRecord
+from rookery.reports import IcmReport, IcmRow, TokensRecord
 from rookery.ui import wording
 from rookery.ui.page import render_template
 

@@ -1,4 +1,4 @@
-"""The report page: one HTML file that opens from disk, offline, and asks nobody for anything.
+"""The report page: one HTML file that opens from disk, offline, and makes no requests.
 
     path.write_text(render_genome_page(report), encoding="utf-8")
 

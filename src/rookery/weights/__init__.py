@@ -1,4 +1,4 @@
-"""LoRA adapters as data: read and write PEFT folders, hash, stack, merge, mutate, move.
+"""LoRA adapters as data: read and write PEFT folders, hash, stack, merge, mutate.
 
 Folders and versions are named here; an operator is imported from its own module, for example
 `from rookery.weights.merge import merge`.

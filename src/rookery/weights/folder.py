@@ -4,7 +4,7 @@
     write_adapter(adapter, "out/poet")      # peft and vLLM load it as it is
 
 What is read is a plain LoRA: anything else in the folder (DoRA, biases, whole modules, embeddings)
-would be lost without a word, so it is refused with a sentence.
+would be lost silently, so it is refused with an error.
 """
 
 import json
@@ -211,7 +211,7 @@ def _pair(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[s
         pair = pairs.setdefault(match["layer"], {})
         if match["factor"] in pair:
             raise AdapterError(
-                f"{folder / _TENSORS}: lora_{match['factor']} of {match['layer']} is there twice; "
+                f"{folder / _TENSORS}: lora_{match['factor']} of {match['layer']} is repeated; "
                 "keep one adapter per folder."
             )
         pair[match["factor"]] = tensor

@@ -10,6 +10,7 @@ from driving import NUM_TASKS, Command, write_rows
 from rookery.embedded import EngineConfig, open_engine
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
+from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import load_taskset_file
 from rookery.tasks.template import load_template
 from rookery.types import Evaluation
@@ -61,7 +62,7 @@ def test_the_table_holds_the_numbers_of_the_report(rookery: Command, place: Path
 
 
 @pytest.mark.parametrize("split", ["search", "select", "report"])
-def test_splits_and_limits(rookery: Command, place: Path, split: str) -> None:
+def test_splits_and_limits(rookery: Command, place: Path, split: SplitName) -> None:
     tasks = load_taskset_file("tasks.jsonl").split(split)
     whole = rookery("eval", "tiny", "tasks.jsonl", "--split", split, "--json", "--name", "x")
     assert whole.document["num_tasks"] == len(tasks) < NUM_TASKS

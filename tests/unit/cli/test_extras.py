@@ -31,7 +31,7 @@ NEEDS = {
 WORKS = {
     "fleet status": (["fleet", "status", "http://127.0.0.1:9"], 2, "can't be reached"),
     "fleet up on Ray": (
-        ["fleet", "up", "model", "--executor", "ray", "--launch.replicas", "1"],
+        ["fleet", "up", "model", "--placement", "ray", "--launch.replicas", "1"],
         2, "pip install 'rookery[ray]'",
     ),
     "runs list": (["runs", "list"], 0, "old"),

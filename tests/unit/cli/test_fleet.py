@@ -143,7 +143,7 @@ def _read_until(owner: "subprocess.Popen[str]", word: str) -> str:
         (["up", "tiny", "--launch.max-lora", "3"], "launch.max_lora is not a key. Did you mean"),
         (["up", "tiny", "--max-lors", "3"], "max_lors is not a key. Did you mean max_loras?"),
         (["up", "tiny", "--launch.max-loras", "99"], "max_cpu_loras is 64; it must be at least"),
-        (["up", "tiny", "--executor", "ray"], "placement: ray needs replicas"),
+        (["up", "tiny", "--placement", "ray"], "placement: ray needs replicas"),
         (["up", "urls.yaml"], "urls.yaml has no launch section"),
         (["verify", "http://127.0.0.1:9", "--adapter", "nowhere"], "nowhere"),
         (["verify"], "--url requires an argument"),

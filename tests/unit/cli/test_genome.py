@@ -30,7 +30,7 @@ def test_from_end_to_end(rookery: Command, config: Path) -> None:
     assert ended.code == 0
     folder = config / "runs/x"
     report = json.loads((folder / "report.json").read_text())
-    assert report["seed"] == 3 and report["winner"]
+    assert report["seed"] == 3 and report["winner_id"]
     assert read_adapter(folder / "winner").factors
     assert {path.name for path in (folder / "founders").iterdir()} == {"a", "b"}
     page = (folder / "report.html").read_text()
@@ -53,7 +53,7 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
     assert rookery("genome", "run", "g.yaml", "--name", "x", "--resume").code == 0
     assert rookery("runs", "resume", "x").code == 0
     after = json.loads((folder / "report.json").read_text())
-    same = {"rows", "lineage", "winner", "num_rollouts", "num_tokens", "generations"}
+    same = {"rows", "lineage", "winner_id", "num_rollouts", "num_tokens", "generations"}
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
     with Run.view(folder) as run:
         assert run.counts()["rollout"] == num_answers

@@ -103,7 +103,7 @@ def test_an_evolution_told_to_terminate_is_resumed(rookery: Command, config: Pat
     resumed, whole = (
         json.loads((config / f"runs/{name}/report.json").read_text()) for name in ("x", "whole")
     )
-    for key in ("winner", "lineage", "num_rollouts", "num_tokens"):
+    for key in ("winner_id", "lineage", "num_rollouts", "num_tokens"):
         assert resumed[key] == whole[key]
 
 

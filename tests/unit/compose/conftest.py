@@ -1,4 +1,4 @@
-"""Runs through the front door, over the tiny model."""
+"""Runs through the library functions, over the tiny model."""
 
 from working_folder import files, place
 

@@ -115,7 +115,7 @@ class Chaos:
         waits = (ask(self.engine, request) for request in requests)
         answers = await asyncio.gather(*waits, return_exceptions=True)
         for request, answer in zip(requests, answers, strict=True):
-            if isinstance(answer, EngineError) and "memory is short" in str(answer):
+            if isinstance(answer, EngineError) and "engine is out of memory" in str(answer):
                 self.seen["lost"] += 1
                 continue
             assert answer == self.expected[request]

@@ -1,8 +1,9 @@
-"""The embedded engine against transformers + peft, and against itself in other company."""
+"""The embedded engine against transformers + peft, and against itself in other batches."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,11 @@ async def engine(tiny_folder: Path) -> AsyncIterator[EmbeddedEngine]:
 
 def _reference(folder: Path, adapter: Adapter | None, tmp_path: Path) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    if adapter is None:
-        return model
-    write_adapter(adapter, tmp_path / adapter.name)
-    return PeftModel.from_pretrained(model, tmp_path / adapter.name).eval()
+    if adapter is not None:
+        write_adapter(adapter, tmp_path / adapter.name)
+        model = PeftModel.from_pretrained(model, tmp_path / adapter.name).eval()
+    assert isinstance(model, torch.nn.Module)
+    return model
 
 
 def _greedy(model: torch.nn.Module, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
@@ -234,11 +236,13 @@ async def test_a_long_prompt_leaves_less_room_and_a_too_long_one_is_refused(
     ],
 )
 async def test_unknown_models_are_refused(
-    engine: EmbeddedEngine, request_: object, message: str
+    engine: EmbeddedEngine, request_: SampleRequest | ScoreRequest, message: str
 ) -> None:
-    call = engine.sample if isinstance(request_, SampleRequest) else engine.score
     with pytest.raises(EngineError, match=message):
-        await call([request_])
+        if isinstance(request_, SampleRequest):
+            await engine.sample([request_])
+        else:
+            await engine.score([request_])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ async def test_unknown_models_are_refused(
     ],
 )
 async def test_bad_parameters_are_refused(
-    engine: EmbeddedEngine, params: dict[str, object], message: str
+    engine: EmbeddedEngine, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):
         request = SampleRequest(model=engine.base, prompt=(1,), params=SamplingParams(**params))
@@ -325,22 +329,20 @@ async def test_a_cancelled_call_leaves_the_engine_working(engine: EmbeddedEngine
 
 async def test_nan_logits_are_an_error_of_that_request_alone(engine: EmbeddedEngine) -> None:
     ref = await engine.load(tiny_adapter("huge", seed=1, scale=1e38))
-    for call, bad, good in (
-        (engine.score, ScoreRequest(model=ref, tokens=(1, 2, 3)),
-         ScoreRequest(model=engine.base, tokens=(1, 2, 3))),
-        (engine.sample, SampleRequest(model=ref, prompt=(1, 2)),
-         SampleRequest(model=engine.base, prompt=(1, 2), params=GREEDY)),
-    ):  # fmt: skip
-        fresh = (
-            ScoreRequest(model=engine.base, tokens=(9, 8, 7))
-            if isinstance(good, ScoreRequest)
-            else SampleRequest(model=engine.base, prompt=(9, 8, 7), params=GREEDY)
-        )
-        expected = await call([good])
+
+    def score(model: ModelRef, *tokens: int) -> Awaitable[object]:
+        return engine.score([ScoreRequest(model=model, tokens=tokens)])
+
+    def sample(model: ModelRef, *tokens: int) -> Awaitable[object]:
+        return engine.sample([SampleRequest(model=model, prompt=tokens, params=GREEDY)])
+
+    for call in (score, sample):
+        expected = await call(engine.base, 1, 2, 3)
         with pytest.raises(EngineError, match=r"huge@.* gives NaN logits"):
-            await call([bad])
-        assert await call([good]) == expected
-        assert await call([fresh]) == await call([fresh]), "no NaN may linger in the cache"
+            await call(ref, 1, 2, 3)
+        assert await call(engine.base, 1, 2, 3) == expected
+        fresh = await call(engine.base, 9, 8, 7)
+        assert fresh == await call(engine.base, 9, 8, 7), "no NaN may linger in the cache"
 
 
 async def test_an_adapter_that_does_not_fit_changes_nothing(engine: EmbeddedEngine) -> None:
@@ -361,9 +363,9 @@ async def test_eviction_keeps_the_cache_small_and_the_answers_right(tiny_folder:
             ref = engine.loaded[0]
             requests = [ScoreRequest(model=ref, tokens=p) for p in prompts]
             answers.append([*await engine.score(requests), *await engine.score(requests)])
-            pools = (engine._batcher.prefill._trunk_pool, engine._batcher.prefill._branch_pool)
-            kept = [pool.num_taken for pool in pools]
-            assert max(kept) <= 300 if gib < 1 else min(kept) > 30 * 60
+            # Trunk and branch together.
+            kept = engine.stats.cached_tokens
+            assert kept <= 600 if gib < 1 else kept > 2 * 30 * 60
     assert answers[0] == answers[1]
 
 

@@ -20,7 +20,7 @@ CHI_SQUARE_SIGMAS = 4.5
 def kept(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Probabilities by the definitions: min-p, then top-k, then top-p of what is left."""
     scaled = logits.astype(np.float64) / params.temperature
-    probs = np.exp(scaled - scaled.max())
+    probs: np.ndarray = np.exp(scaled - scaled.max())
     probs /= probs.sum()
     probs[probs < params.min_p * probs.max()] = 0
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
@@ -33,7 +33,8 @@ def kept(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         if reached >= params.top_p:
             probs[token] = 0
         reached += probs[token]
-    return probs / probs.sum()
+    probs /= probs.sum()
+    return probs
 
 
 def distinct_logits(seed: int, size: int) -> torch.Tensor:

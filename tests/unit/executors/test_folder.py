@@ -88,7 +88,7 @@ def test_what_a_killed_holder_leaves_is_removed_by_the_next(problem: Path, tmp_p
 def test_content_that_is_not_what_the_hash_says_is_refused(problem: Path, tmp_path: Path) -> None:
     package, root = pack_folder(problem), tmp_path / "store"
     with (
-        pytest.raises(ExecutorError, match="has not the hash"),
+        pytest.raises(ExecutorError, match="does not have the hash"),
         hold_folder("0" * 64, lambda: package.content, root=root),
     ):
         pass

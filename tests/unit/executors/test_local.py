@@ -169,7 +169,8 @@ async def test_a_fork_of_the_hub_does_not_keep_the_workers(tmp_path: Path) -> No
     try:
         await until_dead(*pids, limit_s=10)
     finally:
-        os.kill(*read_ids(tmp_path / "fork"), signal.SIGKILL)
+        [fork_id] = read_ids(tmp_path / "fork")
+        os.kill(fork_id, signal.SIGKILL)
 
 
 async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:

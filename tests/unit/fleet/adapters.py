@@ -33,7 +33,9 @@ def write_model(folder: Path) -> Path:
     """What `read_shapes` reads of a model folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    tensors = {f"{n}.weight": np.zeros((o, i), np.float32) for n, (i, o) in SHAPES.items()}
+    tensors: dict[str, np.ndarray] = {
+        f"{n}.weight": np.zeros((o, i), np.float32) for n, (i, o) in SHAPES.items()
+    }
     tensors["model.norm.weight"] = np.zeros(32, np.float32)
     tensors["model.embed_tokens.weight"] = np.zeros((97, 32), np.float32)
     save_file(tensors, folder / "model.safetensors")

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rookery.types import Json
+
 VOCABULARY = 97
 FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
@@ -188,8 +190,9 @@ class Stub:
         return web.Response(status=200 if self.healthy and not self.has_crashed else 503)
 
     async def _openapi(self, _: web.Request) -> web.Response:
-        schema = {"CompletionRequest": {"properties": {name: {} for name in self.fields}}}
-        paths = {route: {} for route in self.routes}
+        properties: dict[str, Json] = {name: {} for name in self.fields}
+        schema: Json = {"CompletionRequest": {"properties": properties}}
+        paths: dict[str, Json] = {route: {} for route in self.routes}
         return web.json_response({"paths": paths, "components": {"schemas": schema}})
 
     async def _version(self, _: web.Request) -> web.Response:
@@ -321,7 +324,7 @@ class Stub:
                 self.adapters[name] = "resolved"
 
     def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        found = []
+        found: list[dict[str, Any]] = []
         for prompt in body["prompt"]:
             for sample in range(body.get("n", 1)):
                 choice = self._choice(body, prompt, sample)

@@ -18,6 +18,7 @@ from rookery.fleet.admin import down, status
 from rookery.fleet.http.probe import probe
 from rookery.fleet.servers import launch as launching
 from rookery.fleet.servers.registry import find_registries, process_start
+from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.verify import verify
 
 FAKE = Path(__file__).parent / "fake"
@@ -127,7 +128,7 @@ async def test_down_leaves_the_servers_of_runs_alone(
     monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setattr(launching, "POLL_S", 0.02)
-    config = launching.LaunchConfig(model="tiny", device="cpu", port=18700)
+    config = LaunchConfig(model="tiny", device="cpu", port=18700)
     async with launching.open_servers(config) as [server]:
         assert (await asyncio.to_thread(down, tmp_path / "fleet")).urls == ()
         assert server.is_alive

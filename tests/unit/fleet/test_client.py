@@ -197,7 +197,7 @@ async def test_bad_requests_get_a_sentence_before_anything_is_sent() -> None:
         request = SampleRequest(model=BASE, prompt=prompt, params=SamplingParams(**params))
         return sample_fields(request, capabilities=found)
 
-    for prompt, params, said in [
+    cases: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
         ((), {}, "at least one"),
         ((1,) * 128, {}, "128 tokens.*at most 127"),
         ((1,), {"max_tokens": 0}, "max_tokens is 0"),
@@ -207,7 +207,8 @@ async def test_bad_requests_get_a_sentence_before_anything_is_sent() -> None:
         ((1,), {"n": 0}, "n is 0"),
         ((1,), {"seed": -1}, "seed is -1; it must be 0 to 9223372036854775807"),
         ((1,), {"seed": 2**63}, "seed is 9223372036854775808"),
-    ]:
+    ]
+    for prompt, params, said in cases:
         with pytest.raises(FleetError, match=said):
             fields(prompt, **params)
     cut = sample_fields(
@@ -260,11 +261,11 @@ async def test_a_busy_server_is_asked_again_and_others_are_not() -> None:
 
 async def test_a_server_that_hangs_or_dies_is_lost_in_time() -> None:
     stub = Stub(hang=True)
-    async with connect(stub, request_s=0.1) as client:
+    async with connect(stub, request_s=0.1) as client, open_session() as session:
         with pytest.raises(ServerLost, match=r"within 0.1 s") as late:
             await client.complete(b'{"model":"tiny","prompt":[[1]],"max_tokens":1}')
         assert not late.value.is_broken
-        patient = Client(stub.url, session=client._session)
+        patient = Client(stub.url, session=session)
         async with asyncio.TaskGroup() as group:
             call = group.create_task(_loss(patient))
             await stub.wait_in_flight(1)
@@ -312,7 +313,8 @@ async def test_answers_that_are_not_whole_are_errors() -> None:
     ]:
         with pytest.raises(FleetError, match=said):
             read_completion(wrong, model=BASE, num_top=0)
-    for answer in ({}, [], {"choices": [choice]}, {"choices": [choice, choice]}):
+    answers: list[Any] = [{}, [], {"choices": [choice]}, {"choices": [choice, choice]}]
+    for answer in answers:
         with pytest.raises(FleetError):
             read_choices(answer, num_prompts=2, n=1)
 

@@ -34,7 +34,7 @@ def test_kinds_never_meet_and_all_get_their_turn(calls: list[tuple[str, int, boo
         async with asyncio.timeout(5):
             found = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [e for e in found if isinstance(e, Exception)]
-        assert exclusion._num == 0 and not exclusion._waiting
+        assert exclusion.is_idle
         return done
 
     num_left = sum(not is_cancelled for _, _, is_cancelled in calls)
@@ -90,4 +90,4 @@ async def test_an_error_ends_the_turn(kind: str) -> None:
     with pytest.raises(ValueError, match="x"):
         async with exclusion.take(kind):
             raise ValueError("x")
-    assert exclusion._num == 0
+    assert exclusion.is_idle

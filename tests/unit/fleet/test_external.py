@@ -93,7 +93,7 @@ class Api:
 
 @asynccontextmanager
 async def connect(
-    api: Api, monkeypatch: pytest.MonkeyPatch, **options: object
+    api: Api, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> AsyncIterator[ExternalSampler]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", api.answer)
@@ -102,11 +102,11 @@ async def connect(
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    _, port = runner.addresses[0]
     monkeypatch.setenv("SOME_KEY", "secret")
     config = ExternalConfig(
         url=f"http://127.0.0.1:{port}/v1", model="big", api_key_env="SOME_KEY", **options
-    )  # type: ignore[arg-type]
+    )
     try:
         async with open_external(config, codec=CODEC) as sampler:
             yield sampler
@@ -323,7 +323,12 @@ async def test_parameters_are_sent_or_refused(monkeypatch: pytest.MonkeyPatch) -
     async with connect(api, monkeypatch) as sampler:
         await sampler.sample([ask(sampler.base, top_k=5, min_p=0.1, top_p=0.9)])
         await sampler.sample([ask(sampler.base)])
-        for name, value in [("stop_tokens", (3,)), ("ignore_eos", True), ("top_logprobs", 2)]:
+        refused: list[tuple[str, Any]] = [
+            ("stop_tokens", (3,)),
+            ("ignore_eos", True),
+            ("top_logprobs", 2),
+        ]
+        for name, value in refused:
             with pytest.raises(FleetError, match=f"{name} is .*not token ids"):
                 await sampler.sample([ask(sampler.base), ask(sampler.base, **{name: value})])
     first, second = api.asked
@@ -341,8 +346,8 @@ async def test_parameters_are_sent_or_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"finish_reason": "content_filter"}, "ended as 'content_filter'"),
         ({"finish_reason": None}, "ended as None"),
-        ({"message": {"content": None, "refusal": "I cannot"}}, "no whole answer: I cannot"),
-        ({"logprobs": {"content": [{"token": "the"}]}}, "cannot be read"),
+        ({"message": {"content": None, "refusal": "I cannot"}}, "no complete answer: I cannot"),
+        ({"logprobs": {"content": [{"token": "the"}]}}, "Could not parse the response of"),
     ],
 )
 async def test_an_answer_that_is_not_whole_is_a_failure(

@@ -51,7 +51,7 @@ async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    _, port = runner.addresses[0]
     given = {"api_key_env": "", "requests_per_minute": None, **options}
     config = ExternalConfig(url=f"http://127.0.0.1:{port}/v1", model="big", **given)
     try:
@@ -184,7 +184,7 @@ def choice(**change: object) -> dict[str, object]:
         (choice(message=None), "not one message"),
         (choice(finish_reason="content_filter"), "ended as 'content_filter'"),
         (choice(finish_reason=None), "ended as None"),
-        (choice(message={"content": None, "refusal": "I cannot"}), "no whole reply: I cannot"),
+        (choice(message={"content": None, "refusal": "I cannot"}), "no complete reply: I cannot"),
     ],
 )
 async def test_garbage_is_an_error_of_one_request(answer: object, said: str) -> None:
@@ -203,7 +203,7 @@ async def test_garbage_is_an_error_of_one_request(answer: object, said: str) -> 
 async def test_token_limits_hold_without_a_tokenizer() -> None:
     async with connect(Api(), tokens_per_minute=50) as model:
         await model.reply(TextRequest(messages=CHAT, max_tokens=20))
-        with pytest.raises(FleetError, match=r"can never keep to tokens_per_minute 50"):
+        with pytest.raises(FleetError, match=r"can never fit tokens_per_minute 50"):
             await model.reply(TextRequest(messages=CHAT, max_tokens=60))
 
 

@@ -281,7 +281,7 @@ async def test_unloading_waits_for_requests_and_removes_everything() -> None:
         ref = await fleet.load(make_small("a"))
         assert await fleet.load(make_small("a")) == ref
         await fleet.unload(ref)
-        assert fleet.loaded == (ref,), "it was loaded twice"
+        assert list(fleet.loaded) == [ref], "it was loaded twice"
         task = asyncio.create_task(fleet.sample(requests(ref, 3)))
         await stub.wait_in_flight(1)
         folder = stub.adapters[fleet.wire_name(ref)]

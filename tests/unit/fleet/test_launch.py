@@ -28,7 +28,7 @@ from rookery.fleet.servers.registry import (
     process_start,
     reap_orphans,
 )
-from rookery.fleet.servers.settings import LaunchConfig, command_line, environment
+from rookery.fleet.servers.settings import LaunchConfig, command_line, environment, num_replicas
 from rookery.fleet.servers.tcp_port import reserve_port
 
 FAKE = Path(__file__).parent / "fake"
@@ -301,7 +301,7 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     config = LaunchConfig(model="m", tensor_parallel=2, env={"A": "b"})
-    assert launching.num_replicas(config) == 2
+    assert num_replicas(config) == 2
     env = environment(config, index=1, num_servers=2, modules=tmp_path, adapters=None)
     assert env["CUDA_VISIBLE_DEVICES"] == "5,7" and env["A"] == "b"
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)

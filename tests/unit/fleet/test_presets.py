@@ -9,13 +9,17 @@ from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.fleet.http.external import ExternalConfig
 from rookery.fleet.servers.settings import command_line
+from rookery.types import Json
 
 FOLDER = Path(__file__).parents[3] / "configs" / "fleet"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_preset_parses(path: Path) -> None:
-    kinds = {"fleet": FleetConfig, "external": ExternalConfig}
+    kinds: dict[Json, type[FleetConfig] | type[ExternalConfig]] = {
+        "fleet": FleetConfig,
+        "external": ExternalConfig,
+    }
     config = load_config(kinds[read_document(path)["type"]], path)
     if isinstance(config, FleetConfig) and config.launch is not None:
         assert "--model" in command_line(config.launch, port=1)

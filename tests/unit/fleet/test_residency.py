@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -177,7 +178,7 @@ async def test_servers_of_the_dead_are_asked_at_once_and_once(
         asked.append(request.path)
         return await models(request)
 
-    shared._models = count  # type: ignore[method-assign]
+    monkeypatch.setattr(shared, "_models", count)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with serve(stub, shared):
             owners = []
@@ -222,7 +223,7 @@ def test_the_record_of_an_owner_is_removed_last(
     with claim_folder(tmp_path) as owner:
         (owner.folder / "adapter").mkdir()
 
-        def watch(path: Path, **options: bool) -> None:
+        def watch(path: Path, **options: Any) -> None:
             rmtree(path, **options)
             seen.append(os.listdir(owner.folder) if owner.folder.exists() else [])
 
@@ -343,7 +344,7 @@ async def test_a_publisher_retires_what_it_published_before(memory: Path) -> Non
             assert await fleet.publish(make_small("policy", seed)) == ref
             await fleet.sample(ask(ref))
         other = await fleet.publish(make_small("critic", 99))
-        assert fleet.loaded == (kept, ref, other), "one that was loaded as well stays"
+        assert list(fleet.loaded) == [kept, ref, other], "one that was loaded as well stays"
         names = {fleet.wire_name(one) for one in fleet.loaded}
         assert set(stub.adapters) == names
         assert staged(memory) == names
@@ -353,7 +354,7 @@ async def test_a_publisher_retires_what_it_published_before(memory: Path) -> Non
         newest = await fleet.publish(make_small("policy", 40))
         assert ref in fleet.loaded, "a request is in flight"
         assert [c.model for [c] in await last] == [ref]
-        assert fleet.loaded == (kept, other, newest)
+        assert list(fleet.loaded) == [kept, other, newest]
         await fleet.unload(newest)
         assert fleet.loaded == (kept, other)
         await fleet.publish(make_small("policy", 41))

@@ -1,13 +1,12 @@
 """A tiny labelling problem on the tiny model: founders that each know one half of it."""
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from loops.evolution import Inputs, run_evolution
+from loops.evolution import Genome, Inputs, run_evolution
 
-from rookery.loops.genome import GenomeResult
 from rookery.slots import SlottedModel
 from rookery.weights import write_adapter
 
@@ -18,7 +17,7 @@ def founders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import tiny_adapter
 
     folder = tmp_path_factory.mktemp("founders")
-    shapes = [
+    shapes: list[dict[str, Any]] = [
         {"rank": 2},
         {"rank": 4, "targets": ("self_attn.q_proj", "self_attn.v_proj")},
         {"rank": 3, "targets": ("mlp.down_proj", "self_attn.v_proj")},
@@ -50,6 +49,6 @@ def inputs(tiny_folder: Path, founders_folder: Path, tasks_folder: Path) -> Inpu
 
 
 @pytest.fixture
-def genome(inputs: Inputs, tiny_model: SlottedModel) -> Callable[..., Awaitable[GenomeResult]]:
+def genome(inputs: Inputs, tiny_model: SlottedModel) -> Genome:
     """Runs an evolution on the tiny model; see `run_evolution`."""
     return partial(run_evolution, inputs=inputs, model=tiny_model)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from rookery.errors import EngineError
 from rookery.fleet import Fleet
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.founders import FileInit, make_founders, read_founders
+from rookery.reports import GenomeReport
 from rookery.rollout import RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
@@ -27,6 +28,8 @@ from rookery.tasks.template import load_template
 from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest
 
 SILENT = Watcher()
+Genome = Callable[..., Awaitable[GenomeResult]]
+"""What the fixture `genome` is: `run_evolution` without what every test gives it."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Inputs:
 
 async def run_evolution(
     run: Run,
-    inputs: Inputs,
     *,
+    inputs: Inputs,
     model: SlottedModel,
     fleet: Fleet | None = None,
     wrap: Callable[[Any], Any] = lambda engine: engine,
@@ -144,12 +147,12 @@ class Telling(Faulty):
         super()._pass(share, *what)
 
 
-def clockless(report: dict[str, Any]) -> dict[str, Any]:
+def clockless(report: GenomeReport) -> GenomeReport:
     """A report without what the clock says, and without the run's name."""
-    report = {k: v for k, v in report.items() if k not in {"run", "seconds"}}
-    for key in ("rows", "generations"):
-        report[key] = [{k: v for k, v in row.items() if k != "seconds"} for row in report[key]]
-    return report
+    rows = tuple(row.model_copy(update={"seconds": None}) for row in report.rows)
+    generations = tuple(g.model_copy(update={"seconds": None}) for g in report.generations)
+    update = {"run": "", "seconds": None, "rows": rows, "generations": generations}
+    return report.model_copy(update=update)
 
 
 def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel) -> None:
@@ -158,7 +161,7 @@ def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel)
         asyncio.run(
             run_evolution(
                 run,
-                inputs,
+                inputs=inputs,
                 model=model,
                 wrap=lambda engine: Telling(engine, **options["faults"]),
                 **options["changes"],

@@ -62,7 +62,7 @@ class Oracle:
         self.order_weight = order_weight
         self.words = Words()
         self.asked: list[TokenIds] = []
-        self.sampler = FakeSampler(logprob=self.logprob)
+        self.sampler = FakeSampler(logprob=lambda *request: self.logprob(*request))
 
     @property
     def bench(self) -> Bench:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fleet.stub import Stub, serve
-from loops.evolution import clockless
+from loops.evolution import Genome, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
@@ -17,9 +17,17 @@ from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
-from rookery.search.emitters import CmaesEmitter, EmitterPlace, EsEmitter
+from rookery.search.emitters import (
+    CmaesEmitter,
+    CmaesOperatorConfig,
+    Emitter,
+    EmitterPlace,
+    EsEmitter,
+    EsOperatorConfig,
+)
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
 from rookery.weights import read_adapter
@@ -52,23 +60,28 @@ def _num_distinct(run: Run) -> int:
 
 
 async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
-    genome, tmp_path: Path, tiny_folder: Path
+    genome: Genome, tmp_path: Path, tiny_folder: Path
 ) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run)
-        names = [row["name"] for row in result.report["rows"]]
+        names = [row.name for row in result.report.rows]
         assert names == [
             "evolved", "best founder", "uniform average", "plain sum", "random search",
             "base model", "vote of founders", "vote of finalists",
         ]  # fmt: skip
-        evolved, best = result.report["rows"][:2]
-        assert evolved["low"] <= evolved["mean"] <= evolved["high"]
-        assert best["gain"] is None and evolved["gain"]["low"] <= evolved["gain"]["high"]
-        assert set(evolved["by_source"]) == {"first", "second"}
-        assert len(result.report["lineage"]) == 4 + 2 * 4
-        assert result.report["num_candidates"] == _num_distinct(run)
-        assert len(result.report["generations"]) == 3
-        assert result.report["num_tokens"] > 0
+        evolved, best = result.report.rows[:2]
+        assert best.gain is None
+        for found in (evolved, evolved.gain):
+            assert found is not None and found.low is not None
+            assert found.mean is not None and found.high is not None
+            assert found.low <= found.mean <= found.high
+        assert result.report.winner == evolved
+        assert parse_genome_report(run.read_json("report.json")) == result.report
+        assert set(evolved.by_source) == {"first", "second"}
+        assert len(result.report.lineage) == 4 + 2 * 4
+        assert result.report.num_candidates == _num_distinct(run)
+        assert len(result.report.generations) == 3
+        assert result.report.num_tokens > 0
         winner = read_adapter(run.path / "winner")
         assert winner.version == result.winner.version
         model = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -82,7 +95,7 @@ async def test_a_run_ends_with_a_report_a_winner_and_a_lineage(
 
 
 async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_search(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     reports = []
     for name, seed, wrap in (("a", 1, Here), ("b", 1, Elsewhere), ("c", 2, Here)):
@@ -91,11 +104,11 @@ async def test_the_same_seed_gives_the_same_winner_and_another_seed_another_sear
             reports.append(found.report)
     first, second, other = map(clockless, reports)
     assert first == second
-    assert [n["score"] for n in first["lineage"]] != [n["score"] for n in other["lineage"]]
+    assert [n.score for n in first.lineage] != [n.score for n in other.lineage]
 
 
 async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     reports, lineages = [], []
     for num in (1, 3):
@@ -109,13 +122,15 @@ async def test_one_server_and_three_of_unequal_speed_find_the_same_winner(
         reports.append(clockless(found.report))
         assert all(stub.loads for stub in stubs), "every server had work"
     assert reports[0] == reports[1] and lineages[0] == lineages[1]
-    assert len({node["score"] for node in reports[0]["lineage"]}) > 1
+    assert len({node.score for node in reports[0].lineage}) > 1
 
 
-async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path: Path) -> None:
+async def test_a_run_killed_anywhere_resumes_to_the_same_report(
+    genome: Genome, tmp_path: Path
+) -> None:
     with _run(tmp_path, "whole") as run:
         expected = (await genome(run)).report
-    total = expected["num_rollouts"]
+    total = expected.num_rollouts
 
     class Killed(BaseException):
         pass
@@ -125,7 +140,7 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
     num_kills = 0
     for generation in (0, 1, 2):
 
-        def die(record, at=generation) -> None:
+        def die(record: GenerationRecord, at: int = generation) -> None:
             if record.generation == at:
                 raise Killed
 
@@ -150,14 +165,16 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(genome, tmp_path
         {"type": "random", "count": 3, "rank": 2, "targets": ["down_proj"], "size": 0.05},
     ],
 )
-async def test_fresh_founders_are_distinct(genome, tmp_path: Path, init: dict) -> None:
+async def test_fresh_founders_are_distinct(
+    genome: Genome, tmp_path: Path, init: dict[str, Any]
+) -> None:
     with _run(tmp_path, "a") as run:
         result = await genome(run, init=init)
         founders = [read_adapter(f) for f in (run.path / "founders").iterdir()]
         assert len({f.version for f in founders}) == 3
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
-        assert len(result.report["lineage"]) == 3 + 8
+        assert len(result.report.lineage) == 3 + 8
 
 
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
@@ -166,7 +183,7 @@ MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "e
 @pytest.mark.parametrize("space", ["delta", "factor"])
 @pytest.mark.parametrize("merge", MERGES)
 async def test_every_crossover_runs_in_both_spaces(
-    genome, tmp_path: Path, merge: str, space: str
+    genome: Genome, tmp_path: Path, merge: str, space: str
 ) -> None:
     kind = "linear" if merge == "sum" else merge
     extra = {"normalise": False} if merge == "sum" else {}
@@ -185,9 +202,9 @@ async def test_every_crossover_runs_in_both_spaces(
             merges={merge: {"type": kind, "space": space, **extra}},
             finals={"random_search": False},
         )
-    children = [n for n in result.report["lineage"] if n["generation"] == 1]
-    assert [c["operator"] for c in children] == [merge] * 3
-    assert all(c["score"] is not None for c in children)
+    children = [n for n in result.report.lineage if n.generation == 1]
+    assert [c.operator for c in children] == [merge] * 3
+    assert all(c.score is not None for c in children)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +226,7 @@ async def test_every_crossover_runs_in_both_spaces(
     ids=["es", "cmaes", "swarm", "islands", "archive", "pareto", "svd"],
 )  # fmt: skip
 async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
-    genome, tmp_path: Path, stage: dict
+    genome: Genome, tmp_path: Path, stage: dict[str, Any]
 ) -> None:
     pareto = stage.get("population", {}).__class__ is dict and "objective" in stage.get(
         "population", {}
@@ -225,11 +242,11 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
         founders = [read_adapter(f) for f in sorted((run.path / "founders").iterdir())]
         for entry in lineage["candidates"]:
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
-        assert result.report["num_candidates"] == _num_distinct(run)
+        assert result.report.num_candidates == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
 
 
-async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
+async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
     ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
     with _run(tmp_path, "a") as run:
         report = (
@@ -239,12 +256,14 @@ async def test_stages_follow_one_another(genome, tmp_path: Path) -> None:
                 finals={"random_search": False},
             )
         ).report
-    assert [g["stage"] for g in report["generations"]] == ["founders", "ga", "es", "es", "ga"]
-    ids = [n["id"] for n in report["lineage"]]
+    assert [g.stage for g in report.generations] == ["founders", "ga", "es", "es", "ga"]
+    ids = [n.id for n in report.lineage]
     assert len(ids) == len(set(ids))
 
 
-async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: Path) -> None:
+async def test_racing_saves_answers_and_finds_the_same_winner(
+    genome: Genome, tmp_path: Path
+) -> None:
     reports = {}
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
@@ -252,11 +271,11 @@ async def test_racing_saves_answers_and_finds_the_same_winner(genome, tmp_path: 
             reports[enabled] = (
                 await genome(run, race=race, seed=3, finals={"random_search": False})
             ).report
-    assert reports[True]["num_rollouts"] <= reports[False]["num_rollouts"]
-    assert reports[True]["winner"] == reports[False]["winner"]
+    assert reports[True].num_rollouts <= reports[False].num_rollouts
+    assert reports[True].winner_id == reports[False].winner_id
 
 
-async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Path) -> None:
+async def test_a_candidate_that_fails_is_recorded_and_loses(genome: Genome, tmp_path: Path) -> None:
     """A mutation of absurd strength makes weights that are not finite."""
     stage = {
         "type": "ga", "generations": 1,
@@ -274,12 +293,12 @@ async def test_a_candidate_that_fails_is_recorded_and_loses(genome, tmp_path: Pa
         )
         failed = [e.payload for e in run.events("candidate") if e.payload["error"]]
     assert failed and all(f["score"] is None and "NaN" in f["error"] for f in failed)
-    assert f"{len(failed)} candidates failed and lost" in " ".join(result.report["warnings"])
-    assert result.report["winner"].startswith("f")
+    assert f"{len(failed)} candidates failed and lost" in " ".join(result.report.warnings)
+    assert result.report.winner_id.startswith("f")
 
 
 async def test_when_every_candidate_fails_the_run_says_why(
-    genome, tmp_path: Path, tasks_folder: Path
+    genome: Genome, tmp_path: Path, tasks_folder: Path
 ) -> None:
     scorer = {"type": "python", "function": f"{tasks_folder}/bad.py:reward"}
     path = str(tasks_folder / "first.jsonl")
@@ -304,7 +323,7 @@ async def test_when_every_candidate_fails_the_run_says_why(
             {"type": "crossover", "name": "slerp", "num_parents": 3}]}}}]}, "num_parents: 3"),
     ],
 )  # fmt: skip
-def test_bad_configs_are_refused(change: dict, message: str) -> None:
+def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:
     document = {
         "init": {"type": "zero"},
         "tasksets": [{"type": "generated", "generator": "label-kind"}],
@@ -314,7 +333,9 @@ def test_bad_configs_are_refused(change: dict, message: str) -> None:
         GenomeConfig.model_validate(document)
 
 
-async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path: Path) -> None:
+async def test_emitters_are_told_the_fitness_of_what_they_asked(
+    genome: Genome, tmp_path: Path
+) -> None:
     """Fresh emitters that are told what the run recorded ask for the children that the run made."""
     children = ChildrenConfig.model_validate(
         {"count": 12, "operators": [
@@ -336,19 +357,22 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
             event.payload["id"]: Fitness(score=event.payload["score"])
             for event in run.events("candidate")
         }
-    assert [g["num_candidates"] for g in report["generations"]] == [4, 12, 12, 12]
+    assert [g.num_candidates for g in report.generations] == [4, 12, 12, 12]
     entries = {entry["id"]: entry for entry in lineage["candidates"]}
     places = [EmitterPlace(seed=0, island="", index=index) for index in (1, 2)]
-    es = EsEmitter(children.operators[1], count=5, at=places[0])  # type: ignore[arg-type]
+    _, es_config, cmaes_config = children.operators
+    assert isinstance(es_config, EsOperatorConfig)
+    assert isinstance(cmaes_config, CmaesOperatorConfig)
+    es = EsEmitter(es_config, count=5, at=places[0])
     cmaes = CmaesEmitter(
-        children.operators[2],  # type: ignore[arg-type]
-        count=5, at=places[1], founders=list(founders), mutation_sigma=0.1,
-    )  # fmt: skip
+        cmaes_config, count=5, at=places[1], founders=list(founders), mutation_sigma=0.1
+    )
     start = max(founders, key=lambda name: fitness[name].score or 0.0)
     assert sum(fitness[name] == fitness[start] for name in founders) == 1, "the best is one"
     es.begin(start, scale=spread(founders[start]))
     for generation in (1, 2, 3):
-        for emitter, place in zip((es, cmaes), places, strict=True):
+        emitters: tuple[Emitter, ...] = (es, cmaes)
+        for emitter, place in zip(emitters, places, strict=True):
             plans = emitter.ask(generation=generation)
             for plan in plans:
                 recorded = TypeAdapter(type(plan)).validate_python(
@@ -358,12 +382,12 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(genome, tmp_path
             emitter.tell({plan.id: fitness[plan.id] for plan in plans}, best=plans[0].id)
             state = {k: v for k, v in emitter.state.items() if k != "num_stale"}
             assert state.items() <= states[f"{generation}/{place.name}"].items()
-    operators = [node["operator"] for node in report["lineage"] if node["generation"] == 3]
+    operators = [node.operator for node in report.lineage if node.generation == 3]
     assert sorted(operators) == ["cmaes"] * 5 + ["es"] * 5 + ["linear"] * 2
 
 
 async def test_operators_that_cannot_work_are_refused_before_the_founders_are_asked(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     stage = {"type": "ga", "population": {"children": {"operators": [{"type": "cmaes"}]}}}
     init = {"type": "zero", "count": 1, "rank": 2, "layers": 2}
@@ -377,7 +401,7 @@ async def test_operators_that_cannot_work_are_refused_before_the_founders_are_as
 
 
 async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_first(
-    genome, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     class SecondFirst(Here):
         """Answers the first island only after the second one."""
@@ -420,7 +444,7 @@ async def test_islands_race_apart() -> None:
 
         async def measure_apart(self, races: Any, *, keep: int, stage: str) -> dict[str, Fitness]:
             assert stage == "ga"
-            found = {}
+            found: dict[str, Fitness] = {}
             for recipes, rivals in races:
                 raced.append(({recipe.id[:3] for recipe in recipes}, list(rivals), keep))
                 found |= {recipe.id: Fitness(score=0.5) for recipe in recipes}

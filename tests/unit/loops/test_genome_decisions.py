@@ -2,16 +2,17 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loops.evolution import Faulty, Inputs
+from loops.evolution import Faulty, Genome, Inputs
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
 from rookery.loops.genome.comparison import compare
+from rookery.reports import GenomeReport
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import load_taskset
@@ -51,11 +52,11 @@ class Failing(Faulty):
 
 
 async def test_a_finalist_that_fails_on_select_cannot_win(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     """It would win: it fails where it is wrong, and is right on all that is left."""
     with _run(tmp_path, "whole") as run:
-        winner = (await genome(run, **FEW)).report["winner"]
+        winner = (await genome(run, **FEW)).report.winner_id
         version = {e.key: e.payload["version"] for e in run.events("candidate")}[winner]
         rollouts = [e.payload for e in run.events("rollout") if e.key.startswith(version)]
     wrong = {payload["task"] for payload in rollouts if payload["reward"] == 0.0}
@@ -72,8 +73,8 @@ async def test_a_finalist_that_fails_on_select_cannot_win(
 
     with _run(tmp_path, "failing") as run:
         report = (await genome(run, wrap=lambda e: Failing(e, is_bad=is_bad), **FEW)).report
-    assert report["winner"] != winner
-    assert any("1 of 3 finalists failed on the select tasks" in w for w in report["warnings"])
+    assert report.winner_id != winner
+    assert any("1 of 3 finalists failed on the select tasks" in w for w in report.warnings)
 
 
 def _parse(document: dict[str, Any]) -> Any:
@@ -89,7 +90,7 @@ def _encode(task: Task) -> list[int]:
 
 
 async def test_when_all_finalists_fail_on_select_the_report_says_so(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     tasksets = [load_taskset(_parse(document)) for document in _tasksets(inputs)]
     prompts = {tuple(_encode(task)) for t in tasksets for task in t.split("select")}
@@ -100,60 +101,60 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
             )
         ).report
         scores = {e.key: e.payload["score"] for e in run.events("candidate")}
-    assert scores[report["winner"]] == max(s for s in scores.values() if s is not None)
-    assert any("Every finalist failed on the select tasks" in w for w in report["warnings"])
+    assert scores[report.winner_id] == max(s for s in scores.values() if s is not None)
+    assert any("Every finalist failed on the select tasks" in w for w in report.warnings)
 
 
-async def test_floors_bind_founders_too(genome: Any, tmp_path: Path) -> None:
+async def test_floors_bind_founders_too(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path, "high") as run:
         report = (await genome(run, floors={"first": 0.99}, **FEW)).report
         founders = [
             e.payload for e in run.events("candidate") if e.payload["operator"] == "founder"
         ]
     assert len(founders) == 4 and all(f["violation"] > 0.2 for f in founders)
-    assert any("keeps every floor: the winner misses" in warning for warning in report["warnings"])
+    assert any("keeps every floor: the winner misses" in warning for warning in report.warnings)
 
 
 async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run, floors={"first": "founder"}, **FEW)).report
         found = {e.key: e.payload for e in run.events("candidate")}
-        founders = [node for node in report["lineage"] if node["operator"] == "founder"]
-        best = max(_mean(report, node["id"], run) for node in founders)
-    assert min(found[node["id"]]["violation"] for node in founders) == 0
-    assert max(found[node["id"]]["violation"] for node in founders) > 0
-    assert found[report["winner"]]["violation"] == 0
-    assert report["floors"]["first"] == pytest.approx(best)
+        founders = [node for node in report.lineage if node.operator == "founder"]
+        best = max(_mean(report, node.id, run) for node in founders)
+    assert min(found[node.id]["violation"] for node in founders) == 0
+    assert max(found[node.id]["violation"] for node in founders) > 0
+    assert found[report.winner_id]["violation"] == 0
+    assert report.floors["first"] == pytest.approx(best)
 
 
-def _mean(report: dict[str, Any], name: str, run: Run) -> float:
+def _mean(report: GenomeReport, name: str, run: Run) -> float:
     """A founder's mean on the search tasks of the first taskset, from its answers."""
     version = {e.key: e.payload["version"] for e in run.events("candidate")}[name]
-    seen = {}
+    seen: dict[str, float] = {}
     for event in run.events("rollout"):
         if event.key.startswith(version) and event.payload["task"].startswith("first/"):
             seen.setdefault(event.payload["task"], event.payload["reward"])
-    size = next(t["num_search"] for t in report["tasksets"] if t["name"] == "first")
+    size = next(t.num_search for t in report.tasksets if t.name == "first")
     return sum(list(seen.values())[:size]) / size
 
 
 @pytest.mark.parametrize("floors", [{"first": 0.52}, {"first": "founder"}])
 async def test_a_race_with_floors_finds_the_winner_of_no_race(
-    genome: Any, tmp_path: Path, floors: dict[str, Any]
+    genome: Genome, tmp_path: Path, floors: dict[str, Any]
 ) -> None:
     winners = {}
     for enabled in (True, False):
         with _run(tmp_path, f"race-{enabled}") as run:
             race = {"enabled": enabled, "block": 4}
             report = (await genome(run, race=race, seed=5, floors=floors, **FEW)).report
-            winners[enabled] = report["winner"]
+            winners[enabled] = report.winner_id
     assert winners[True] == winners[False]
 
 
 async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     splits = {"search": 0.7, "select": 0.0, "report": 0.3}
     tasksets = _tasksets(inputs, second={"splits": splits})
@@ -161,39 +162,39 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
         report = (await genome(run, tasksets=tasksets, **FEW)).report
         candidates = {e.key: e.payload for e in run.events("candidate")}
         select = {t.id for t in load_taskset(_parse(tasksets[0])).split("select")}
-        rewards = {}
+        rewards: dict[tuple[str, str], float] = {}
         for event in run.events("rollout"):
             version, task = event.key.split("|")[:2]
             rewards[version, task] = event.payload["reward"]
-    assert "second has no select tasks" in " ".join(report["warnings"])
+    assert "second has no select tasks" in " ".join(report.warnings)
     ranked = sorted(candidates.values(), key=lambda c: c["score"], reverse=True)
     finalists = [c for c in ranked if {(c["version"], t) for t in select} <= set(rewards)]
     assert len(finalists) == 3
 
-    def chosen_by(candidate: dict[str, Any]) -> float:
+    def chosen_by(candidate: Mapping[str, Any]) -> float:
         """The mean of the first taskset's select tasks and the second's search tasks."""
         own = [rewards[candidate["version"], task] for task in select]
         search = [t.id for t in load_taskset(_parse(tasksets[1])).split("search")]
         other = [rewards[candidate["version"], task] for task in search]
         return sum(own) / len(own) + sum(other) / len(other)
 
-    assert report["winner"] == max(finalists, key=chosen_by)["id"]
+    assert report.winner_id == max(finalists, key=chosen_by)["id"]
 
 
 @pytest.mark.parametrize("use", ["adapters", "pairs", "both"])
 async def test_what_the_search_begins_with(
-    genome: Any, inputs: Inputs, tmp_path: Path, use: str
+    genome: Genome, inputs: Inputs, tmp_path: Path, use: str
 ) -> None:
     init = {"type": "file", "path": str(inputs.founders), "use": use, "num_pairs": 5}
     with _run(tmp_path) as run:
         report = (await genome(run, init=init, **FEW)).report
-    nodes = {node["id"]: node for node in report["lineage"]}
+    nodes = {node.id: node for node in report.lineage}
     pairs = {name for name in nodes if name.startswith("g000-")}
     assert len(pairs) == (0 if use == "adapters" else 5)
-    first = [node for node in nodes.values() if node["id"].startswith("g001-")]
-    parents = {parent for node in first for parent in node["parents"]}
+    first = [node for node in nodes.values() if node.id.startswith("g001-")]
+    parents = {parent for node in first for parent in node.parents}
     assert first and parents
-    founders = {name for name, node in nodes.items() if node["operator"] == "founder"}
+    founders = {name for name, node in nodes.items() if node.operator == "founder"}
     if use == "pairs":
         assert parents <= pairs, "founders are baselines only"
     elif use == "both":
@@ -203,7 +204,7 @@ async def test_what_the_search_begins_with(
 
 
 async def test_the_report_tasks_are_asked_once_and_at_the_end(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     tasksets = [load_taskset(_parse(document)) for document in _tasksets(inputs)]
     ids = {s: {task.id for t in tasksets for task in t.split(s)} for s in SPLITS}
@@ -218,7 +219,7 @@ async def test_the_report_tasks_are_asked_once_and_at_the_end(
 
 
 async def test_the_vote_counts_answers_and_not_their_wording(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     from rookery.loops.genome.final_report import FinalReport
     from rookery.rollout import TasksetEvaluator
@@ -257,14 +258,14 @@ def test_an_entry_that_misses_a_task_has_no_mean_and_no_difference() -> None:
         weights={"a": 1.0, "b": 1.0},
         seed=0,
     )
-    assert rows[0]["mean"] is not None and rows[0]["gain"] is None
-    assert rows[1]["mean"] is None and rows[1]["num_failed"] == 1
-    assert set(rows[1]["by_source"]) == {"b"} and rows[1]["lead"] is None
-    assert rows[2]["lead"]["mean"] == 0.0
+    assert rows[0].mean is not None and rows[0].gain is None
+    assert rows[1].mean is None and rows[1].num_failed == 1
+    assert set(rows[1].by_source) == {"b"} and rows[1].lead is None
+    assert rows[2].lead is not None and rows[2].lead.mean == 0.0
 
 
 async def test_a_baseline_that_beats_the_winner_is_said_first(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     """References are the base model's own answers: no adapter can do better."""
     with _run(tmp_path, "base") as run:
@@ -283,31 +284,31 @@ async def test_a_baseline_that_beats_the_winner_is_said_first(
     }
     with _run(tmp_path, "beaten") as run:
         report = (await genome(run, tasksets=tasksets, **FEW)).report
-    assert "The base model is better than the winner by 1.000" in report["warnings"][0]
+    assert "The base model is better than the winner by 1.000" in report.warnings[0]
 
 
-async def test_what_is_left_behind(genome: Any, tmp_path: Path) -> None:
+async def test_what_is_left_behind(genome: Genome, tmp_path: Path) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run)).report
-        population = {entry["id"] for entry in report["population"]}
+        population = {entry.id for entry in report.population}
         assert {path.name for path in (run.path / "population").iterdir()} == population
         assert len(population) == 4
         for name in population:
             read_adapter(run.path / "population" / name)
-    front = {entry["id"]: entry["by_source"] for entry in report["front"]}
-    assert front
-    for means in front.values():
-        for other in front.values():
+    front = [{s: m for s, m in e.by_source.items() if m is not None} for e in report.front]
+    assert front and all(set(means) == {"first", "second"} for means in front)
+    for means in front:
+        for other in front:
             assert not (
                 all(other[s] >= means[s] for s in means) and any(other[s] > means[s] for s in means)
             )
-    costs = {row["name"]: row for row in report["rows"]}
-    assert costs["evolved"]["num_candidates"] == report["num_candidates"]
-    assert costs["evolved"]["num_tokens"] > costs["best founder"]["num_tokens"] > 0
-    assert costs["random search"]["num_candidates"] == report["num_candidates"]
-    assert costs["random search"]["num_tokens"] > 0 and costs["random search"]["seconds"] > 0
-    assert costs["base model"]["num_tokens"] == 0
-    assert costs["uniform average"]["num_candidates"] == 1
+    costs = {row.name: row for row in report.rows}
+    assert costs["evolved"].num_candidates == report.num_candidates
+    assert costs["evolved"].num_tokens > costs["best founder"].num_tokens > 0
+    assert costs["random search"].num_candidates == report.num_candidates
+    assert costs["random search"].num_tokens > 0 and (costs["random search"].seconds or 0) > 0
+    assert costs["base model"].num_tokens == 0
+    assert costs["uniform average"].num_candidates == 1
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -328,7 +329,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[m for *_, m in BAD])
 async def test_what_cannot_work_is_refused_before_the_first_question(
-    genome: Any,
+    genome: Genome,
     tmp_path: Path,
     changes: dict[str, Any],
     error: type[Exception],
@@ -341,7 +342,7 @@ async def test_what_cannot_work_is_refused_before_the_first_question(
 
 
 async def test_founders_with_names_of_candidates_and_lone_pairs_are_refused(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     folder = tmp_path / "founders"
     write_adapter(tiny_adapter("x", seed=1), folder / "g001-c00")
@@ -354,7 +355,7 @@ async def test_founders_with_names_of_candidates_and_lone_pairs_are_refused(
 
 
 async def test_tasks_that_are_too_long_or_too_few_are_refused(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     rows = (inputs.tasks / "first.jsonl").read_text().splitlines()
     long = {"prompt": "w5 " * 130, "choices": ["w90", "w91"], "reference": "w90"}
@@ -372,7 +373,7 @@ async def test_tasks_that_are_too_long_or_too_few_are_refused(
 
 
 async def test_rewards_above_one_need_a_range_only_for_a_race(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     scorer = tmp_path / "big.py"
     scorer.write_text("def reward(task, completion):\n    return 5.0 + completion.tokens[0] % 2\n")
@@ -383,13 +384,13 @@ async def test_rewards_above_one_need_a_range_only_for_a_race(
     }
     with _run(tmp_path, "off") as run:
         report = (await genome(run, tasksets=tasksets, race={"enabled": False}, **FEW)).report
-        assert report["rows"][0]["mean"] > 4
+        assert (report.rows[0].mean or 0) > 4
     with _run(tmp_path, "on") as run, pytest.raises((TaskError, ConfigError), match="high"):
         await genome(run, tasksets=tasksets, **FEW)
 
 
 async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     splits = {"search": 0.0, "select": 0.0, "report": 1.0}
     tasksets = _tasksets(inputs, second={"splits": splits})
@@ -397,12 +398,12 @@ async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
         report = (await genome(run, tasksets=tasksets, floors={"first": 0.99}, **FEW)).report
         found = [e.payload for e in run.events("candidate")]
     assert all(candidate["violation"] > 0 for candidate in found), "floors bind all the same"
-    assert set(report["rows"][0]["by_source"]) == {"first", "second"}
-    assert any("second has no search tasks" in warning for warning in report["warnings"])
+    assert set(report.rows[0].by_source) == {"first", "second"}
+    assert any("second has no search tasks" in warning for warning in report.warnings)
 
 
 async def test_founders_may_be_called_like_report_entries(
-    genome: Any, inputs: Inputs, tmp_path: Path
+    genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
     folder = tmp_path / "named"
     names = ("evolved", "base", "best founder", "plain sum")
@@ -426,10 +427,10 @@ async def test_founders_may_be_called_like_report_entries(
 
 
 async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
-    genome: Any, tmp_path: Path
+    genome: Genome, tmp_path: Path
 ) -> None:
     with _run(tmp_path) as run:
         report = (await genome(run, floors={"first": "founder"}, **FEW)).report
         found = {e.key: e.payload for e in run.events("candidate")}
     assert any(payload["violation"] == 0 for payload in found.values())
-    assert found[report["winner"]]["violation"] == 0
+    assert found[report.winner_id]["violation"] == 0

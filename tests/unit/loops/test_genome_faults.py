@@ -7,7 +7,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 from fleet.stub import Stub, serve
 from loops import evolution
-from loops.evolution import Faulty, Inputs, clockless, run_evolution
+from loops.evolution import Faulty, Genome, Inputs, clockless, run_evolution
 
 import rookery
 from rookery.errors import FleetDownError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import Watcher
-from rookery.runs import NewEvent, Run, RunView
+from rookery.reports import parse_genome_report
+from rookery.runs import Event, NewEvent, Run, RunView
 from rookery.slots import SlottedModel
 
 SOURCE = Path(rookery.__file__).parents[1]
@@ -62,7 +64,7 @@ def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
     """The append of this number kills, before it stores anything or after."""
     submit, count = run.submit, 0
 
-    def counted(news: list[NewEvent]) -> Any:
+    def counted(news: Sequence[NewEvent]) -> Future[list[Event]]:
         nonlocal count
         count += 1
         if count == number and not is_stored:
@@ -125,7 +127,9 @@ async def test_faults_and_kills_anywhere_change_nothing(
     scored_badly |= STAGES[stages]
     rng = random.Random(salt)
     faulty = partial(Faulty, share=0.004, load_share=0.1, salt=salt)
-    run_on = partial(run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly)
+    run_on: Genome = partial(
+        run_evolution, inputs=inputs, model=tiny_model, wrap=faulty, **scored_badly
+    )
     with create(tmp_path, "whole") as run:
         expected = clockless((await run_on(run)).report)
         events = decided(run)
@@ -198,7 +202,7 @@ async def test_a_server_that_dies_changes_no_decision(
                 with create(tmp_path, f"killed-{is_killed}") as run:
                     found = await run_evolution(
                         run,
-                        inputs,
+                        inputs=inputs,
                         model=tiny_model,
                         fleet=fleet,
                         watcher=Watcher(on_generation=kill),
@@ -215,12 +219,12 @@ async def test_servers_that_are_all_gone_end_the_run_and_it_resumes(
             raise FleetDownError("Every server is down.")
 
     with create(tmp_path, "whole") as run:
-        expected = await run_evolution(run, inputs, model=tiny_model)
+        expected = await run_evolution(run, inputs=inputs, model=tiny_model)
     with create(tmp_path, "gone") as run, pytest.raises(FleetDownError):
-        await run_evolution(run, inputs, model=tiny_model, wrap=partial(Gone, share=0.0))
+        await run_evolution(run, inputs=inputs, model=tiny_model, wrap=partial(Gone, share=0.0))
     with Run.open(tmp_path / "gone") as run:
         assert not list(run.events("rollout")) and not list(run.events("failure"))
-        resumed = await run_evolution(run, inputs, model=tiny_model)
+        resumed = await run_evolution(run, inputs=inputs, model=tiny_model)
     assert clockless(resumed.report) == clockless(expected.report)
 
 
@@ -269,7 +273,9 @@ def test_kill_9_at_random_moments_changes_nothing(
         names.close()
     with Run.view(tmp_path / "whole") as whole, Run.view(tmp_path / "killed") as killed:
         assert decided(killed) == decided(whole)
-        reports = [clockless(run.read_json("report.json")) for run in (whole, killed)]
+        reports = [
+            clockless(parse_genome_report(run.read_json("report.json"))) for run in (whole, killed)
+        ]
         num_states = sum(1 for _ in whole.events("emitter"))
     assert reports[0] == reports[1]
     assert num_states == (2 * 2 if stages == "emitters" else 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,10 +17,11 @@ from rookery.loops.icm.chain import Chain, Problem
 from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
+from rookery.reports import parse_icm_report
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.testing import BASE
-from rookery.types import Datum, ModelRef, Score
+from rookery.types import Datum, ModelRef, Score, ScoreRequest, TokenIds
 
 
 async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = "a") -> IcmResult:
@@ -45,11 +47,16 @@ def decisions(path: Path) -> list[tuple[str, Any]]:
         return [(event.key, event.payload) for event in run.events("decision")]
 
 
+MakeProblem = Callable[..., tuple[Oracle, Problem, IcmConfig]]
+
+
 @pytest.fixture
-def problem(tmp_path: Path):
+def problem(tmp_path: Path) -> MakeProblem:
     """A scripted model and one batch of its items, with every scorer."""
 
-    def make(num_items: int, *, scorer: str = "shared", **changes: Any):
+    def make(
+        num_items: int, *, scorer: str = "shared", **changes: Any
+    ) -> tuple[Oracle, Problem, IcmConfig]:
         oracle = Oracle(num_items, **changes)
         config = make_config(write_items(tmp_path / "items.jsonl", oracle))
         items = read_items(config.data)
@@ -58,8 +65,7 @@ def problem(tmp_path: Path):
             prompts = Prompts(items, encoder=oracle.bench.encoder, data=config.data)
             order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
             plain = PlainLabelScorer(oracle.sampler, prompts=prompts, order=order, model=BASE)
-            fields = ("num_items", "num_labels", "groups", "constraints", "objective")
-            opened = Problem(scorer=plain, **{f: getattr(opened, f) for f in fields})
+            opened = replace(opened, scorer=plain)
         return oracle, opened, config
 
     return make
@@ -71,14 +77,16 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
     result = await run_icm(tmp_path, oracle, config)
     report = result.report
     assert oracle.accuracy(result.labels) == 1.0
-    assert report["verdict"] == "coherent" and report["warnings"] == []
-    assert report["num_labelled"] == 16 and report["balance"] == {"True": 8, "False": 8}
-    assert [row["name"] for row in report["rows"]] == [
+    assert report.verdict == "coherent" and report.warnings == ()
+    assert report.num_labelled == 16 and report.balance == {"True": 8, "False": 8}
+    assert [row.name for row in report.rows] == [
         "icm", "zero-shot", "random few-shot", "bootstrap", "golden few-shot", "inverted seed",
     ]  # fmt: skip
-    assert report["rows"][0]["accuracy"] == 1.0
-    assert report["tokens"]["computed"] < report["tokens"]["requested"] < report["tokens"]["naive"]
-    assert report["gold"]["utility"] == pytest.approx(report["utility"])
+    assert report.rows[0].accuracy == 1.0
+    assert report.tokens.computed < report.tokens.requested < report.tokens.naive
+    assert report.gold is not None and report.gold.utility == pytest.approx(report.utility)
+    written = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert parse_icm_report(written) == report and report.run == "a"
     rows = read_rows(tmp_path / "a" / "labels.jsonl")
     assert [row["id"] for row in rows] == [f"i{i}" for i in range(16)]
     assert all(row["margin"] > 0 and row["model"] == "base@fake" for row in rows)
@@ -94,7 +102,9 @@ async def test_labels_are_the_hidden_concept_and_everything_is_left_behind(tmp_p
 
 @pytest.mark.parametrize("order_weight", [0.0, 4.0])
 @pytest.mark.parametrize("seed", range(4))
-async def test_the_shared_and_the_plain_path_decide_alike(problem, seed, order_weight) -> None:
+async def test_the_shared_and_the_plain_path_decide_alike(
+    problem: MakeProblem, seed: int, order_weight: float
+) -> None:
     """Memo, batches and speculation change no decision, also when the order matters."""
     found = []
     for scorer, speculate in (("plain", 1), ("shared", 1), ("shared", 6)):
@@ -108,7 +118,9 @@ async def test_the_shared_and_the_plain_path_decide_alike(problem, seed, order_w
     assert num_shared < num_plain
 
 
-async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> None:
+async def test_the_order_of_answers_does_not_matter(
+    problem: MakeProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of one request, answered backwards."""
     _, opened, config = problem(10, seed=3, order_weight=4.0)
     expected = await Chain(opened, config=config.search, seed=3).run()
@@ -116,7 +128,7 @@ async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> Non
     oracle, opened, config = problem(10, seed=3, order_weight=4.0)
     score = oracle.sampler.score
 
-    async def late(requests):
+    async def late(requests: Sequence[ScoreRequest]) -> list[Score]:
         for _ in range(len(requests[0].tokens) % 7):
             await asyncio.sleep(0)
         return await score(requests)
@@ -125,14 +137,16 @@ async def test_the_order_of_answers_does_not_matter(problem, monkeypatch) -> Non
     assert await Chain(opened, config=config.search, seed=3).run() == expected
 
 
-async def test_what_a_chain_asks_for_has_one_affinity(tmp_path: Path, monkeypatch) -> None:
+async def test_what_a_chain_asks_for_has_one_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oracle = Oracle(16, seed=1)
     path = write_items(tmp_path / "items.jsonl", oracle)
     config = make_config(path, num_chains=2, batch_size=8)
     asked: list[set[object]] = []
     score = oracle.sampler.score
 
-    async def recorded(requests):
+    async def recorded(requests: Sequence[ScoreRequest]) -> list[Score]:
         asked.append({request.affinity for request in requests})
         return await score(requests)
 
@@ -153,9 +167,9 @@ async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
             tuple(x for first in firsts for x in (first, 1 - first))
             for firsts in product((0, 1), repeat=5)
         ]
-        best = max(a.utility for a in await opened.assess(options))
+        best = max(a.utility for a in await opened.assess(options) if a is not None)
         result = await run_icm(tmp_path, oracle, config, name=f"run{seed}")
-        assert result.report["utility"] == pytest.approx(best)
+        assert result.report.utility == pytest.approx(best)
 
 
 async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> None:
@@ -171,7 +185,7 @@ async def test_permuting_the_true_labels_changes_no_decision(tmp_path: Path) -> 
     second = await run_icm(tmp_path, oracle, config, name="second")
     assert decisions(tmp_path / "first") == decisions(tmp_path / "second")
     assert first.labels == second.labels
-    assert first.report["rows"][0]["accuracy"] != second.report["rows"][0]["accuracy"]
+    assert first.report.rows[0].accuracy != second.report.rows[0].accuracy
 
 
 def test_the_search_cannot_be_shown_the_true_labels(tmp_path: Path) -> None:
@@ -189,16 +203,19 @@ class Killed(BaseException):
     pass
 
 
-async def test_a_run_killed_anywhere_resumes_without_asking_twice(tmp_path: Path) -> None:
+async def test_a_run_killed_anywhere_resumes_without_asking_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oracle = Oracle(10, seed=4, order_weight=2.0)
     config = make_config(write_items(tmp_path / "items.jsonl", oracle), num_chains=2)
     expected = (await run_icm(tmp_path, oracle, config, name="whole")).report
     total = len(oracle.asked)
-    score, asked, kills = oracle.sampler.score, [], 0
+    score, kills = oracle.sampler.score, 0
+    asked: list[TokenIds] = []
     for room in (1, 3, 4, 9, 30):
         left = [room]
 
-        async def dying(requests, left=left):
+        async def dying(requests: Sequence[ScoreRequest], left: list[int] = left) -> list[Score]:
             if left[0] == 0:
                 raise Killed
             left[0] -= 1
@@ -206,22 +223,22 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(tmp_path: Path
             asked.extend(request.tokens for request in requests)
             return answers
 
-        oracle.sampler.score = dying
+        monkeypatch.setattr(oracle.sampler, "score", dying)
         try:
             report = (await run_icm(tmp_path, oracle, config, name="killed")).report
         except (Killed, BaseExceptionGroup):
             kills += 1
-    oracle.sampler.score = score
+    monkeypatch.setattr(oracle.sampler, "score", score)
     before = len(oracle.asked)
     report = (await run_icm(tmp_path, oracle, config, name="killed")).report
     asked.extend(oracle.asked[before:])
     assert kills >= 4
     assert len(asked) == len(set(asked)) == total, "what was answered is not asked for again"
-    same = set(expected) - {"run", "seconds", "tokens"}
-    assert {k: report[k] for k in same} == {k: expected[k] for k in same}
-    assert decisions(tmp_path / "killed") != [] and report["tokens"]["naive"] > 0
+    other = {"run", "seconds", "tokens"}
+    assert report.model_dump(exclude=other) == expected.model_dump(exclude=other)
+    assert decisions(tmp_path / "killed") != [] and report.tokens.naive > 0
     again = len(oracle.asked)
-    assert (await run_icm(tmp_path, oracle, config, name="killed")).report["rows"] == report["rows"]
+    assert (await run_icm(tmp_path, oracle, config, name="killed")).report.rows == report.rows
     assert len(oracle.asked) == again, "a finished run costs nothing to open"
 
 
@@ -244,14 +261,19 @@ async def test_a_run_killed_anywhere_resumes_without_asking_twice(tmp_path: Path
         ),
     ],
 )
-async def test_a_missing_number_is_an_error(tmp_path: Path, answer, words: str) -> None:
+async def test_a_missing_number_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[int], list[Score]],
+    words: str,
+) -> None:
     oracle = Oracle(6)
     config = make_config(write_items(tmp_path / "items.jsonl", oracle))
 
-    async def broken(requests):
+    async def broken(requests: Sequence[ScoreRequest]) -> list[Score]:
         return answer(len(requests))
 
-    oracle.sampler.score = broken
+    monkeypatch.setattr(oracle.sampler, "score", broken)
     with pytest.raises(EngineError, match=words):
         await run_icm(tmp_path, oracle, config)
 
@@ -260,11 +282,11 @@ async def test_without_constraints_a_biased_model_collapses_and_is_told_so(tmp_p
     oracle = Oracle(12, prior=0.2, pull=0.5, noise=0.1, bias=4.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
     result = await run_icm(tmp_path, oracle, make_config(path, constraints=[]))
-    assert result.report["verdict"] == "collapsed"
-    assert "All labels are True" in result.report["warnings"][0]
+    assert result.report.verdict == "collapsed"
+    assert "All labels are True" in result.report.warnings[0]
     calibrated = make_config(path, constraints=[], objective={"calibrate": True}, num_chains=3)
     result = await run_icm(tmp_path, oracle, calibrated, name="calibrated")
-    assert result.report["verdict"] != "collapsed" and oracle.accuracy(result.labels) == 1.0
+    assert result.report.verdict != "collapsed" and oracle.accuracy(result.labels) == 1.0
 
 
 async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -> None:
@@ -272,14 +294,16 @@ async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -
     path = write_items(tmp_path / "items.jsonl", oracle)
     config = make_config(path, search={"iterations": 2, "num_start": 4})
     result = await run_icm(tmp_path, oracle, config)
-    assert result.report["verdict"] == "partial"
-    assert result.report["num_labelled"] < 20
+    assert result.report.verdict == "partial"
+    assert result.report.num_labelled < 20
     assert None in result.labels.values()
     rows = read_rows(tmp_path / "a" / "sft.jsonl")
-    assert len(rows) <= result.report["num_labelled"]
+    assert len(rows) <= result.report.num_labelled
 
 
-async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tmp_path) -> None:
+async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
+    tmp_path: Path,
+) -> None:
     """No prior: concept and inverse are equally coherent, and the start decides."""
     oracle = Oracle(16, prior=0.0, pull=3.0, noise=0.0)
     path = write_items(tmp_path / "items.jsonl", oracle)
@@ -287,16 +311,14 @@ async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(tm
         (await run_icm(tmp_path, oracle, make_config(path, seed=s), name=f"s{s}")).report
         for s in range(6)
     ]
-    accuracies = {report["rows"][0]["accuracy"] for report in reports}
+    accuracies = {report.rows[0].accuracy for report in reports}
     assert accuracies == {0.0, 1.0}, "both ends are found"
     for report in reports:
-        assert report["verdict"] == (
-            "inverse" if report["rows"][0]["accuracy"] == 0 else "ambiguous"
-        )
-        assert any("the items do not decide" in warning for warning in report["warnings"])
+        assert report.verdict == ("inverse" if report.rows[0].accuracy == 0 else "ambiguous")
+        assert any("the items do not decide" in warning for warning in report.warnings)
 
 
-async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_path) -> None:
+async def test_batches_keep_groups_together_and_are_labelled_each_by_itself(tmp_path: Path) -> None:
     oracle = Oracle(22, seed=5)
     path = write_items(tmp_path / "items.jsonl", oracle)
     result = await run_icm(tmp_path, oracle, make_config(path, batch_size=8, num_chains=2))
@@ -321,13 +343,13 @@ async def test_batches_of_opposite_concepts_are_never_called_coherent(tmp_path: 
                   for i in range(24)]  # fmt: skip
         is_opposite = all(rights[:12]) != all(rights[12:])
         seen.add(is_opposite)
-        [row] = result.report["transfers"]
-        assert row["accuracy"] == (0.0 if is_opposite else 1.0)
-        assert (result.report["verdict"] == "opposite") == is_opposite
+        [row] = result.report.transfers
+        assert row.accuracy == (0.0 if is_opposite else 1.0)
+        assert (result.report.verdict == "opposite") == is_opposite
     assert seen == {True, False}
 
 
-async def test_more_than_two_labels(tmp_path: Path) -> None:
+async def test_more_than_two_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three labels by prompt; the hidden concept of the fake is their name in the text."""
     rows = [{"id": f"i{i}", "word": "abc"[i % 3]} for i in range(9)]
     path = tmp_path / "items.jsonl"
@@ -341,26 +363,26 @@ async def test_more_than_two_labels(tmp_path: Path) -> None:
     )
     oracle = Oracle(2)
 
-    def logprob(model, tokens, token):
+    def logprob(model: ModelRef, tokens: TokenIds, token: int) -> float:
         names = {t: word for word, t in oracle.words.ids.items()}
         return -0.1 if names[tokens[-2]] == names[token] else -3.0
 
-    oracle.sampler._logprob = logprob
+    monkeypatch.setattr(oracle, "logprob", logprob)
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
         result = await label(config, items=items, bench=oracle.bench, run=run)
     assert result.labels == {row["id"]: row["word"] for row in rows}
-    assert result.report["gold"] is None and result.report["rows"][0]["accuracy"] is None
+    assert result.report.gold is None and result.report.rows[0].accuracy is None
 
 
-def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem) -> None:
+def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem: MakeProblem) -> None:
     oracle, _, config = problem(12)
     bench = replace(oracle.bench, context_tokens=20)
     with pytest.raises(TaskError, match="write batch_size: 5 or less"):
         open_problem(config, read_items(config.data), bench=bench, store=ScoreStore())
 
 
-async def test_chains_of_one_batch_share_what_is_in_flight(problem) -> None:
+async def test_chains_of_one_batch_share_what_is_in_flight(problem: MakeProblem) -> None:
     oracle, opened, _ = problem(8)
     assert isinstance(opened.scorer, SharedLabelScorer)
     labels = (0, 1) * 4
@@ -369,7 +391,9 @@ async def test_chains_of_one_batch_share_what_is_in_flight(problem) -> None:
     assert one == two and oracle.sampler.num_scores == 8
 
 
-async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(tmp_path) -> None:
+async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that does not know the concept by itself learns it from the first batch."""
     oracle = Oracle(24, seed=6)
     path = write_items(tmp_path / "items.jsonl", oracle)
@@ -377,12 +401,17 @@ async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(tmp
     trained: list[list[Datum]] = []
     seen: list[ModelRef] = []
 
-    async def tune(data) -> ModelRef:
+    async def tune(data: Sequence[Datum]) -> ModelRef:
         trained.append(list(data))
         return ModelRef(name="icm", version=str(len(trained)))
 
-    logprob = oracle.sampler._logprob
-    oracle.sampler._logprob = lambda model, *rest: (seen.append(model), logprob(model, *rest))[1]
+    known = oracle.logprob
+
+    def logprob(model: ModelRef, tokens: TokenIds, token: int) -> float:
+        seen.append(model)
+        return known(model, tokens, token)
+
+    monkeypatch.setattr(oracle, "logprob", logprob)
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
         bench = replace(oracle.bench, tune=tune)

@@ -36,7 +36,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["claims.jsonl", "claims.json"])
-def test_items_are_read_with_groups_and_without_their_true_labels(tmp_path, name: str) -> None:
+def test_items_are_read_with_groups_and_without_their_true_labels(
+    tmp_path: Path, name: str
+) -> None:
     rows = [{"question": f"q{i // 2}", "claim": f"c{i}", "label": i % 2} for i in range(4)]
     document = {
         "path": str(write(tmp_path / name, rows)),
@@ -100,7 +102,7 @@ def test_true_labels_may_be_in_another_file(tmp_path: Path) -> None:
         ({"labels": ["a"]}, "at least 2"),
     ],
 )
-def test_bad_configs_get_a_sentence(changes: dict, words: str) -> None:
+def test_bad_configs_get_a_sentence(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         DataConfig.model_validate({"path": "x", "prompt": "{{ text }}", **changes})
 
@@ -115,7 +117,9 @@ def test_bad_configs_get_a_sentence(changes: dict, words: str) -> None:
         ([{"texts": "a"}], {}, "text"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, rows, changes: dict, words: str) -> None:
+def test_bad_rows_are_named(
+    tmp_path: Path, rows: list[dict[str, Any]], changes: dict[str, Any], words: str
+) -> None:
     path = write(tmp_path / "items.jsonl", rows)
     config = DataConfig.model_validate({"path": path, "prompt": "{{ text }}", **changes})
     with pytest.raises(TaskError, match=words):
@@ -141,7 +145,7 @@ def test_batches_hold_every_item_once_and_whole_groups(groups: list[int], size: 
     batches = batch_items(items, size=size)
     assert sorted(i.id for b in batches for i in b) == sorted(i.id for i in items)
     assert all(0 < len(batch) <= size for batch in batches)
-    homes = {}
+    homes: dict[str, int] = {}
     for number, batch in enumerate(batches):
         for one in batch:
             assert homes.setdefault(one.group, number) == number
@@ -165,7 +169,7 @@ def test_a_context_is_the_tokens_of_its_text() -> None:
 
 
 @given(st.data())
-def test_equal_digests_mean_equal_contexts(data) -> None:
+def test_equal_digests_mean_equal_contexts(data: st.DataObject) -> None:
     items = [item(name) for name in "abcd"]
     prompts, order = made_prompts(items), TreeOrder([(0, 1), (2, 3)])
     draws = st.tuples(st.tuples(*[st.integers(-1, 1)] * 4), st.integers(0, 3))
@@ -265,7 +269,7 @@ def test_solutions_that_were_cut_off_may_be_left_free() -> None:
             "finds no answer",
         ),
         ({"type": "asymmetric_pair", "group": "one"}, "a group has 3"),
-        ({"type": "implies", "field": "s"}, "is no item of its batch"),
+        ({"type": "implies", "field": "s"}, "is not an item of its batch"),
     ],
 )
 def test_relations_that_do_not_fit_are_named(config: dict[str, Any], words: str) -> None:

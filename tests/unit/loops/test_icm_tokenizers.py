@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -111,7 +111,9 @@ def make_data(**changes: Any) -> DataConfig:
     return DataConfig.model_validate({"path": "x", "prompt": "{{ x }}", **changes})
 
 
-def whole_text(texts: list[str], labels: Labels, target: int, order, data: DataConfig) -> str:
+def whole_text(
+    texts: list[str], labels: Labels, target: int, order: Sequence[int], data: DataConfig
+) -> str:
     """The context as a person would write it."""
     shown = [f"{texts[i]} {data.labels[labels[i]]}" for i in order if labels[i] != UNLABELLED]
     return data.separator.join([*([data.preamble] if data.preamble else []), *shown, texts[target]])

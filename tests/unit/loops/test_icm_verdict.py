@@ -1,6 +1,7 @@
 """What the labels are said to be worth: agreement, collapsed and opposite batches, rivals."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,14 +9,17 @@ import pytest
 from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, Problem
-from rookery.loops.icm.items import Item
-from rookery.loops.icm.label_scorer import Context
+from rookery.loops.icm.config import IcmConfig
+from rookery.loops.icm.items import DataConfig, Item
+from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
 from rookery.loops.icm.verdict import Crowd, Evidence, agree, judge
+from rookery.reports import IcmReport
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.constraints import Constraint, Constraints, Exclusive
 from rookery.search.labelling import UNLABELLED, Labels
+from rookery.testing import BASE
 
 
 def item(name: str) -> Item:
@@ -92,33 +96,13 @@ def test_verdicts() -> None:
     assert verdict == "coherent" and "1%" in warnings[0]
 
 
-class Habit:
-    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+class Scripted:
+    """A scorer that knows every read at once."""
 
     naive_tokens = 0
 
-    async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs]:
-        return [self._read(labels, item) for labels, item in contexts]
-
-    async def prefetch(self, contexts: Sequence[Context]) -> None:
-        """Nothing is asked for."""
-
-    def known(self, context: Context) -> LabelLogprobs | None:
-        return self._read(*context)
-
-    def _read(self, labels: Labels, item: int) -> LabelLogprobs:
-        if not any(label == 1 for other, label in enumerate(labels) if other != item):
-            return (-0.01, -4.6)
-        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
-
-
-class Content:
-    """Reads of a model that finds every label as it should be."""
-
-    naive_tokens = 0
-
-    def __init__(self, wanted: Labels) -> None:
-        self._wanted = wanted
+    def of_chain(self, affinity: Hashable) -> LabelScorer:
+        return self
 
     async def score(self, contexts: Sequence[Context]) -> list[LabelLogprobs | None]:
         return [self.known(context) for context in contexts]
@@ -127,10 +111,30 @@ class Content:
         """Nothing is asked for."""
 
     def known(self, context: Context) -> LabelLogprobs | None:
+        raise NotImplementedError
+
+
+class Habit(Scripted):
+    """Reads of a model that tells items apart, and is surer still when all labels are the first."""
+
+    def known(self, context: Context) -> LabelLogprobs | None:
+        labels, item = context
+        if not any(label == 1 for other, label in enumerate(labels) if other != item):
+            return (-0.01, -4.6)
+        return (-0.3, -1.4) if item % 2 == 0 else (-1.4, -0.3)
+
+
+class Content(Scripted):
+    """Reads of a model that finds every label as it should be."""
+
+    def __init__(self, wanted: Labels) -> None:
+        self._wanted = wanted
+
+    def known(self, context: Context) -> LabelLogprobs | None:
         return (-0.1, -2.4) if self._wanted[context[1]] == 0 else (-2.4, -0.1)
 
 
-async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> dict[str, Any]:
+async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> IcmReport:
     """The report of batches that ended with these labels, each of which agrees with itself."""
     made = []
     for index, labels in enumerate(batches):
@@ -154,32 +158,35 @@ async def made_report(*batches: Labels, tied: Sequence[Constraint] = ()) -> dict
             results=[found],
         )
         made.append(batch)
-    baselines, search = BaselinesConfig(inverted=False), AnnealingConfig()
-    names = ("True", "False")
-    return await make_report(
-        made, labels=names, baselines=baselines, search=search, gold={}, errors={}
+    return await report_on(made, AnnealingConfig())
+
+
+async def report_on(batches: Sequence[Batch], search: AnnealingConfig) -> IcmReport:
+    config = IcmConfig(
+        data=DataConfig(path=Path("items.jsonl"), prompt="{{ text }} is"),
+        baselines=BaselinesConfig(inverted=False),
+        search=search,
     )
+    return await make_report(batches, config=config, model=BASE, gold={}, store=ScoreStore())
 
 
 async def test_a_batch_that_collapsed_is_seen() -> None:
     report = await made_report((0,) * 255 + (1,))
-    assert (
-        report["verdict"] == "collapsed" and "255 of 256 labels are True" in report["warnings"][0]
-    )
+    assert report.verdict == "collapsed" and "255 of 256 labels are True" in report.warnings[0]
     report = await made_report((0,) * 20, (1,) * 20)
-    assert report["balance"] == {"True": 20, "False": 20} and report["verdict"] == "collapsed"
+    assert report.balance == {"True": 20, "False": 20} and report.verdict == "collapsed"
     words = "All labels of batch 0 are True; All labels of batch 1 are False"
-    assert words in report["warnings"][0]
-    assert (await made_report((0, 1) * 20, (0,) * 20))["verdict"] == "collapsed"
-    assert (await made_report((0,) * 15 + (1,) * 5))["verdict"] == "coherent"
+    assert words in report.warnings[0]
+    assert (await made_report((0, 1) * 20, (0,) * 20)).verdict == "collapsed"
+    assert (await made_report((0,) * 15 + (1,) * 5)).verdict == "coherent"
 
 
 async def test_what_constraints_ask_for_is_no_collapse() -> None:
     one_of_forty = [Exclusive(members=tuple(range(40)), label=0, is_exact=True)]
-    assert (await made_report((0, *[1] * 39), tied=one_of_forty))["verdict"] == "coherent"
+    assert (await made_report((0, *[1] * 39), tied=one_of_forty)).verdict == "coherent"
     at_most_one = [Exclusive(members=(i, i + 1), label=0) for i in range(0, 8, 2)]
-    assert (await made_report((1,) * 8, tied=at_most_one))["verdict"] == "collapsed"
-    assert (await made_report((0, 1) * 4, tied=at_most_one))["verdict"] == "coherent"
+    assert (await made_report((1,) * 8, tied=at_most_one)).verdict == "collapsed"
+    assert (await made_report((0, 1) * 4, tied=at_most_one)).verdict == "coherent"
 
 
 async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None:
@@ -204,13 +211,6 @@ async def test_labels_that_need_no_search_and_are_as_coherent_are_told() -> None
         open_scorer=lambda items: Habit(),
         results=[found],
     )
-    report = await make_report(
-        [batch],
-        labels=("True", "False"),
-        baselines=BaselinesConfig(inverted=False),
-        search=search,
-        gold={},
-        errors={},
-    )
-    assert report["verdict"] == "ambiguous"
-    assert "without a search" in report["warnings"][0]
+    report = await report_on([batch], search)
+    assert report.verdict == "ambiguous"
+    assert "without a search" in report.warnings[0]

@@ -21,7 +21,7 @@ def test_a_report_is_read_whole() -> None:
 def test_an_empty_report_has_no_winner_and_invents_no_numbers() -> None:
     report = parse_genome_report({})
     assert report.winner is None
-    assert report.rows == report.generations == report.lineage == report.warnings == ()
+    assert not (report.rows or report.generations or report.lineage or report.warnings)
     assert report.seconds is None
 
 

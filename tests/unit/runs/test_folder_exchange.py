@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_a_folder_is_never_absent(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         best = run.write_folder("best", fill("0"))
         probe, other = tmp_path / "probe", tmp_path / "other"
-        probe.mkdir(), other.mkdir()
+        probe.mkdir()
+        other.mkdir()
         if not folder_exchange.exchange(probe, other):
             pytest.skip("the file system cannot exchange folders")
         has_ended = threading.Event()
@@ -102,7 +104,7 @@ def test_a_kill_between_two_renames_is_mended(
     monkeypatch.setattr(folder_exchange, "exchange", lambda *_: False)
     monkeypatch.setattr(folder_exchange, "sync_folder", lambda path: None)
     monkeypatch.setattr(os, "rename", counted)
-    monkeypatch.setattr(folder_exchange.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     try:
         run.write_folder("logs/best", fill("new"))
     except Killed:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ def gate() -> Gate:
     return Gate()
 
 
-def submit_behind_the_first(gate: Gate, group: GroupCommit[int, int], items: range) -> list:
+def submit_behind_the_first(
+    gate: Gate, group: GroupCommit[int, int], items: range
+) -> list[Future[int]]:
     """Submit 0, and the others while it is being stored."""
     futures = [group.submit(0)]
     assert gate.has_begun.wait(30)

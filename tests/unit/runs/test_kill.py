@@ -1,6 +1,6 @@
 """`kill -9` at random moments: what was acknowledged is there, once, and the run opens again.
 
-A nursery process forks one writer after the other over the same run; each writer opens the run,
+A process forks one writer after the other over the same run; each writer opens the run,
 writes events, batches, blobs, metrics and documents, and acknowledges every write on a pipe. This
 process kills it after a random number of acknowledgements and a random wait, then looks.
 """
@@ -23,7 +23,7 @@ from rookery.runs import Run, RunView, list_runs
 NUM_KILLS = 220
 NUM_CREATIONS = 60
 SOURCE = Path(rookery.__file__).parents[1]
-NURSERY = """
+FORKER = """
 import os, sys
 from pathlib import Path
 from rookery.runs import NewEvent, Run
@@ -95,10 +95,10 @@ def test_nothing_acknowledged_is_lost_or_doubled(tmp_path: Path) -> None:
     with Run.create(tmp_path, kind="eval", name="poet", config={"a": 1}) as run:
         path = run.path
     seen = Seen()
-    with start_nursery(tmp_path) as nursery:
+    with start_forker(tmp_path) as forker:
         for _ in range(NUM_KILLS):
             num_waited = dice.choice([0, 0, 1, 2, 5, 10, 20])
-            kill_one(nursery, "poet", seen, num_waited, dice)
+            kill_one(forker, "poet", seen, num_waited, dice)
             if dice.random() < 0.5:
                 with Run.view(path) as view:
                     assert view.status == "interrupted"
@@ -114,11 +114,11 @@ def test_nothing_acknowledged_is_lost_or_doubled(tmp_path: Path) -> None:
 def test_a_run_killed_while_it_is_created_opens_or_is_created_again(tmp_path: Path) -> None:
     dice = random.Random(8)
     num_again = 0
-    with start_nursery(tmp_path) as nursery:
+    with start_forker(tmp_path) as forker:
         for number in range(NUM_CREATIONS):
             seen = Seen()
             name = f"run{number}"
-            kill_one(nursery, name, seen, dice.choice([0, 0, 0, 1]), dice)
+            kill_one(forker, name, seen, dice.choice([0, 0, 0, 1]), dice)
             summaries = [summary for summary in list_runs(tmp_path) if summary.name == name]
             if summaries and summaries[0].status == "interrupted":
                 run = Run.open(tmp_path / name)
@@ -134,30 +134,30 @@ def test_a_run_killed_while_it_is_created_opens_or_is_created_again(tmp_path: Pa
 
 
 @contextmanager
-def start_nursery(root: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-S", "-c", NURSERY, str(root)]
+def start_forker(root: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-S", "-c", FORKER, str(root)]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    ) as nursery:
-        yield nursery
+    ) as forker:
+        yield forker
 
 
 def kill_one(
-    nursery: subprocess.Popen[str], name: str, seen: Seen, num_waited: int, dice: random.Random
+    forker: subprocess.Popen[str], name: str, seen: Seen, num_waited: int, dice: random.Random
 ) -> None:
     """Start a writer, wait for a number of acknowledgements and a little more, and kill it."""
-    assert nursery.stdin is not None and nursery.stdout is not None
-    nursery.stdin.write(f"{name}\n")
-    nursery.stdin.flush()
-    pid = int(nursery.stdout.readline().split()[1])
+    assert forker.stdin is not None and forker.stdout is not None
+    forker.stdin.write(f"{name}\n")
+    forker.stdin.flush()
+    pid = int(forker.stdout.readline().split()[1])
     for _ in range(num_waited):
-        seen.add(nursery.stdout.readline())
+        seen.add(forker.stdout.readline())
     until = time.perf_counter() + dice.random() * dice.choice([0.0005, 0.003, 0.015])
     while time.perf_counter() < until:
         pass
     os.kill(pid, signal.SIGKILL)
-    while (line := nursery.stdout.readline()) != "dead\n":
+    while (line := forker.stdout.readline()) != "dead\n":
         seen.add(line)
 
 

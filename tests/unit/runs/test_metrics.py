@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def test_rows_are_the_last_values_per_step(steps: list[tuple[int, dict[str, floa
 
 def test_lines_are_json_for_every_parser(tmp_path: Path) -> None:
     metrics = MetricsFile.open(tmp_path / "m.jsonl")
-    metrics.log(0, {"a/b": math.nan, "a/c": -math.inf, "a/d": np.float32(0.5), "a/e": 3})
+    half: Any = np.float32(0.5)
+    metrics.log(0, {"a/b": math.nan, "a/c": -math.inf, "a/d": half, "a/e": 3})
     metrics.close()
 
     def refuse(constant: str) -> None:

@@ -58,17 +58,25 @@ def test_status_follows_the_events(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         assert run.status == "running"
     with Run.view(run.path) as view:
-        assert view.status == "interrupted", "closed without finish"
+        seen = {"closed without finish": view.status}
         with Run.open(run.path) as run:
-            assert view.status == "running"
+            seen["opened"] = view.status
             run.finish("failed", message="no GPU")
-            assert view.status == "failed"
-        assert view.status == "failed"
+            seen["failed"] = view.status
+        seen["closed"] = view.status
         with Run.open(run.path) as run:
-            assert view.status == "running", "opened again"
+            seen["opened again"] = view.status
             assert view.ending is None
             run.finish()
-        assert view.status == "finished"
+        seen["finished"] = view.status
+    assert seen == {
+        "closed without finish": "interrupted",
+        "opened": "running",
+        "failed": "failed",
+        "closed": "failed",
+        "opened again": "running",
+        "finished": "finished",
+    }
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def lines_of(folder: Path, text: str, **settings: Any) -> list[dict[str, Any]]:
     file = folder / "evaluator.py"
     file.write_text(text)
     lines: list[dict[str, Any]] = []
-    options = {"is_cascade": True, "thresholds": [0.5, 0.75]} | settings
+    options: dict[str, Any] = {"is_cascade": True, "thresholds": [0.5, 0.75]} | settings
     module = load_evaluator(file)
     evaluate(module, "p.py", emit=lambda r: lines.append(json.loads(json.dumps(r))), **options)
     return lines

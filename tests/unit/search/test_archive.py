@@ -8,6 +8,7 @@ from rookery.search.archive import (
     Archive,
     ArchiveConfig,
     FeatureConfig,
+    Outcome,
     cell_of,
     extend,
     insert,
@@ -23,7 +24,9 @@ GRID = ArchiveConfig(
 )
 
 
-def put(archive: Archive, id: str, score: float | None, length: float, depth: float = 0.5):
+def put(
+    archive: Archive, id: str, score: float | None, length: float, depth: float = 0.5
+) -> tuple[Archive, Outcome]:
     return insert(archive, id, score=score, features={"length": length, "depth": depth})
 
 
@@ -36,7 +39,7 @@ def test_a_cell_keeps_its_best() -> None:
     assert (outcome, archive.cells["0,1"].id) == ("improved", "c")
     archive, outcome = put(archive, "d", -3.0, 90, -0.5)
     assert (outcome, archive.cells["3,0"].id) == ("new", "d")
-    assert archive.best.id == "c"
+    assert archive.best is not None and archive.best.id == "c"
     assert archive.coverage == 2 / 8
     assert archive.quality == pytest.approx(-2.4)
 
@@ -52,7 +55,7 @@ def test_inserting_does_not_change_the_archive_before() -> None:
     ("length", "cell"),
     [(-50, 0), (0, 0), (24.9, 0), (25, 1), (99.9, 3), (100, 3), (1e308, 3), (-1e308, 0)],
 )
-def test_values_fall_into_bins(length, cell) -> None:
+def test_values_fall_into_bins(length: float, cell: int) -> None:
     assert cell_of(GRID, {"length": length, "depth": 0.0}) == f"{cell},1"
 
 
@@ -61,7 +64,9 @@ def test_values_fall_into_bins(length, cell) -> None:
         st.tuples(st.none() | st.integers(-3, 3).map(float), st.floats(-50, 150), st.floats(-2, 2))
     )
 )
-def test_against_a_search_through_everything(tried) -> None:
+def test_against_a_search_through_everything(
+    tried: list[tuple[float | None, float, float]],
+) -> None:
     archive = Archive(config=GRID)
     everything: dict[str, list[tuple[float, str]]] = {}
     for index, (score, length, depth) in enumerate(tried):

@@ -41,7 +41,9 @@ TRUE, FALSE, NONE = 0, 1, UNLABELLED
         (AsymmetricPair(first=0, second=1, mirror=(1, 0, 2)), (2, 2), 0),
     ],
 )
-def test_broken_pairs_are_counted(constraint: Constraint, labels, expected: int) -> None:
+def test_broken_pairs_are_counted(
+    constraint: Constraint, labels: tuple[int, ...], expected: int
+) -> None:
     assert num_violations(constraint, labels) == expected
 
 
@@ -144,7 +146,7 @@ def test_over_a_thousand_tied_items_are_repaired(tied: list[Constraint], num_opt
 def test_a_hub_without_a_label_ties_nothing() -> None:
     """Were the spokes repaired together, each of 2 ** 30 ways would cost an evaluation."""
     spokes = [AsymmetricPair(first=0, second=i, mirror=(1, 0)) for i in range(1, 31)]
-    tied = [*spokes, Exclusive(members=(1, 31), label=TRUE)]
+    tied: list[Constraint] = [*spokes, Exclusive(members=(1, 31), label=TRUE)]
     constraints = Constraints(tied, num_items=32, num_labels=2)
     middle = tuple(i % 2 for i in range(1, 30))
     assert constraints.repairs((NONE, TRUE, *middle, NONE), item=31, label=TRUE) == (
@@ -175,7 +177,7 @@ def test_what_is_too_entangled_is_refused() -> None:
 
 
 def test_components_join_through_others() -> None:
-    tied = [
+    tied: list[Constraint] = [
         Exclusive(members=(0, 3), label=0),
         Implies(premise=3, conclusion=4, label=0),
     ]

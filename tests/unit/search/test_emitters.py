@@ -1,5 +1,8 @@
 """Emitters: they climb, are told exactly what they asked, and begin again when others lead."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -46,13 +49,13 @@ def founders() -> Places:
     return {f"f{i}": np.eye(len(TARGET))[i] for i in range(len(TARGET))}
 
 
-def make_cmaes(**fields) -> CmaesEmitter:
+def make_cmaes(**fields: Any) -> CmaesEmitter:
     return CmaesEmitter(
         CmaesOperatorConfig(**fields), count=6, at=AT, founders=list(founders()), mutation_sigma=0.1
     )
 
 
-def make_es(**fields) -> EsEmitter:
+def make_es(**fields: Any) -> EsEmitter:
     emitter = EsEmitter(EsOperatorConfig(**fields), count=9, at=AT)
     emitter.begin("f0", scale=1.0)
     return emitter
@@ -73,13 +76,13 @@ def climb(emitter: Emitter, *, generations: int) -> list[float]:
 
 
 @pytest.mark.parametrize("make", [make_es, make_cmaes])
-def test_each_alone_climbs(make) -> None:
+def test_each_alone_climbs(make: Callable[[], Emitter]) -> None:
     scores = climb(make(), generations=30)
     assert scores[-1] > -0.05 > scores[0]
 
 
 @pytest.mark.parametrize("make", [make_es, make_cmaes])
-def test_told_the_same_it_asks_the_same(make) -> None:
+def test_told_the_same_it_asks_the_same(make: Callable[[], Emitter]) -> None:
     first, second = make(), make()
     assert climb(first, generations=4) == climb(second, generations=4)
     assert first.ask(generation=5) == second.ask(generation=5)
@@ -87,7 +90,7 @@ def test_told_the_same_it_asks_the_same(make) -> None:
 
 
 @pytest.mark.parametrize("make", [make_es, make_cmaes])
-def test_it_is_told_what_it_asked(make) -> None:
+def test_it_is_told_what_it_asked(make: Callable[[], Emitter]) -> None:
     emitter = make()
     plans = emitter.ask(generation=1)
     told = {plan.id: FAILED for plan in plans}
@@ -154,7 +157,7 @@ def test_shares_become_numbers_of_children() -> None:
         ({"operators": [{"type": "cmaes", "low": 2.0}]}, "low must be below high"),
     ],
 )  # fmt: skip
-def test_operators_that_do_not_fit_are_refused(children: dict, message: str) -> None:
+def test_operators_that_do_not_fit_are_refused(children: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChildrenConfig.model_validate(children)
 

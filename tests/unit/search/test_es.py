@@ -33,7 +33,7 @@ def climb(es: Es, *, until: int) -> Es:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_quadratic_improves(seed) -> None:
+def test_a_quadratic_improves(seed: int) -> None:
     es = climb(Es(config=EsConfig(num_pairs=8), seed=seed), until=60)
     assert np.sum((centre_of(es) - TARGET) ** 2) < 0.1 * np.sum(TARGET**2)
 
@@ -63,14 +63,14 @@ def test_update_follows_the_better_side() -> None:
 
 
 @pytest.mark.parametrize("fitness", [FAILED, Fitness(score=0.0), Fitness(score=-7.0)])
-def test_equal_trials_change_nothing(fitness) -> None:
+def test_equal_trials_change_nothing(fitness: Fitness) -> None:
     es = Es(config=EsConfig(num_pairs=3), seed=1)
     told = tell(es, {trial.id: fitness for trial in ask(es)})
     assert {u.weight for u in told.updates[-1]} == {0.0}
 
 
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=12))
-def test_utilities_are_centred_and_ordered(scores) -> None:
+def test_utilities_are_centred_and_ordered(scores: list[float | None]) -> None:
     fitness = {str(i): Fitness(score=score) for i, score in enumerate(scores)}
     utility = utilities(fitness)
     assert sum(utility.values()) == pytest.approx(0.0, abs=1e-12)

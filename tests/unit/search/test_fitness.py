@@ -1,5 +1,7 @@
 """Fitness: failures, constraints and their order."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_a_source_may_be_a_constraint_only() -> None:
     ("weights", "error"),
     [({"a": 0.0}, ConfigError), ({"a": 1.0, "b": -1.0}, ConfigError), ({"c": 1.0}, ValueError)],
 )
-def test_unusable_weights_get_a_sentence(weights, error) -> None:
+def test_unusable_weights_get_a_sentence(weights: dict[str, float], error: type[Exception]) -> None:
     with pytest.raises(error):
         fitness_of({"a": 0.5, "b": 0.5}, weights=weights)
 
@@ -49,7 +51,7 @@ def test_unusable_weights_get_a_sentence(weights, error) -> None:
     "fields",
     [{"score": float("nan")}, {"score": 1.0, "objectives": (float("inf"),)}],
 )
-def test_numbers_that_are_none_are_refused(fields) -> None:
+def test_numbers_that_are_none_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="score=None"):
         Fitness(**fields)
     with pytest.raises(ValueError, match="0 \\(feasible\\)"):
@@ -57,7 +59,7 @@ def test_numbers_that_are_none_are_refused(fields) -> None:
 
 
 @given(fitnesses)
-def test_scores_agree_with_the_order(population) -> None:
+def test_scores_agree_with_the_order(population: list[Fitness]) -> None:
     scores = comparable_scores(population)
     for a, score_a in zip(population, scores, strict=True):
         assert (score_a is None) == a.is_failed
@@ -75,7 +77,7 @@ def test_infeasible_never_beats_feasible() -> None:
 
 
 @given(fitnesses)
-def test_ranks_follow_the_order(population) -> None:
+def test_ranks_follow_the_order(population: list[Fitness]) -> None:
     ranks = fitness_ranks(population)
     assert sum(ranks) == sum(range(len(population)))
     for a, rank_a in zip(population, ranks, strict=True):

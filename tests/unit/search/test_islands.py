@@ -53,7 +53,9 @@ def test_who_is_there_already_does_not_come_again() -> None:
     num_islands=st.integers(1, 4),
     num_migrants=st.integers(1, 5),
 )
-def test_sizes_and_best_ones_are_kept(scores, num_islands, num_migrants) -> None:
+def test_sizes_and_best_ones_are_kept(
+    scores: list[float | None], num_islands: int, num_migrants: int
+) -> None:
     config = IslandsConfig(num_islands=num_islands, interval=1, num_migrants=num_migrants)
     by_id = {f"c{i}": score for i, score in enumerate(scores)}
     before = settle(list(by_id), config=config)
@@ -61,7 +63,7 @@ def test_sizes_and_best_ones_are_kept(scores, num_islands, num_migrants) -> None
     assert [len(m) for m in after.members] == [len(m) for m in before.members]
     for old, new in zip(before.members, after.members, strict=True):
         assert len(set(new)) == len(new)
-        alive = [by_id[id] for id in old if by_id[id] is not None]
-        if alive:
-            assert max(by_id[id] for id in new if by_id[id] is not None) >= max(alive)
+        had, has = ([s for id in ids if (s := by_id[id]) is not None] for ids in (old, new))
+        if had:
+            assert max(has) >= max(had)
         assert not any(by_id[id] is None for id in set(new) - set(old))

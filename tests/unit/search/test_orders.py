@@ -1,6 +1,7 @@
 """Orders of the other items, and what a prefix cache makes of them."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,9 @@ def test_siblings_stand_next_to_the_target() -> None:
 
 
 @given(st.integers(2, 40), st.integers(1, 4), st.data())
-def test_pruning_shares_at_least_as_many_prefixes(num_items: int, size: int, data) -> None:
+def test_pruning_shares_at_least_as_many_prefixes(
+    num_items: int, size: int, data: st.DataObject
+) -> None:
     """Skipping items keeps the order of the rest: two targets still share what they shared."""
     kept = data.draw(st.sets(st.integers(0, num_items - 1), min_size=2))
     order = TreeOrder(groups_of(num_items, size))
@@ -41,7 +44,7 @@ def test_pruning_shares_at_least_as_many_prefixes(num_items: int, size: int, dat
     assert _common(*pruned) >= sum(i in kept for i in order.of(one)[:shared])
 
 
-def _common(one, other) -> int:
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
@@ -61,7 +64,7 @@ def test_the_tree_computes_n_log_n_items_and_the_list_half_of_all(num_items: int
     assert counts["id"] == pytest.approx(num_items * (num_items + 1) / 2 + num_items, rel=0.02)
 
 
-def _brute(prompts, block: int) -> list[int]:
+def _brute(prompts: list[tuple[int, ...]], block: int) -> list[int]:
     """A cache that remembers the texts themselves."""
     known: set[tuple[int, ...]] = set()
     counts = []
@@ -78,7 +81,9 @@ def _brute(prompts, block: int) -> list[int]:
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), max_size=12),
     st.sampled_from([1, 2, 4]),
 )
-def test_the_count_is_that_of_a_cache_that_keeps_the_tokens(prompts, block: int) -> None:
+def test_the_count_is_that_of_a_cache_that_keeps_the_tokens(
+    prompts: list[tuple[int, ...]], block: int
+) -> None:
     cache = PrefixCache(block_tokens=block)
     assert [cache.add(prompt) for prompt in prompts] == _brute(prompts, block)
 

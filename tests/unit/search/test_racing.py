@@ -78,7 +78,7 @@ def drop_time(lead: list[float], *, alpha: float) -> int | None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_the_test_against_the_gambler_step_by_step(seed) -> None:
+def test_the_test_against_the_gambler_step_by_step(seed: int) -> None:
     rng = stream(seed)
     better = rng.choice([0.0, 0.3, 1.0], 24, p=[0.2, 0.3, 0.5])
     worse = rng.choice([0.0, 0.3, 1.0], 24, p=[0.5, 0.3, 0.2])
@@ -98,7 +98,7 @@ def test_the_test_against_the_gambler_step_by_step(seed) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_best_are_kept_and_work_is_saved(keep) -> None:
+def test_the_best_are_kept_and_work_is_saved(keep: int) -> None:
     config = RaceConfig(confidence=0.9, block=10, keep=keep)
     accuracies = [0.75, 0.6, 0.6, 0.5, 0.3, 0.2]
     wrong, members, used, num_races = 0, 0, 0.0, 60
@@ -180,7 +180,7 @@ def test_racing_finds_the_same_winner_with_less_work() -> None:
     assert races[0].leader == races[1].leader == "c1"
     assert races[0].num_evaluations < 0.7 * races[1].num_evaluations
     estimates = races[0].estimates
-    assert max(estimates, key=lambda id: estimates[id]) == "c1"
+    assert max(estimates, key=lambda id: estimates[id] or 0.0) == "c1"
 
 
 def test_estimates_cancel_the_luck_of_the_first_tasks() -> None:
@@ -251,7 +251,7 @@ def outcome(race: Race) -> tuple[dict[str, Dropped], dict[str, float | None], st
 
 
 @pytest.mark.parametrize("wave", [1, 30, 100, 10_000])
-def test_what_is_dropped_does_not_depend_on_how_much_is_asked_at_once(wave) -> None:
+def test_what_is_dropped_does_not_depend_on_how_much_is_asked_at_once(wave: int) -> None:
     rewards = right_or_wrong([0.3, 0.85, 0.4, 0.5], count=50, seed=2)
     config = RaceConfig(block=5)
     straight = run(start(list(rewards), tasks_of(50), config=config, rng=stream(0)), rewards)
@@ -268,7 +268,9 @@ def test_what_is_dropped_does_not_depend_on_how_much_is_asked_at_once(wave) -> N
     failures=st.lists(st.one_of(st.none(), st.integers(0, 49)), min_size=4, max_size=4),
 )
 @settings(max_examples=40, deadline=None)
-def test_nor_on_which_answers_arrive_together(arrivals, failures) -> None:
+def test_nor_on_which_answers_arrive_together(
+    arrivals: list[tuple[int, int]], failures: list[int | None]
+) -> None:
     """Answers trickle in, some fail, who was dropped comes back: as if told block by block."""
     rewards = right_or_wrong([0.3, 0.85, 0.4, 0.5], count=50, seed=2)
     config = RaceConfig(block=5)
@@ -320,7 +322,7 @@ def test_weights_make_the_score_the_mean_of_the_sources() -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 10])
-def test_many_candidates_are_compared_with_the_best_ones_only(keep) -> None:
+def test_many_candidates_are_compared_with_the_best_ones_only(keep: int) -> None:
     rng = stream(5)
     accuracies = (0.3 + 0.3 * rng.random(200)).tolist()
     config = RaceConfig(confidence=0.9, block=10, keep=keep)
@@ -358,7 +360,7 @@ def test_the_cost_is_linear_in_tasks() -> None:
     keep=st.integers(1, 3),
 )
 @settings(max_examples=40)
-def test_any_rewards_end_with_a_leader(table, block, keep) -> None:
+def test_any_rewards_end_with_a_leader(table: list[list[float]], block: int, keep: int) -> None:
     tasks = tasks_of(12)
     rewards = {f"c{i}": dict(zip(tasks, row, strict=True)) for i, row in enumerate(table)}
     config = RaceConfig(block=block, keep=keep)

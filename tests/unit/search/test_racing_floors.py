@@ -41,7 +41,7 @@ def sourced(accuracies: list[tuple[float, float]], *, seed: int) -> Rewards:
 
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("num_known", [0, 2])
-def test_with_floors_the_best_of_the_constrained_order_are_kept(keep, num_known) -> None:
+def test_with_floors_the_best_of_the_constrained_order_are_kept(keep: int, num_known: int) -> None:
     """The ones with the highest score miss the floor: they must not drop those who keep it."""
     accuracies = [(0.2, 0.95), (0.45, 0.9), (0.7, 0.6), (0.6, 0.5), (0.9, 0.2), (0.5, 0.5)]
     config = RaceConfig(confidence=0.9, block=10, keep=keep)

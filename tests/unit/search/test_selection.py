@@ -36,13 +36,17 @@ populations = st.lists(
 )
 
 
-def frequencies(config: SelectionConfig, scores: list[float | None], *, draws: int = 2500):
+def frequencies(
+    config: SelectionConfig, scores: list[float | None], *, draws: int = 2500
+) -> np.ndarray:
     picked = select(config, scores, count=draws, rng=stream(0, config.type))
     return np.bincount(picked, minlength=len(scores)) / draws
 
 
 @given(config=rules, scores=populations, count=st.integers(0, 15), seed=st.integers(0, 50))
-def test_any_scores_can_be_selected_from(config, scores, count, seed) -> None:
+def test_any_scores_can_be_selected_from(
+    config: SelectionConfig, scores: list[float | None], count: int, seed: int
+) -> None:
     picked = select(config, scores, count=count, rng=stream(seed))
     assert len(picked) == count
     assert picked == select(config, scores, count=count, rng=stream(seed))
@@ -51,7 +55,9 @@ def test_any_scores_can_be_selected_from(config, scores, count, seed) -> None:
 
 
 @given(config=rules, scores=populations, count=st.integers(0, 15), seed=st.integers(0, 50))
-def test_distinct_picks_everybody_alive_at_most_once(config, scores, count, seed) -> None:
+def test_distinct_picks_everybody_alive_at_most_once(
+    config: SelectionConfig, scores: list[float | None], count: int, seed: int
+) -> None:
     picked = select(config, scores, count=count, rng=stream(seed), distinct=True)
     alive = [i for i, score in enumerate(scores) if score is not None] or range(len(scores))
     assert len(set(picked)) == len(picked) == min(count, len(alive))
@@ -60,7 +66,7 @@ def test_distinct_picks_everybody_alive_at_most_once(config, scores, count, seed
 
 @pytest.mark.parametrize("config", ALL, ids=repr)
 @pytest.mark.parametrize("value", [0.0, 0.7, -3.0, None])
-def test_equals_have_equal_chances(config, value) -> None:
+def test_equals_have_equal_chances(config: SelectionConfig, value: float | None) -> None:
     if isinstance(config, TruncationConfig):
         config = TruncationConfig(fraction=1.0)
     assert frequencies(config, [value] * 4) == pytest.approx([0.25] * 4, abs=0.035)
@@ -68,7 +74,7 @@ def test_equals_have_equal_chances(config, value) -> None:
 
 @pytest.mark.parametrize("config", [c for c in ALL if c != ALL[2]], ids=repr)
 @pytest.mark.parametrize("shift", [0.0, -10.0])
-def test_better_is_picked_more_often(config, shift) -> None:
+def test_better_is_picked_more_often(config: SelectionConfig, shift: float) -> None:
     chance = frequencies(config, [shift + s for s in (0.1, 0.9, 0.3, 0.6)])
     worst_to_best = chance[[0, 2, 3, 1]]
     assert (np.diff(worst_to_best) >= 0).all() or isinstance(config, TruncationConfig)
@@ -123,7 +129,7 @@ def test_elites_are_the_best_in_order() -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 2.0, 5.0]), min_size=1, max_size=9))
-def test_tied_ranks_against_counting(values) -> None:
+def test_tied_ranks_against_counting(values: list[float]) -> None:
     expected = [sum(o < v for o in values) + (sum(o == v for o in values) - 1) / 2 for v in values]
     assert tied_ranks(values).tolist() == expected
 

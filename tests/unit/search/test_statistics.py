@@ -1,5 +1,9 @@
 """Intervals: coverage in simulation, closed forms, strata, and honest refusals."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,11 +19,12 @@ from rookery.search.statistics import (
 from rookery.seeding import stream
 
 QUICK = Bootstrap(num_resamples=400)
+Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray | None]]
 
 
 @pytest.mark.parametrize("method", ["bca", "percentile"])
 @pytest.mark.parametrize("kind", ["normal", "binary", "skewed"])
-def test_coverage_of_the_bootstrap(method, kind) -> None:
+def test_coverage_of_the_bootstrap(method: Literal["bca", "percentile"], kind: str) -> None:
     bootstrap = Bootstrap(method=method, num_resamples=400)
     truth = {"normal": 2.0, "binary": 0.3, "skewed": 1.0}[kind]
     hits, trials = 0, 250
@@ -52,7 +57,7 @@ def test_wilson_by_hand() -> None:
 
 
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_holds_its_estimate(counts) -> None:
+def test_wilson_holds_its_estimate(counts: tuple[int, int]) -> None:
     interval = wilson(successes=counts[0], trials=counts[1])
     assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
     assert interval.low < interval.high
@@ -114,7 +119,7 @@ def test_seeded_and_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
-def test_any_values_have_an_interval_around_the_mean(values) -> None:
+def test_any_values_have_an_interval_around_the_mean(values: list[float]) -> None:
     interval = bootstrap_mean(values, rng=stream(0), bootstrap=Bootstrap(num_resamples=50))
     assert interval.low <= interval.estimate <= interval.high
     assert interval.num_values == len(values)
@@ -136,7 +141,7 @@ def test_any_values_have_an_interval_around_the_mean(values) -> None:
         lambda: Bootstrap(num_resamples=0),
     ],
 )
-def test_what_cannot_be_said_is_refused(call) -> None:
+def test_what_cannot_be_said_is_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"Got|needs"):
         call()
 
@@ -145,26 +150,30 @@ SIZES = [(3, 60), (3, 10), (8, 2), (1, 2), (1, 5)]
 """Sources, and tasks of each."""
 
 
-def covers(draw, *, truth: float, num_sources: int, num_tasks: int, trials: int = 250) -> float:
+def covers(
+    draw: Draw, *, truth: float, num_sources: int, num_tasks: int, trials: int = 250
+) -> float:
     """The part of samples whose interval holds the truth."""
     strata = Strata(names=tuple(f"s{i // num_tasks}" for i in range(num_sources * num_tasks)))
     hits = 0
     for seed in range(trials):
         ours, theirs = draw(stream(seed, num_sources, num_tasks), num_sources * num_tasks)
-        kind = {"rng": stream(seed), "strata": strata, "bootstrap": QUICK}
-        interval = (
-            bootstrap_mean(ours.tolist(), **kind)
+        measure = (
+            partial(bootstrap_mean, ours.tolist())
             if theirs is None
-            else paired_difference(ours.tolist(), theirs.tolist(), **kind)
+            else partial(paired_difference, ours.tolist(), theirs.tolist())
         )
+        interval = measure(rng=stream(seed), strata=strata, bootstrap=QUICK)
         hits += interval.low <= truth <= interval.high
     return hits / trials
 
 
 @pytest.mark.parametrize(("num_sources", "num_tasks"), SIZES)
 @pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])
-def test_coverage_of_the_mean_of_few_tasks(num_sources, num_tasks, accuracy) -> None:
-    def draw(rng, count):
+def test_coverage_of_the_mean_of_few_tasks(
+    num_sources: int, num_tasks: int, accuracy: float
+) -> None:
+    def draw(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         return (rng.random(count) < accuracy).astype(float), None
 
     found = covers(draw, truth=accuracy, num_sources=num_sources, num_tasks=num_tasks)
@@ -174,8 +183,10 @@ def test_coverage_of_the_mean_of_few_tasks(num_sources, num_tasks, accuracy) -> 
 
 @pytest.mark.parametrize(("num_sources", "num_tasks"), SIZES)
 @pytest.mark.parametrize("gain", [0.0, 0.15])
-def test_coverage_of_the_difference_of_few_tasks(num_sources, num_tasks, gain) -> None:
-    def draw(rng, count):
+def test_coverage_of_the_difference_of_few_tasks(
+    num_sources: int, num_tasks: int, gain: float
+) -> None:
+    def draw(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         luck = rng.random(count)
         other = np.where(rng.random(count) < 0.8, luck, rng.random(count))
         return (luck < 0.5 + gain).astype(float), (other < 0.5).astype(float)

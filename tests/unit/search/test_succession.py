@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rookery.search.candidate import Candidate, ChildPlan, ParticleState
 from rookery.search.fitness import FAILED, Fitness
-from rookery.search.selection import RankConfig, RouletteConfig, TournamentConfig
+from rookery.search.selection import RankConfig, RouletteConfig, SelectionConfig, TournamentConfig
 from rookery.search.succession import (
     SurvivalConfig,
     SwarmConfig,
@@ -36,14 +36,16 @@ def candidate(
     num_elites=st.integers(1, 3),
     rule=st.sampled_from([None, TournamentConfig(), RouletteConfig(), RankConfig()]),
 )
-def test_elites_survive_and_failures_do_not(scores, size, num_elites, rule) -> None:
+def test_elites_survive_and_failures_do_not(
+    scores: list[float | None], size: int, num_elites: int, rule: SelectionConfig | None
+) -> None:
     config = SurvivalConfig(num_elites=num_elites, rule=rule)
     kept = survivors(scores, size=size, config=config, rng=stream(0))
     alive = [i for i, score in enumerate(scores) if score is not None]
     assert len(kept) == len(set(kept)) == min(size, len(alive) or len(scores))
     if alive:
         assert set(kept) <= set(alive)
-        best = sorted((scores[i] for i in alive), reverse=True)[: min(num_elites, size)]
+        best = sorted((s for s in scores if s is not None), reverse=True)[: min(num_elites, size)]
         assert [scores[i] for i in kept[: len(best)]] == best
 
 

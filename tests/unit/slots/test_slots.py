@@ -79,18 +79,20 @@ def test_adapters_of_other_ranks_and_targets_mix_in_one_batch(model: SlottedMode
         model.bank.check(adapter, max_rank=8)
         model.bank.put(slot, adapter)
     tokens = [[5, 6, 7], [5, 6, 7, 8, 9], [10], [5, 6, 7]]
-    slots = [0, 1, 2, None]
-    mixed = _logits(model, tokens, slots).split([3, 5, 1, 3])
-    for tokens_alone, slot, got in zip(tokens, slots, mixed, strict=True):
-        alone = _logits(model, [tokens_alone], [slot])
+    slots: list[int | None] = [0, 1, 2, None]
+    mixed = torch.split(_logits(model, tokens, slots), [3, 5, 1, 3])
+    for tokens_alone, own, got in zip(tokens, slots, mixed, strict=True):
+        alone = _logits(model, [tokens_alone], [own])
         torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-5)
     assert (mixed[0] - mixed[3]).abs().max() > 0.1
 
 
-def test_a_reused_slot_keeps_nothing_of_its_last_adapter(model: SlottedModel) -> None:
+def test_a_reused_slot_keeps_nothing_of_its_last_adapter(
+    model: SlottedModel, tiny_folder: Path
+) -> None:
     model.bank.put(0, tiny_adapter("wide", rank=8, seed=1))
     model.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
-    fresh = load_model(Path(model._model.config._name_or_path))
+    fresh = load_model(tiny_folder)
     fresh.bank.put(0, tiny_adapter("narrow", rank=2, seed=2, targets=("mlp.up_proj",)))
     torch.testing.assert_close(_logits(model, [[5, 6]], [0]), _logits(fresh, [[5, 6]], [0]))
 
@@ -100,13 +102,14 @@ def test_gradients_of_mixed_adapters_equal_those_alone(model: SlottedModel) -> N
         model.bank.put(slot, tiny_adapter(f"a{slot}", rank=4, seed=slot))
     layer = model.linears["model.layers.1.mlp.gate_proj"]
     assert layer.a is not None and layer.b is not None
+    factors = [layer.a, layer.b]
 
     def gradient(tokens: list[list[int]], slots: list[int | None]) -> list[torch.Tensor]:
-        for tensor in (layer.a, layer.b):
+        for tensor in factors:
             tensor.requires_grad_(True)
             tensor.grad = None
-        _logits(model, tokens, slots).logsumexp(-1).sum().backward()
-        return [layer.a.grad.clone(), layer.b.grad.clone()]
+        torch.autograd.backward(_logits(model, tokens, slots).logsumexp(-1).sum())
+        return [tensor.grad.clone() for tensor in factors if tensor.grad is not None]
 
     together = gradient([[5, 6, 7], [8, 9]], [0, 1])
     first, second = gradient([[5, 6, 7]], [0]), gradient([[8, 9]], [1])

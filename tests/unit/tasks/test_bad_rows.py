@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from rookery.tasks.taskset import load_taskset_file
 GOOD = [{"prompt": f"q {i}", "answer": f"a{i}"} for i in range(3)]
 
 
-def write(tmp_path: Path, first: str, rows=GOOD, *, suffix: str = "jsonl") -> str:
+def write(
+    tmp_path: Path, first: str, rows: Sequence[object] = GOOD, *, suffix: str = "jsonl"
+) -> str:
     lines = [first, *map(json.dumps, rows)]
     text = f"[{','.join(lines)}]" if suffix == "json" else "\n".join(lines)
     path = tmp_path / f"data.{suffix}"
@@ -38,7 +42,9 @@ NESTED = "[" * 500 + "]" * 500
         ('{"prompt": "x"}', "exact needs"),
     ],
 )
-def test_a_bad_first_row_is_refused_or_skipped(tmp_path: Path, first, words, suffix):
+def test_a_bad_first_row_is_refused_or_skipped(
+    tmp_path: Path, first: str, words: str, suffix: str
+) -> None:
     path = write(tmp_path, first, suffix=suffix)
     with pytest.raises(TaskError, match=f"(line|row) 1: .*{words}.* 1 of 4 rows"):
         load_taskset_file(path)
@@ -48,7 +54,7 @@ def test_a_bad_first_row_is_refused_or_skipped(tmp_path: Path, first, words, suf
     made.notes[0].encode()
 
 
-def test_whole_surrogate_pairs_and_plain_nesting_are_kept(tmp_path: Path):
+def test_whole_surrogate_pairs_and_plain_nesting_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "\\ud83d\\ude00 é", "answer": ["x"], "note": [{"a": []}]}')
     assert load_taskset_file(path).tasks[0].prompt == "\U0001f600 é"
 
@@ -62,7 +68,9 @@ def test_whole_surrogate_pairs_and_plain_nesting_are_kept(tmp_path: Path):
         ({"answer": "B", "messages": [{"role": "user", "content": "a"}]}, "messages"),
     ],
 )
-def test_a_field_that_the_settled_reading_ignores_is_a_bad_row(tmp_path: Path, extra, role):
+def test_a_field_that_the_settled_reading_ignores_is_a_bad_row(
+    tmp_path: Path, extra: dict[str, Any], role: str
+) -> None:
     path = write(tmp_path, '{"prompt": "x", "answer": "B"}', [{"prompt": "c", **extra}])
     with pytest.raises(TaskError, match=rf"line 2: has the field '{role}', usually the {role}"):
         load_taskset_file(path)
@@ -70,14 +78,14 @@ def test_a_field_that_the_settled_reading_ignores_is_a_bad_row(tmp_path: Path, e
     assert (len(made.tasks), made.skipped.num_skipped) == (1, 1)
 
 
-def test_null_fields_and_fields_the_config_decides_are_not_ignored_ones(tmp_path: Path):
+def test_null_fields_and_fields_the_config_decides_are_not_ignored_ones(tmp_path: Path) -> None:
     rows = [{"prompt": "c", "answer": "B", "choices": None, "id": 1}]
     path = write(tmp_path, '{"prompt": "x", "answer": "B"}', rows)
     made = load_taskset_file(f"{path}?fields.id=null")
     assert (len(made.tasks), made.scorer) == (2, ExactConfig())
 
 
-def test_a_first_row_with_bad_choices_does_not_settle_the_fields(tmp_path: Path):
+def test_a_first_row_with_bad_choices_does_not_settle_the_fields(tmp_path: Path) -> None:
     rows = [{"prompt": f"c{i}", "choices": ["x", "y"], "answer": "B"} for i in range(2)]
     path = write(tmp_path, '{"prompt": "x", "choices": ["x", "x"], "answer": "x"}', rows)
     made = load_taskset_file(f"{path}?bad_rows=skip")
@@ -85,16 +93,17 @@ def test_a_first_row_with_bad_choices_does_not_settle_the_fields(tmp_path: Path)
 
 
 @pytest.mark.parametrize("labels", [["C", "A"], ["A", "A", "B"], "ABC", []])
-def test_labels_must_be_one_for_each_choice_and_differ(tmp_path: Path, labels):
-    row = {"prompt": "q", "choices": {"text": ["3", "4", "5"], "label": labels}, "answer": "A"}
+def test_labels_must_be_one_for_each_choice_and_differ(tmp_path: Path, labels: object) -> None:
+    choices = {"text": ["3", "4", "5"], "label": labels}
+    row = {"prompt": "q", "choices": choices, "answer": "A"}
     with pytest.raises(TaskError, match="line 1: 'choices' has 3 texts and the labels"):
         load_taskset_file(write(tmp_path, json.dumps(row), []))
-    row["choices"]["label"] = None
+    choices["label"] = None
     made = load_taskset_file(write(tmp_path, json.dumps(row), []))
     assert made.tasks[0].reference == "A"
 
 
-def test_many_equal_rows_are_numbered_in_linear_time(tmp_path: Path):
+def test_many_equal_rows_are_numbered_in_linear_time(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps(GOOD[0]), [GOOD[0]] * 19_999)
     start = time.process_time()
     made = load_taskset_file(path)
@@ -110,7 +119,7 @@ def csv(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_csv_cell_is_text_whatever_the_other_rows_hold(tmp_path: Path):
+def test_a_csv_cell_is_text_whatever_the_other_rows_hold(tmp_path: Path) -> None:
     path = csv(tmp_path, 'prompt,answer\r\na,1\r\n"b, c",007\r\n\r\nd,None\r\ne,\r\nf\r\n')
     with pytest.raises(TaskError, match=r"data\.csv line 6: exact needs .* 2 of 5 rows"):
         load_taskset_file(path)
@@ -119,12 +128,12 @@ def test_a_csv_cell_is_text_whatever_the_other_rows_hold(tmp_path: Path):
     assert found == [("a", "1"), ("b, c", "007"), ("d", "None")]
 
 
-def test_a_large_csv_cell_is_read(tmp_path: Path):
+def test_a_large_csv_cell_is_read(tmp_path: Path) -> None:
     made = load_taskset_file(csv(tmp_path, f"prompt,answer\n{'x' * 200_000},1\n"))
     assert len(made.tasks[0].prompt) == 200_000
 
 
-def test_a_csv_row_of_too_many_cells_is_a_bad_row(tmp_path: Path):
+def test_a_csv_row_of_too_many_cells_is_a_bad_row(tmp_path: Path) -> None:
     path = csv(tmp_path, "prompt,answer\na,b,1\nc,2\n")
     with pytest.raises(TaskError, match="line 2: has 3 cells, and the first line names 2 fields"):
         load_taskset_file(path)
@@ -140,12 +149,12 @@ def test_a_csv_row_of_too_many_cells_is_a_bad_row(tmp_path: Path):
         ("prompt,answer\n", "has no rows"),
     ],
 )
-def test_a_malformed_csv_shows_the_cause(tmp_path: Path, text, words):
+def test_a_malformed_csv_shows_the_cause(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(TaskError, match=words):
         load_taskset_file(csv(tmp_path, text))
 
 
-def test_dotted_keys_follow_a_file_name(tmp_path: Path):
+def test_dotted_keys_follow_a_file_name(tmp_path: Path) -> None:
     row = {"id": 1, "prompt": "a", "answer": "1"}
     path = write(tmp_path, json.dumps(row), [{**row, "prompt": "b"}])
     made = load_taskset_file(f"{path}?fields.id=null&sampling.max_tokens=9")
@@ -159,7 +168,7 @@ def test_dotted_keys_follow_a_file_name(tmp_path: Path):
         load_taskset_file(f"{path}?fields.ids=null")
 
 
-def test_a_first_reference_with_a_heading_is_usable(tmp_path: Path):
+def test_a_first_reference_with_a_heading_is_usable(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "x", "answer": "#### Title"}')
     assert (len(load_taskset_file(path).tasks), load_taskset_file(path).scorer) == (
         4,

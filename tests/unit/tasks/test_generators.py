@@ -1,6 +1,8 @@
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -9,16 +11,19 @@ from rookery.tasks import wordlists
 from rookery.tasks.generators import GENERATORS, LABELS, UNITS, generate
 from rookery.tasks.scorers import build_scorer
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
+from rookery.types import Completion
 
 LABEL_TASKS = [name for name in GENERATORS if name.startswith("label-")]
 
 
-def every_item(name):
+def every_item(name: str) -> list[Any]:
     return list(GENERATORS[name].draw(0))
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-async def test_a_generated_taskset_is_repeatable_and_its_references_are_right(name, completion):
+async def test_a_generated_taskset_is_repeatable_and_its_references_are_right(
+    name: str, completion: Callable[..., Completion]
+) -> None:
     config = GeneratedConfig(generator=name, size=40, seed=3)
     made, again = load_taskset(config), load_taskset(config)
     assert made == again
@@ -38,19 +43,19 @@ async def test_a_generated_taskset_is_repeatable_and_its_references_are_right(na
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_a_generator_has_the_default_size_and_different_prompts(name):
+def test_a_generator_has_the_default_size_and_different_prompts(name: str) -> None:
     items = every_item(name)
     assert len(items) >= GeneratedConfig(generator=name).size >= 150
     assert len({item["prompt"] for item in items}) == len(items)
     assert len({item["id"] for item in items}) == len(items)
 
 
-def test_asking_for_more_than_there_is_names_the_number():
+def test_asking_for_more_than_there_is_names_the_number() -> None:
     with pytest.raises(TaskError, match=r"label-kind has \d+ different tasks, and size is 5000"):
         list(generate("label-kind", size=5000, seed=0))
 
 
-def test_at_least_six_label_tasks_share_one_vocabulary_and_are_balanced():
+def test_at_least_six_label_tasks_share_one_vocabulary_and_are_balanced() -> None:
     assert len(LABEL_TASKS) >= 6
     for name in LABEL_TASKS:
         tasks = load_taskset(GeneratedConfig(generator=name)).tasks
@@ -59,7 +64,7 @@ def test_at_least_six_label_tasks_share_one_vocabulary_and_are_balanced():
         assert counts == {"red": 100, "blue": 100}
 
 
-def test_label_tasks_interfere():
+def test_label_tasks_interfere() -> None:
     """Items that two tasks share are labelled differently by some pairs of them."""
     labels = {
         name: {item["id"]: item["reference"] for item in every_item(name)} for name in LABEL_TASKS
@@ -75,7 +80,7 @@ def test_label_tasks_interfere():
     assert sum(count > 0 for count in num_conflicts.values()) >= 10
 
 
-def test_the_prompt_of_a_label_task_names_it_and_not_its_rule():
+def test_the_prompt_of_a_label_task_names_it_and_not_its_rule() -> None:
     for name in LABEL_TASKS:
         title = name.removeprefix("label-")
         for item in every_item(name):
@@ -96,13 +101,13 @@ def test_the_prompt_of_a_label_task_names_it_and_not_its_rule():
         (wordlists.ENGLISH, wordlists.FRENCH),
     ],
 )
-def test_word_lists_of_a_pair_do_not_overlap(one, other):
+def test_word_lists_of_a_pair_do_not_overlap(one: str, other: str) -> None:
     assert len(set(one)) == len(one)
     assert not set(one) & set(other)
     assert all(word == word.lower().strip() and word for word in one + other)
 
 
-def test_rules_hold_for_every_item():
+def test_rules_hold_for_every_item() -> None:
     for item in every_item("label-parity"):
         assert item["reference"] == LABELS[1 - int(item["id"]) % 2]
     for item in every_item("label-length"):
@@ -118,7 +123,7 @@ def test_rules_hold_for_every_item():
         assert int(item["reference"]) == int(amount) * UNITS[source, target]
 
 
-def test_a_sum_is_there_in_one_order_only():
+def test_a_sum_is_there_in_one_order_only() -> None:
     """Else one order of 47 + 38 could be searched on and the other one reported."""
     seen = Counter(frozenset(map(int, item["id"].split("+"))) for item in every_item("arithmetic"))
     assert set(seen.values()) == {1}

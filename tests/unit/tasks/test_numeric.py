@@ -1,4 +1,7 @@
+from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -6,6 +9,7 @@ from hypothesis import strategies as st
 
 from rookery.tasks.scorers import NumericConfig, build_scorer
 from rookery.tasks.scorers.numeric import find_answer
+from rookery.types import Completion, Json, Task
 
 
 @pytest.mark.parametrize(
@@ -80,24 +84,24 @@ from rookery.tasks.scorers.numeric import find_answer
         ("-", None),
     ],
 )
-def test_find_answer(text, value):
+def test_find_answer(text: str, value: Fraction | int | None) -> None:
     assert find_answer(text) == value
 
 
 @given(st.text())
-def test_no_text_breaks_it(text):
+def test_no_text_breaks_it(text: str) -> None:
     value = find_answer(text)
     assert value is None or isinstance(value, Fraction)
 
 
 @given(st.fractions(max_denominator=10**6), st.text(alphabet="abc \n.,;#"))
-def test_the_last_number_is_found_whatever_is_said_before(value, before):
+def test_the_last_number_is_found_whatever_is_said_before(value: Fraction, before: str) -> None:
     text = f"{value.numerator}/{value.denominator}"
     assert find_answer(f"{before} so it is {text}") == value
 
 
 @given(st.decimals(-(10**9), 10**9, places=4))
-def test_decimals_are_read_exactly(value):
+def test_decimals_are_read_exactly(value: Decimal) -> None:
     assert find_answer(f"= {value:,f}") == Fraction(value)
 
 
@@ -124,6 +128,13 @@ def test_decimals_are_read_exactly(value):
         ({"rel_tolerance": 0.01, "abs_tolerance": 5.0}, 200, "205", 1),
     ],
 )
-async def test_numeric(config, reference, text, reward, task, completion):
+async def test_numeric(
+    config: dict[str, Any],
+    reference: Json,
+    text: str,
+    reward: float,
+    task: Callable[..., Task],
+    completion: Callable[..., Completion],
+) -> None:
     scorer = build_scorer(NumericConfig(**config))
     assert await scorer.reward(task(reference), completion(text)) == reward

@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from pydantic import ValidationError
 
 from rookery.errors import TaskError
 from rookery.tasks.scorers import ExactConfig
-from rookery.tasks.splits import SPLITS, SplitsConfig, split_key, split_of
+from rookery.tasks.splits import SPLITS, SplitName, SplitsConfig, split_key, split_of
 from rookery.tasks.taskset import Taskset, join_splits
 from rookery.types import Message, Task
 
@@ -16,24 +18,26 @@ weights = st.tuples(*[st.integers(0, 5)] * 3).filter(any)
 ONE_IN_THREE = SplitsConfig(search=0.4, select=0.3, report=0.3)
 
 
-def fractions(parts):
+def fractions(parts: tuple[int, int, int]) -> SplitsConfig:
     search, select, report = (part / sum(parts) for part in parts)
     return SplitsConfig(search=search, select=select, report=report)
 
 
-def taskset(texts, splits=ONE_IN_THREE, name="set"):
+def taskset(
+    texts: Sequence[str], splits: SplitsConfig = ONE_IN_THREE, name: str = "set"
+) -> Taskset:
     tasks = tuple(
         Task(id=f"{name}/{i}", prompt=text, reference="x") for i, text in enumerate(texts)
     )
     return Taskset(name=name, tasks=tasks, scorer=ExactConfig(), splits=splits)
 
 
-def by_split(made):
+def by_split(made: Taskset) -> dict[str, list[str]]:
     """Prompts by split, for splits that are allowed to come out empty."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for name in SPLITS:
         try:
-            found[name] = [task.prompt for task in made.split(name)]
+            found[name] = [str(task.prompt) for task in made.split(name)]
         except TaskError as error:
             assert "none of them falls into" in str(error)
             found[name] = []
@@ -41,7 +45,9 @@ def by_split(made):
 
 
 @given(prompts, weights)
-def test_splits_are_disjoint_and_make_up_the_whole(texts, parts):
+def test_splits_are_disjoint_and_make_up_the_whole(
+    texts: list[str], parts: tuple[int, int, int]
+) -> None:
     made = taskset(texts, fractions(parts))
     found = by_split(made)
     joined = [text for name in SPLITS for text in found[name]]
@@ -53,7 +59,7 @@ def test_splits_are_disjoint_and_make_up_the_whole(texts, parts):
 
 
 @given(prompts, st.randoms(use_true_random=False))
-def test_splits_do_not_depend_on_row_order_or_name(texts, random):
+def test_splits_do_not_depend_on_row_order_or_name(texts: list[str], random: Random) -> None:
     shuffled = list(texts)
     random.shuffle(shuffled)
     one, other = by_split(taskset(texts)), by_split(taskset(shuffled, name="other"))
@@ -63,7 +69,7 @@ def test_splits_do_not_depend_on_row_order_or_name(texts, random):
 
 
 @given(prompts, prompts)
-def test_added_rows_move_no_other(texts, added):
+def test_added_rows_move_no_other(texts: list[str], added: list[str]) -> None:
     before = by_split(taskset(texts))
     after = by_split(taskset([*added, *texts]))
     for name in SPLITS:
@@ -71,27 +77,31 @@ def test_added_rows_move_no_other(texts, added):
 
 
 @given(st.text(min_size=1, max_size=30))
-def test_one_content_has_one_split_whatever_its_id_and_shape(text):
+def test_one_content_has_one_split_whatever_its_id_and_shape(text: str) -> None:
     splits = SplitsConfig()
-    same = [text, f"  {text}\n", (Message(role="user", content=text),)]
+    same: list[str | tuple[Message, ...]] = [
+        text,
+        f"  {text}\n",
+        (Message(role="user", content=text),),
+    ]
     keys = {split_key(prompt) for prompt in same}
     assert len(keys) == 1
     assert len({split_of(key, splits) for key in keys}) == 1
 
 
-def test_case_spacing_and_unicode_form_do_not_make_another_task():
+def test_case_spacing_and_unicode_form_do_not_make_another_task() -> None:
     assert split_key("What is  2+2?\n") == split_key("what IS 2+2?")
     assert split_key("caf\u00e9") == split_key("cafe\u0301")
     assert split_key("2+2") != split_key("2+3")
 
 
-def test_messages_differ_by_any_of_their_turns():
+def test_messages_differ_by_any_of_their_turns() -> None:
     one = (Message(role="user", content="a"), Message(role="user", content="b"))
     other = (Message(role="user", content="a"), Message(role="user", content="c"))
     assert split_key(one) != split_key(other)
 
 
-def test_fractions_are_met_and_salts_differ():
+def test_fractions_are_met_and_salts_differ() -> None:
     texts = [f"question {i}" for i in range(5000)]
     found = by_split(taskset(texts, SplitsConfig()))
     assert len(found["search"]) == pytest.approx(2500, abs=150)
@@ -104,26 +114,26 @@ def test_fractions_are_met_and_salts_differ():
 @pytest.mark.parametrize(
     ("text", "split"), [("2+2=", "report"), ("question 0", "search"), ("question 1", "select")]
 )
-def test_the_assignment_never_changes_between_versions(text, split):
+def test_the_assignment_never_changes_between_versions(text: str, split: str) -> None:
     assert split_of(split_key(text), SplitsConfig()) == split
 
 
-def test_the_whole_range_is_covered_when_fractions_do_not_add_up_exactly():
+def test_the_whole_range_is_covered_when_fractions_do_not_add_up_exactly() -> None:
     splits = SplitsConfig(search=0.7, select=0.3 - 1e-7, report=0.0)
     assert {split_of(str(i), splits) for i in range(2000)} == {"search", "select"}
 
 
-def test_a_split_that_should_have_tasks_and_has_none_is_an_error():
+def test_a_split_that_should_have_tasks_and_has_none_is_an_error() -> None:
     made = taskset(["only one"], SplitsConfig(search=0.5, select=0.5, report=0.0))
     found = by_split(made)
-    empty = "select" if found["search"] else "search"
+    empty: SplitName = "select" if found["search"] else "search"
     with pytest.raises(TaskError, match=f"has 1 tasks and none of them falls into its {empty}"):
         made.split(empty)
     assert made.split("report") == ()
 
 
 @pytest.mark.parametrize("parts", [(0.5, 0.5, 0.5), (1.0, 0.1, 0.0), (0.3, 0.3, 0.3)])
-def test_fractions_that_do_not_sum_to_one_are_refused(parts):
+def test_fractions_that_do_not_sum_to_one_are_refused(parts: tuple[float, float, float]) -> None:
     search, select, report = parts
     with pytest.raises(ValidationError, match="must be 1"):
         SplitsConfig(search=search, select=select, report=report)
@@ -131,7 +141,7 @@ def test_fractions_that_do_not_sum_to_one_are_refused(parts):
 
 @given(st.integers(0, 10_000), st.integers(1, 200))
 @settings(max_examples=30)
-def test_groups_decide_the_split_in_place_of_the_prompt(group, size):
+def test_groups_decide_the_split_in_place_of_the_prompt(group: int, size: int) -> None:
     tasks = tuple(Task(id=f"s/{i}", prompt=f"claim {i}", reference="x") for i in range(size))
     made = Taskset(
         name="s",
@@ -154,7 +164,9 @@ groups = st.sampled_from(["", "", "1", "2", "3"])
 
 @given(st.lists(st.tuples(few, splits, st.data()), min_size=2, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(given_sets):
+def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(
+    given_sets: list[tuple[list[str], SplitsConfig, st.DataObject]],
+) -> None:
     made = []
     for number, (texts, own, data) in enumerate(given_sets):
         one = taskset(texts, own, name=f"set{number}")
@@ -178,13 +190,13 @@ def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(given_sets):
     assert [one.moved for one in join_splits(joined[::-1])][::-1] == [one.moved for one in joined]
 
 
-def test_tasksets_of_equal_splits_keep_every_task_where_it_is():
+def test_tasksets_of_equal_splits_keep_every_task_where_it_is() -> None:
     texts = [f"question {i}" for i in range(200)]
     for one in join_splits([taskset(texts), taskset(texts[:90], name="other")]):
         assert one.moved == {} and one.notes == ()
 
 
-def test_unequal_fractions_move_the_shared_questions_and_say_so():
+def test_unequal_fractions_move_the_shared_questions_and_say_so() -> None:
     texts = [f"question {i}" for i in range(300)]
     early, late = SplitsConfig(search=0.8, select=0.1, report=0.1), SplitsConfig()
     first, second = join_splits([taskset(texts, early), taskset(texts[:200], late, name="other")])
@@ -194,7 +206,7 @@ def test_unequal_fractions_move_the_shared_questions_and_say_so():
     assert f"set: {len(first.moved)} of 300 tasks are in a later split" in first.notes[0]
 
 
-def test_a_taskset_without_a_report_leaves_out_what_another_reports_on():
+def test_a_taskset_without_a_report_leaves_out_what_another_reports_on() -> None:
     texts = [f"question {i}" for i in range(60)]
     train = SplitsConfig(search=1.0, select=0.0, report=0.0)
     test = SplitsConfig(search=0.0, select=0.0, report=1.0)

@@ -1,5 +1,7 @@
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,28 +18,30 @@ from rookery.tasks.scorers import (
     PythonConfig,
     RegexConfig,
 )
+from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import (
     GeneratedConfig,
     HfConfig,
     JsonlConfig,
+    Taskset,
     TasksetConfig,
     load_taskset,
     load_taskset_file,
 )
-from rookery.types import Message, SamplingParams
+from rookery.types import Json, Message, SamplingParams
 
 
-def write(path: Path, rows) -> Path:
+def write(path: Path, rows: Iterable[object]) -> Path:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def load(tmp_path: Path, rows, **fields):
+def load(tmp_path: Path, rows: Iterable[object], **fields: Any) -> Taskset:
     return load_taskset(JsonlConfig(path=write(tmp_path / "data.jsonl", rows), **fields))
 
 
-def test_rows_become_tasks_in_file_order(tmp_path: Path):
+def test_rows_become_tasks_in_file_order(tmp_path: Path) -> None:
     made = load(
         tmp_path,
         [
@@ -87,12 +91,14 @@ def test_rows_become_tasks_in_file_order(tmp_path: Path):
         ),
     ],
 )
-def test_the_usual_shapes_of_a_row(row, prompt, reference, tmp_path: Path):
+def test_the_usual_shapes_of_a_row(
+    row: dict[str, Any], prompt: object, reference: Json, tmp_path: Path
+) -> None:
     [task] = load(tmp_path, [row]).tasks
     assert (task.prompt, task.reference) == (prompt, reference)
 
 
-def test_fields_and_template_of_the_config(tmp_path: Path):
+def test_fields_and_template_of_the_config(tmp_path: Path) -> None:
     made = load(
         tmp_path,
         [{"q": "2+2", "a": "4", "key": "one", "prompt": "unused", "question": "unused"}],
@@ -118,7 +124,9 @@ def test_fields_and_template_of_the_config(tmp_path: Path):
         ({"prompt": "Q", "answer": "so\n#### 4"}, NumericConfig()),
     ],
 )
-def test_the_scorer_is_guessed_from_the_rows(row, scorer, tmp_path: Path):
+def test_the_scorer_is_guessed_from_the_rows(
+    row: dict[str, Any], scorer: object, tmp_path: Path
+) -> None:
     assert load(tmp_path, [row]).scorer == scorer
 
 
@@ -135,12 +143,14 @@ def test_the_scorer_is_guessed_from_the_rows(row, scorer, tmp_path: Path):
         ({"1": "x", "2": "y"}, "1", ("x", "y"), 0),
     ],
 )
-def test_choices(choices, answer, text, reference, tmp_path: Path):
+def test_choices(
+    choices: object, answer: object, text: object, reference: Json, tmp_path: Path
+) -> None:
     [task] = load(tmp_path, [{"prompt": "Q", "choices": choices, "answer": answer}]).tasks
     assert (task.choices, task.reference) == (text, reference)
 
 
-def test_the_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path):
+def test_the_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n'
@@ -177,12 +187,12 @@ GOOD = {"prompt": "2+2=", "answer": "4"}
         ({"prompt": "x", "answer": {"a": 1}}, "line 2: exact needs a text"),
     ],
 )
-def test_a_broken_row_names_its_line(row, words, tmp_path: Path):
+def test_a_broken_row_names_its_line(row: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"data\.jsonl " + words):
         load(tmp_path, [GOOD, row, GOOD])
 
 
-def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path):
+def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff"}\n')
     with pytest.raises(TaskError, match="line 2: is not UTF-8"):
@@ -231,7 +241,9 @@ def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path):
         ({"prompt": "a", "answer": "x"}, {"scorer": {"type": "numeric"}}, "numeric needs a number"),
     ],
 )
-def test_a_row_that_does_not_fit_the_config(row, fields, words, tmp_path: Path):
+def test_a_row_that_does_not_fit_the_config(
+    row: dict[str, Any], fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(TaskError, match=words):
         load(tmp_path, [row], **fields)
 
@@ -249,19 +261,19 @@ def test_a_row_that_does_not_fit_the_config(row, fields, words, tmp_path: Path):
         ({"scorer": {"type": "exakt"}}, "exakt"),
     ],
 )
-def test_a_wrong_config_is_refused(fields, words):
+def test_a_wrong_config_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
-        JsonlConfig(path="x.jsonl", **fields)
+        JsonlConfig(path=Path("x.jsonl"), **fields)
 
 
-def test_an_empty_file_is_an_error(tmp_path: Path):
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"data\.jsonl has no rows"):
         load(tmp_path, [])
     with pytest.raises(TaskError, match=r"data\.jsonl has no rows"):
         load(tmp_path, ["", "  "])
 
 
-def test_a_given_id_twice_names_both_lines(tmp_path: Path):
+def test_a_given_id_twice_names_both_lines(tmp_path: Path) -> None:
     rows = [{"id": "a", **GOOD}, {"id": "b", **GOOD}, "", {"id": "a", "prompt": "x", "answer": "1"}]
     with pytest.raises(TaskError, match=r"line 4: the id 'a' is already that of .*line 1"):
         load(tmp_path, rows)
@@ -279,7 +291,7 @@ MIXED = [
 ]
 
 
-def test_a_few_bad_rows_are_refused_with_their_number_and_the_way_out(tmp_path: Path):
+def test_a_few_bad_rows_are_refused_with_their_number_and_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as refused:
         load(tmp_path, MIXED)
     words = str(refused.value)
@@ -287,7 +299,7 @@ def test_a_few_bad_rows_are_refused_with_their_number_and_the_way_out(tmp_path: 
     assert "5 of 7 rows cannot be used" in words and "bad_rows: skip" in words
 
 
-def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     made = load(tmp_path, MIXED, bad_rows="skip")
     assert [task.id for task in made.tasks] == ["data/1", "data/3"]
     assert (made.skipped.num_skipped, made.skipped.num_rows) == (5, 7)
@@ -298,20 +310,22 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path):
     assert load(tmp_path, [QUESTION], bad_rows="skip").notes == ()
 
 
-def test_a_file_of_nothing_but_bad_rows_is_an_error_even_when_they_are_skipped(tmp_path: Path):
+def test_a_file_of_nothing_but_bad_rows_is_an_error_even_when_they_are_skipped(
+    tmp_path: Path,
+) -> None:
     rows = [QUESTION | {"answer": "z"}, QUESTION | {"answer": "z", "id": 2}]
     with pytest.raises(TaskError, match=r"line 1: choice got .* None of 2 rows can be used"):
         load(tmp_path, rows, bad_rows="skip")
 
 
-def test_ids_are_made_where_the_file_repeats_its_own(tmp_path: Path):
+def test_ids_are_made_where_the_file_repeats_its_own(tmp_path: Path) -> None:
     rows = [{"id": 7, "prompt": f"question {i}", "answer": "x"} for i in range(3)]
     made = load(tmp_path, rows, fields={"id": None})
     without = load(tmp_path, [{"prompt": r["prompt"], "answer": "x"} for r in rows])
     assert made.tasks == without.tasks
 
 
-def test_any_value_of_the_config_follows_the_name_of_a_file(tmp_path: Path):
+def test_any_value_of_the_config_follows_the_name_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", MIXED)
     assert len(load_taskset_file(f"{path}?bad_rows=skip").tasks) == 2
     assert len(load_taskset_file(f"{path}?bad_rows=skip&limit=1").tasks) == 1
@@ -323,7 +337,7 @@ def test_any_value_of_the_config_follows_the_name_of_a_file(tmp_path: Path):
     assert len(load_taskset_file(f"{tmp_path}/set.yaml?bad_rows=skip").tasks) == 2
 
 
-def test_ids_made_from_content_are_stable_and_numbered_when_rows_repeat(tmp_path: Path):
+def test_ids_made_from_content_are_stable_and_numbered_when_rows_repeat(tmp_path: Path) -> None:
     other = {"prompt": "2+2=", "answer": "5"}
     made = load(tmp_path, [GOOD, other, GOOD, GOOD])
     again = load(tmp_path, [other, GOOD, GOOD, GOOD])
@@ -333,7 +347,7 @@ def test_ids_made_from_content_are_stable_and_numbered_when_rows_repeat(tmp_path
     assert {task.id for task in again.tasks} == set(ids)
 
 
-def test_scorers_that_need_no_reference_take_rows_without_one(tmp_path: Path):
+def test_scorers_that_need_no_reference_take_rows_without_one(tmp_path: Path) -> None:
     for scorer in (JudgeConfig(model="critic@1"), RegexConfig(pattern="x")):
         [task] = load(tmp_path, [{"prompt": "Write a poem"}], scorer=scorer).tasks
         assert task.reference is None
@@ -344,25 +358,28 @@ texts = st.lists(st.text("abcdef ", min_size=1).filter(str.strip), min_size=3, m
 
 @given(texts=texts, data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_one_content_under_two_ids_is_in_one_split(texts, data, tmp_path_factory):
+def test_one_content_under_two_ids_is_in_one_split(
+    texts: list[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("rows")
     copies = [f"  {text.upper()} " for text in texts]
     rows = [{"id": i, "prompt": text, "answer": "x"} for i, text in enumerate([*texts, *copies])]
     made = load(
         path, data.draw(st.permutations(rows)), splits={"search": 0.5, "select": 0.5, "report": 0}
     )
-    by_key = {}
-    for name in ("search", "select"):
+    by_key: dict[str, set[str]] = {}
+    names: tuple[SplitName, ...] = ("search", "select")
+    for name in names:
         try:
             found = made.split(name)
         except TaskError:
             continue
         for task in found:
-            by_key.setdefault(" ".join(task.prompt.lower().split()), set()).add(name)
-    assert all(len(names) == 1 for names in by_key.values())
+            by_key.setdefault(" ".join(str(task.prompt).lower().split()), set()).add(name)
+    assert all(len(held) == 1 for held in by_key.values())
 
 
-def test_rows_of_one_group_share_a_split(tmp_path: Path):
+def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"claim {c} of {q}", "answer": "x", "question": q}
         for q in range(40)
@@ -377,13 +394,13 @@ def test_rows_of_one_group_share_a_split(tmp_path: Path):
     assert all(len(names) == 1 for names in seen.values())
 
 
-def test_one_prompt_in_two_groups_is_an_error(tmp_path: Path):
+def test_one_prompt_in_two_groups_is_an_error(tmp_path: Path) -> None:
     rows = [{"prompt": "same", "answer": "x", "g": 1}, {"prompt": "Same ", "answer": "x", "g": 2}]
     with pytest.raises(TaskError, match=r"line 2: has the prompt of .*line 1 and another group"):
         load(tmp_path, rows, fields={"group": "g"})
 
 
-def test_a_limit_draws_the_same_tasks_from_any_order_and_from_every_split(tmp_path: Path):
+def test_a_limit_draws_the_same_tasks_from_any_order_and_from_every_split(tmp_path: Path) -> None:
     rows = [{"id": i, "prompt": f"question {i}", "answer": "x"} for i in range(300)]
     made = load(tmp_path, rows, limit=100)
     turned = load(tmp_path, rows[::-1], limit=100)
@@ -395,7 +412,7 @@ def test_a_limit_draws_the_same_tasks_from_any_order_and_from_every_split(tmp_pa
     assert len(load(tmp_path, rows, limit=1000).tasks) == 300
 
 
-def test_missing_files_suggest_near_names(tmp_path: Path):
+def test_missing_files_suggest_near_names(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [GOOD])
     with pytest.raises(
         TaskError, match=r"There is no taskset .*trian\.jsonl\. Did you mean .*train\.jsonl\?"
@@ -418,19 +435,21 @@ def test_missing_files_suggest_near_names(tmp_path: Path):
         ("nothing/here", TaskError, "There is no taskset nothing/here. A taskset is"),
     ],
 )
-def test_a_wrong_spec_is_answered_with_what_is_allowed(spec, error, words):
+def test_a_wrong_spec_is_answered_with_what_is_allowed(
+    spec: str, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         load_taskset_file(spec)
 
 
-def test_a_generated_spec_takes_size_and_seed():
+def test_a_generated_spec_takes_size_and_seed() -> None:
     made = load_taskset_file("generated:arithmetic?size=7&seed=2&limit=5")
     assert len(made.tasks) == 5
     whole = load_taskset(GeneratedConfig(generator="arithmetic", size=7, seed=2))
     assert set(made.tasks) <= set(whole.tasks)
 
 
-def test_taskset_files_take_paths_from_their_folder(tmp_path: Path):
+def test_taskset_files_take_paths_from_their_folder(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "mine.py").write_text("def one(task, completion): return 1")
     (tmp_path / "set.yaml").write_text(
@@ -453,19 +472,19 @@ def test_taskset_files_take_paths_from_their_folder(tmp_path: Path):
         ("type: jsonl\n", "path is missing"),
     ],
 )
-def test_a_wrong_taskset_file_is_a_config_error(text, words, tmp_path: Path):
+def test_a_wrong_taskset_file_is_a_config_error(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "set.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_taskset_file(str(tmp_path / "set.yaml"))
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path):
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(RookeryError, match=r"notes\.txt is neither"):
         load_taskset_file(str(tmp_path / "notes.txt"))
 
 
-def test_tasksets_are_a_union_inside_other_configs(tmp_path: Path):
+def test_tasksets_are_a_union_inside_other_configs(tmp_path: Path) -> None:
     class Loop(Config):
         tasksets: tuple[TasksetConfig, ...]
 
@@ -476,9 +495,10 @@ def test_tasksets_are_a_union_inside_other_configs(tmp_path: Path):
     assert isinstance(second, JsonlConfig)
     dumped = Loop(tasksets=(first, second)).model_dump_json()
     assert Loop.model_validate_json(dumped).tasksets == (first, second)
-    assert (
-        TypeAdapter(TasksetConfig).validate_python({"type": "hf", "dataset": "x"}).split == "train"
+    third = TypeAdapter[TasksetConfig](TasksetConfig).validate_python(
+        {"type": "hf", "dataset": "x"}
     )
+    assert isinstance(third, HfConfig) and third.split == "train"
 
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
@@ -496,14 +516,16 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
         ({"test": {"prompt": ["0+1="], "answer": ["1"]}}, "test", ["1"]),
     ],
 )
-def test_a_json_file_of_any_shape_is_read(document, key, answers, tmp_path: Path):
+def test_a_json_file_of_any_shape_is_read(
+    document: Any, key: str, answers: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "sums.json"
     path.write_text(json.dumps(document))
     made = load_taskset(HfConfig(dataset=str(path), key=key))
     assert [task.reference for task in made.tasks] == answers
 
 
-def test_json_lines_called_json_are_read(tmp_path: Path):
+def test_json_lines_called_json_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.json", ROWS)
     assert len(load_taskset_file(str(path)).tasks) == 3
 
@@ -527,14 +549,16 @@ def test_json_lines_called_json_are_read(tmp_path: Path):
         ({"dev": ROWS, "test": ROWS}, "?split=test", "split is 'test', .* named by key"),
     ],
 )
-def test_a_json_file_without_clear_rows_says_what_is_there(document, query, words, tmp_path: Path):
+def test_a_json_file_without_clear_rows_says_what_is_there(
+    document: Any, query: str, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "sums.json"
     path.write_text(json.dumps(document))
     with pytest.raises(TaskError, match=words):
         load_taskset_file(f"{path}{query}")
 
 
-def test_broken_json_files_are_sentences(tmp_path: Path):
+def test_broken_json_files_are_sentences(tmp_path: Path) -> None:
     path = tmp_path / "sums.json"
     for text, words in [
         (b'[{"prompt": ', r"sums\.json is not JSON: Expecting value"),
@@ -550,7 +574,7 @@ def test_broken_json_files_are_sentences(tmp_path: Path):
 
 
 @pytest.fixture
-def datasets_cache(tmp_path: Path, monkeypatch):
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -558,7 +582,7 @@ def datasets_cache(tmp_path: Path, monkeypatch):
     return datasets
 
 
-def test_datasets_from_local_files_and_folders(tmp_path: Path, datasets_cache):
+def test_datasets_from_local_files_and_folders(tmp_path: Path, datasets_cache: Any) -> None:
     (tmp_path / "sums.csv").write_text("question,answer\n2+2=,4\n1+1=,2\n")
     made = load_taskset_file(str(tmp_path / "sums.csv"))
     assert made.name == "sums"
@@ -569,7 +593,7 @@ def test_datasets_from_local_files_and_folders(tmp_path: Path, datasets_cache):
         load_taskset(HfConfig(dataset=str(tmp_path / "saved")))
 
 
-def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, datasets_cache):
+def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, datasets_cache: Any) -> None:
     (tmp_path / "sums.csv").write_text("question,answer\n2+2=,4\n")
     with pytest.raises(TaskError, match=r"split is 'test', and the file .*sums\.csv has none"):
         load_taskset(HfConfig(dataset=str(tmp_path / "sums.csv"), split="test"))

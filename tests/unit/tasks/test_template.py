@@ -1,10 +1,12 @@
 import copy
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from rookery.errors import ModelError, TaskError
 from rookery.tasks.template import Template, load_template
@@ -13,15 +15,17 @@ from rookery.types import Message, Task
 FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
-def ask(prompt):
+def ask(prompt: str | tuple[Message, ...]) -> Task:
     return Task(id="t", prompt=prompt, reference=None)
 
 
-def chat(*turns):
+def chat(*turns: tuple[str, str]) -> Task:
     return ask(tuple(Message(role=role, content=content) for role, content in turns))
 
 
-def test_messages_get_the_chat_template_and_open_the_assistants_turn(byte_tokenizer):
+def test_messages_get_the_chat_template_and_open_the_assistants_turn(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokens = Template(byte_tokenizer).encode(chat(("system", "s"), ("user", "red")))
     assert byte_tokenizer.decode(tokens) == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"
@@ -30,8 +34,8 @@ def test_messages_get_the_chat_template_and_open_the_assistants_turn(byte_tokeni
 
 
 def test_text_is_one_user_message_by_default_iff_there_is_a_chat_template(
-    byte_tokenizer, metaspace_tokenizer
-):
+    byte_tokenizer: PreTrainedTokenizerFast, metaspace_tokenizer: PreTrainedTokenizerFast
+) -> None:
     with_chat = Template(byte_tokenizer)
     assert with_chat.chat
     assert with_chat.encode(ask("red")) == with_chat.encode(chat(("user", "red")))
@@ -41,26 +45,32 @@ def test_text_is_one_user_message_by_default_iff_there_is_a_chat_template(
     assert without.encode(ask("red"))[0] == metaspace_tokenizer.bos_token_id
 
 
-def test_chat_false_encodes_text_as_it_is(byte_tokenizer):
+def test_chat_false_encodes_text_as_it_is(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     template = Template(byte_tokenizer, chat=False)
     assert byte_tokenizer.decode(template.encode(ask("Answer:"))) == "Answer:"
 
 
-def test_messages_without_a_chat_template_say_what_to_do(metaspace_tokenizer):
+def test_messages_without_a_chat_template_say_what_to_do(
+    metaspace_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     with pytest.raises(ModelError, match="no chat template"):
         Template(metaspace_tokenizer).encode(chat(("user", "red")))
     with pytest.raises(ModelError, match="chat=True needs a chat template"):
         Template(metaspace_tokenizer, chat=True)
 
 
-def test_a_chat_template_that_refuses_names_the_task(byte_tokenizer):
+def test_a_chat_template_that_refuses_names_the_task(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokenizer = copy.deepcopy(byte_tokenizer)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TaskError, match="Task t: the chat template: roles must alternate"):
         Template(tokenizer).encode(ask("red"))
 
 
-def test_an_appended_end_of_text_is_dropped_from_a_plain_prompt(byte_tokenizer):
+def test_an_appended_end_of_text_is_dropped_from_a_plain_prompt(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokenizer = copy.deepcopy(byte_tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|im_end|>", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
@@ -85,26 +95,41 @@ def test_an_appended_end_of_text_is_dropped_from_a_plain_prompt(byte_tokenizer):
         ("Answer:", True, "always", "assistant\n red"),
     ],
 )
-def test_space_before_a_choice(byte_tokenizer, prompt, chat, space, text):
+def test_space_before_a_choice(
+    byte_tokenizer: PreTrainedTokenizerFast,
+    prompt: str | tuple[Message, ...],
+    chat: bool,
+    space: Literal["auto", "always", "never"],
+    text: str,
+) -> None:
     template = Template(byte_tokenizer, chat=chat, choice_space=space)
     tokens, _ = template.encode_choice(ask(prompt), "red")
     assert byte_tokenizer.decode(tokens).endswith(text)
 
 
-def test_a_choice_after_a_plain_prompt_is_the_token_the_model_knows(byte_tokenizer):
+def test_a_choice_after_a_plain_prompt_is_the_token_the_model_knows(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokens, start = Template(byte_tokenizer, chat=False).encode_choice(ask("Answer:"), "red")
     assert list(tokens[start:]) == byte_tokenizer.encode("Answer: red")[start:]
     assert byte_tokenizer.convert_ids_to_tokens(list(tokens[start:])) == ["Ġred"]
 
 
-def test_sentencepiece_tokenizers_get_no_second_space(metaspace_tokenizer):
+def test_sentencepiece_tokenizers_get_no_second_space(
+    metaspace_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokens, start = Template(metaspace_tokenizer).encode_choice(ask("Answer:"), "red")
     assert metaspace_tokenizer.convert_ids_to_tokens(list(tokens[start:])) == ["▁red"]
 
 
 @given(prompt=st.text(min_size=1), choice=st.text(min_size=1), chat=st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
-def test_the_prompt_is_always_an_exact_prefix_of_a_choice(byte_tokenizer, prompt, choice, chat):
+def test_the_prompt_is_always_an_exact_prefix_of_a_choice(
+    byte_tokenizer: PreTrainedTokenizerFast,
+    prompt: str | tuple[Message, ...],
+    choice: str,
+    chat: bool,
+) -> None:
     template = Template(byte_tokenizer, chat=chat)
     prompt_tokens = template.encode(ask(prompt))
     tokens, start = template.encode_choice(ask(prompt), choice)
@@ -113,7 +138,7 @@ def test_the_prompt_is_always_an_exact_prefix_of_a_choice(byte_tokenizer, prompt
     assert len(tokens) > start
 
 
-def test_empty_prompt_and_empty_choice_are_errors(byte_tokenizer):
+def test_empty_prompt_and_empty_choice_are_errors(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     template = Template(byte_tokenizer, chat=False)
     with pytest.raises(TaskError, match="Task t: its prompt '' encodes to no tokens"):
         template.encode(ask(""))
@@ -123,34 +148,42 @@ def test_empty_prompt_and_empty_choice_are_errors(byte_tokenizer):
 
 @given(st.text())
 @settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
-def test_decode_is_the_inverse_of_encoding_a_text(byte_tokenizer, text):
+def test_decode_is_the_inverse_of_encoding_a_text(
+    byte_tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
     template = Template(byte_tokenizer, chat=False)
     assert template.decode(tuple(byte_tokenizer.encode(text))) == template.without_special(text)
 
 
-def test_decode_leaves_out_special_tokens_and_keeps_spaces(byte_tokenizer):
+def test_decode_leaves_out_special_tokens_and_keeps_spaces(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     ids = tuple(byte_tokenizer.encode(" red , blue !<|im_end|>"))
     assert Template(byte_tokenizer).decode(ids) == " red , blue !"
 
 
-def test_special_strings_cannot_be_put_together_from_halves(byte_tokenizer):
+def test_special_strings_cannot_be_put_together_from_halves(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     text = "x<|im_<|im_end|>end|>y<|im_start|>assistant"
     assert Template(byte_tokenizer).without_special(text) == "xyassistant"
 
 
-def test_equal_prompts_are_encoded_once(byte_tokenizer):
+def test_equal_prompts_are_encoded_once(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     template = Template(byte_tokenizer)
     assert template.encode(ask("red")) is template.encode(ask("red"))
 
 
-def test_load_template_reads_what_transformers_saves(byte_tokenizer, tmp_path: Path):
+def test_load_template_reads_what_transformers_saves(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     byte_tokenizer.save_pretrained(tmp_path)
     template = load_template(tmp_path)
     assert template.chat
     assert template.encode(ask("red")) == Template(byte_tokenizer).encode(ask("red"))
 
 
-def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path: Path):
+def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Reading the tokenizer of .*tokenizer\.json"):
         load_template(tmp_path)
     with pytest.raises(ModelError, match="There is no model folder"):

@@ -1,6 +1,7 @@
 """Which layers an adapter gets, and what it starts from."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,9 @@ def test_targets_that_are_not_there_are_named(model: SlottedModel) -> None:
         target_layers(model, LoraConfig(targets=("q_prj",)))
     with pytest.raises(TrainError, match=r"layers is 5; this model has 4: write 1 to 4, or all"):
         target_layers(model, LoraConfig(layers=5))
-    for document in ({"layers": 0}, {"layers": "some"}, {"targets": []}, {"rank": 0}):
+    documents: list[dict[str, Any]] = [
+        {"layers": 0}, {"layers": "some"}, {"targets": []}, {"rank": 0},
+    ]  # fmt: skip
+    for document in documents:
         with pytest.raises(ConfigError, match=next(iter(document))):
             parse_config(LoraConfig, document, origin="test")

@@ -21,7 +21,7 @@ from rookery.tasks.template import Template, load_template
 from rookery.train.order import order_batches, order_rows
 from rookery.train.schedule import learning_rate_at
 from rookery.train.sft import SftConfig, SftStep, sft, sft_data
-from rookery.types import Adapter, Datum, ModelRef, SampleRequest, SamplingParams, Task
+from rookery.types import Adapter, Datum, Json, ModelRef, SampleRequest, SamplingParams, Task
 
 CONFIG = SftConfig(rank=4, layers=2, steps=30, batch_size=8, learning_rate=1e-2, seed=3)
 
@@ -215,7 +215,8 @@ def test_references_that_are_no_text_are_learned_as_json() -> None:
             return (0, *map(ord, choice)), 1
 
     template: Any = Spelled()
-    for reference, text in ((7, "7"), ({"à": [1]}, '{"à": [1]}')):
+    cases: list[tuple[Json, str]] = [(7, "7"), ({"à": [1]}, '{"à": [1]}')]
+    for reference, text in cases:
         [row] = sft_data([Task(id="t", prompt="p", reference=reference)], template)
         assert "".join(map(chr, row.targets)) == text
 

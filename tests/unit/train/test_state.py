@@ -72,7 +72,7 @@ async def test_what_is_no_state_of_this_trainer_is_refused(
     with pytest.raises(TrainError, match="reading"):
         await trainer.load("policy", tmp_path / "text")
     save_file({"x": torch.zeros(2)}, tmp_path / "other")
-    with pytest.raises(TrainError, match="is no trainer state but other safetensors"):
+    with pytest.raises(TrainError, match="is not a trainer state but another safetensors file"):
         await trainer.load("policy", tmp_path / "other")
     await make_trainer(model, tiny_adapter("wide", rank=5)).save("policy", tmp_path / "wide")
     await make_trainer(model, tiny_adapter("s", layers=range(2, 4), scale=3.0)).save(

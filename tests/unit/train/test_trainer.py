@@ -56,7 +56,7 @@ async def test_metrics_are_means_over_all_passes(model: SlottedModel) -> None:
 
 
 async def test_a_cached_trunk_gives_the_same_bits(model: SlottedModel) -> None:
-    """With no cache, one that holds a part and one that holds all; in other company and alone.
+    """With no cache, one that holds a part and one that holds all; in other batches and alone.
 
     A row alone goes through another matrix product than a row among others.
     """
@@ -163,7 +163,8 @@ async def test_temperature_and_kept_tokens_change_what_is_normalised(model: Slot
         tokens=(5, 6), positions=(1,), targets=(7,), weights=(1.0,), temperature=0.7, kept=((7,),)
     )
     trainer = make_trainer(model)
-    assert (await train(trainer, [one])).logprobs == ((pytest.approx(0.0, abs=1e-6),),)
+    [[logprob]] = (await train(trainer, [one])).logprobs
+    assert logprob == pytest.approx(0.0, abs=1e-6)
     for gradient in trainer.trainee("policy").gradients or ():
         assert gradient.abs().max() < 1e-6, "the only token left cannot become likelier"
 
@@ -354,7 +355,7 @@ async def test_trainees_in_one_call_get_the_bits_they_get_alone(model: SlottedMo
             assert not any(output.error for output in await trainer.optim_step(steps))
         return {name: trainer.adapter(name).version for name in names}
 
-    alone = {}
+    alone: dict[str, str] = {}
     for name in STARTS:
         alone |= await run(name)
     assert await run("cab") == alone

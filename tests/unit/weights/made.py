@@ -53,4 +53,5 @@ def dense(
 def best_of_rank(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     """The closest matrix of that rank, by a full SVD."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return (u[:, :rank] * s[:rank]) @ vh[:rank]
+    best: torch.Tensor = (u[:, :rank] * s[:rank]) @ vh[:rank]
+    return best

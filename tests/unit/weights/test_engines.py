@@ -136,7 +136,7 @@ def made_blend(
             rng.integers(0, 100, shape),
         )
         if drops
-        else Trim(np.abs(rng.standard_normal(shape)).astype(np.float32))
+        else Trim(list(np.abs(rng.standard_normal(shape)).astype(np.float32)))
     )
     weights = rng.random(num_parents)
     return Blend(
@@ -155,7 +155,7 @@ def votes_of(blend: Blend[Floats], stretch: int) -> np.ndarray:
     for parent, row in enumerate(blend.rows):
         values = row[begin:end].astype(np.float64)
         if isinstance(blend.entries, Trim):
-            values[np.abs(values) < blend.entries.limits[parent, stretch]] = 0
+            values[np.abs(values) < blend.entries.limits[parent][stretch]] = 0
         else:
             start = blend.entries.starts[parent, stretch]
             values *= blend.entries.tables[parent][start : start + end - begin]
@@ -222,8 +222,8 @@ def test_opposite_votes_of_equal_weight_elect_nothing(engine: Engine[Floats]) ->
     blend = Blend(
         rows=[row, -row],
         bounds=np.array([[0, 100]]),
-        entries=Trim(np.zeros((2, 1), np.float32)),
-        weights=np.float32([0.5, 0.5]),
+        entries=Trim([np.zeros(1, np.float32)] * 2),
+        weights=np.array([0.5, 0.5], np.float32),
         out=np.ones(100, np.float32),
     )
     engine.blend(blend)
@@ -279,8 +279,8 @@ def test_matrices_that_are_cut_together_are_those_that_are_cut_alone(
     monkeypatch.setattr(children_module, "_is_on_gpu", lambda _: True)
     together = merge_stack(population, crosses=crosses, method=method)
     for layer in SHAPES:
-        deltas = [s.b(layer) @ s.a(layer) for s in (alone, together)]
-        assert torch.allclose(*deltas, rtol=1e-4, atol=1e-5)
+        one, other = (s.b(layer) @ s.a(layer) for s in (alone, together))
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def open_tensors(rows: Rows, out: torch.Tensor) -> tuple[Tensors, torch.Tensor, torch.Tensor]:

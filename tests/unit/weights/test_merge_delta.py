@@ -21,6 +21,7 @@ from rookery.weights.merge import (
     ExtrapolateConfig,
     LayerwiseConfig,
     LinearConfig,
+    MergeConfig,
     SlerpConfig,
     TiesConfig,
     change_rank,
@@ -97,7 +98,8 @@ def test_slerp_follows_the_arc(share: float) -> None:
         length = (1 - share) * x.norm() + share * y.norm()
         one = torch.sin((1 - share) * angle) * x / x.norm()
         two = torch.sin(share * angle) * y / y.norm()
-        return length * (one + two) / torch.sin(angle)
+        found: torch.Tensor = length * (one + two) / torch.sin(angle)
+        return found
 
     child = merge(parents, weights=[1 - share, share], method=SlerpConfig(), rank=6)
     assert_deltas(child, per_layer(parents, arc))
@@ -203,10 +205,11 @@ def test_equal_layers_drop_other_entries(method: DareConfig | DareTiesConfig) ->
 def test_density_one_drops_nothing() -> None:
     parents = [made(0), made(1)]
     weights = [0.3, 0.7]
-    for method, reference in [
+    cases: list[tuple[MergeConfig, MergeConfig]] = [
         (DareConfig(density=1.0), LinearConfig()),
         (DareTiesConfig(density=1.0), TiesConfig(density=1.0)),
-    ]:
+    ]
+    for method, reference in cases:
         child = merge(parents, weights=weights, method=method, rank=12)
         assert_deltas(
             child, dense(merge(parents, weights=weights, method=reference, rank=12)), relative=1e-4

@@ -38,7 +38,9 @@ def test_a_sum_of_more_ranks_than_a_layer_has_is_the_best_of_its_rank() -> None:
             torch.zeros_like(deltas[0]),
         )
         assert torch.allclose(
-            dense(child, shapes=WIDE)[layer], best_of_rank(total, 6), atol=1e-3 * total.abs().max()
+            dense(child, shapes=WIDE)[layer],
+            best_of_rank(total, 6),
+            atol=1e-3 * float(total.abs().max()),
         )
 
 
@@ -131,7 +133,9 @@ def test_low_rank_together_is_low_rank_of_each() -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("num_parents", [2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_config_that_passes_can_be_carried_out(kind: str, num_parents: int, rule) -> None:
+def test_a_config_that_passes_can_be_carried_out(
+    kind: str, num_parents: int, rule: WeightRule
+) -> None:
     method: MergeConfig = TypeAdapter(MergeConfig).validate_python({"type": kind})
     negative = may_be_negative(rule, reach=0.5)
     try:

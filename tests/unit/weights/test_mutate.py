@@ -121,7 +121,9 @@ def test_dtype_is_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [GaussianConfig, SvdConfig])
-def test_a_sigma_of_the_method_is_obeyed_by_every_candidate(kind) -> None:
+def test_a_sigma_of_the_method_is_obeyed_by_every_candidate(
+    kind: type[GaussianConfig] | type[SvdConfig],
+) -> None:
     adapter = made(3)
     fixed = mutate(adapter, method=kind(sigma=0.3), key=(1,), sigma=0.01)
     own = mutate(adapter, method=kind(), key=(1,), sigma=0.3)

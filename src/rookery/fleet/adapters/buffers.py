@@ -139,7 +139,7 @@ def cuda_buffers(device: "torch.device", num_bytes: int) -> list[CudaBuffer]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     if device.type != "cuda":
-        raise FleetError(f"{device} is no GPU: write in_place: false.")
+        raise FleetError(f"{device} is not a GPU: write in_place: false.")
     num = max(1, _SLAB_BYTES // num_bytes)
     slab = torch.empty(num, num_bytes, dtype=torch.uint8, device=device)
     fields = reduce_tensor(slab)[1]  # type: ignore[no-untyped-call]

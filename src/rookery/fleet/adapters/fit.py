@@ -64,8 +64,8 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
     known = {**fit.shapes, **(fit.head or {})} if fit.shapes else {}
     names = _by_plain_name(known)
     named: dict[str, LoraFactors] = {}
-    for given, factors in adapter.factors.items():
-        layer = given if given in known else names.get(_plain_name(given), given)
+    for name, factors in adapter.factors.items():
+        layer = name if name in known else names.get(_plain_name(name), name)
         if layer in named:
             raise AdapterError(f"{who} adapts {layer} twice, under two names: keep one.")
         named[layer] = factors

@@ -18,7 +18,7 @@ class _Entry:
 
 
 class KeyedLocks(Generic[Key]):
-    """`async with locks.hold(ref):` excludes other blocks of the same key, first come first."""
+    """`async with locks.hold(ref):` excludes other blocks of the same key, in order of arrival."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}

@@ -1,4 +1,4 @@
-"""Who put adapters where, so that others can clear up after a process that was killed.
+"""Who put adapters where, so that other processes can clean up after one that was killed.
 
     /dev/shm/rookery-adapters-7f3a2b1c9d4e/     one fleet's folder
         .owner                                  locked as long as the fleet is open:
@@ -32,7 +32,7 @@ _RECORD = ".owner"
 _TOKEN_BYTES = 6
 _TOKEN = re.compile("[0-9a-f]+")
 _OLD_S = 24 * 3600.0
-"""A folder without a word of its owner is left alone for this long: one may be just beginning."""
+"""A folder without a record is kept for this long: its owner may be just starting."""
 
 
 @dataclass(slots=True)

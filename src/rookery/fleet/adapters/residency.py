@@ -101,7 +101,7 @@ class Residency:
                     await self._wait_for_queue(model)
         except (TimeoutError, ServerLost, ServerRefusal) as error:
             if not _is_gone(error):
-                logger.warning("%s did not let go of %s: %s", self._client.url, names, error)
+                logger.warning("%s did not unload %s: %s", self._client.url, names, error)
                 return False
         # Only now: as long as a request may be waiting there, a later call must ask again.
         self._names.difference_update(names)

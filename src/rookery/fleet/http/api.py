@@ -136,7 +136,7 @@ class Api:
         """
         if self._tokens is not None and cost > self._tokens.max_rate:
             raise FleetError(
-                f"A request of {cost} tokens can never keep to tokens_per_minute "
+                f"A request of {cost} tokens can never fit tokens_per_minute "
                 f"{self._tokens.max_rate:g}: shorten the prompt, lower max_tokens or raise it."
             )
         content = json.dumps(body).encode()

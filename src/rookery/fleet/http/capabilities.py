@@ -35,7 +35,7 @@ class Capabilities:
     has_label_logprobs: bool
     """`logprob_token_ids` works: log-probabilities of any given tokens, exactly."""
     has_prompt_logprobs: bool
-    """Reports the tokens of a prompt, and lives: vLLM with adapters on the CPU dies of it when it
+    """Reports the tokens of a prompt without crashing: vLLM with adapters on the CPU dies when it
     computes anything else in the same step."""
     has_processed_logprobs: bool
     """Log-probabilities are of the distribution drawn from (temperature, top-p applied)."""
@@ -49,7 +49,7 @@ class Capabilities:
     max_lora_rank: int | None
     lora_dtype: str | None
     is_on_cpu: bool | None = None
-    """It says so, or was started so here, or the config says so; None: nobody does."""
+    """As the server reports, as it was launched, or as the config says; None: unknown."""
 
     @property
     def has_lora_loading(self) -> bool:

@@ -309,9 +309,7 @@ class Client:
                 _unreachable(self.url, error), is_broken=True, was_sent=was_sent
             ) from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise ServerLost(
-                f"{where} answered what is not HTTP: {error}", is_broken=True
-            ) from error
+            raise ServerLost(f"{where} did not answer in HTTP: {error}", is_broken=True) from error
         except TimeoutError:
             raise ServerLost(
                 f"{where} did not answer within {limits.total:g} s; if that is too short for this "

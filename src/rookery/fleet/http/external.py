@@ -143,14 +143,14 @@ class ExternalSampler:
         body = self._body(request.prompt, params)
         cost = len(request.prompt) + params.n * params.max_tokens
         choices = await self._ask(body, cost=cost, num=params.n, is_wanted=is_wanted)
-        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+        with boundary(FleetError, f"Could not parse the response of {self.config.model}"):
             return tuple(self._completion(choice, request) for choice in choices)
 
     async def _score(self, request: ScoreRequest, is_wanted: Callable[[], bool]) -> Score:
         body = self._body(request.tokens, SamplingParams(max_tokens=1), num_top=MAX_TOP)
         cost = len(request.tokens) + 1
         [choice] = await self._ask(body, cost=cost, num=1, is_wanted=is_wanted)
-        with boundary(FleetError, f"{self.config.model} answered what cannot be read"):
+        with boundary(FleetError, f"Could not parse the response of {self.config.model}"):
             positions = _positions(choice)
         if not positions:
             raise FleetError(f"{self.config.model} reports no log-probabilities: labels need them.")
@@ -210,7 +210,7 @@ class ExternalSampler:
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length") or not isinstance(text, str):
             why = message.get("refusal") or f"it ended as {reason!r}"
-            raise FleetError(f"{self.config.model} gave no whole answer: {why}.")
+            raise FleetError(f"{self.config.model} gave no complete answer: {why}.")
         tokens = self._codec.encode(text)
         positions = _positions(choice)
         is_aligned = [name for name, _, _ in positions] == [
@@ -268,8 +268,8 @@ def _require_text_params(params: SamplingParams) -> None:
 
 def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[str, float]]]]:
     """Per new position: the token drawn, its log-probability, the likeliest; from either route."""
-    found = choice.get("logprobs") or {}
-    if found.get("content"):
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
         return [
             (
                 entry["token"],
@@ -279,10 +279,10 @@ def _positions(choice: Mapping[str, Any]) -> list[tuple[str, float, list[tuple[s
                     for top in entry.get("top_logprobs") or []
                 ],
             )
-            for entry in found["content"]
+            for entry in logprobs["content"]
         ]
-    tops = found.get("top_logprobs") or []
-    drawn = zip(found.get("tokens") or [], found.get("token_logprobs") or [], strict=True)
+    tops = logprobs.get("top_logprobs") or []
+    drawn = zip(logprobs.get("tokens") or [], logprobs.get("token_logprobs") or [], strict=True)
     return [
         (
             token,

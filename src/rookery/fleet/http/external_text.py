@@ -50,7 +50,7 @@ class ExternalTextModel:
         text, reason = message.get("content"), choice.get("finish_reason")
         if reason not in ("stop", "length") or not isinstance(text, str):
             why = message.get("refusal") or f"it ended as {reason!r}"
-            raise FleetError(f"{self.config.model} gave no whole reply: {why}.")
+            raise FleetError(f"{self.config.model} gave no complete reply: {why}.")
         return TextReply(
             text=text, finish_reason=reason, model=self.config.model, usage=read_usage(answer)
         )

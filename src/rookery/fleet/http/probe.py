@@ -116,7 +116,7 @@ async def read_again(client: Client, found: Capabilities) -> float:
     base = ModelRef(name="base", version="")
     try:
         drawn = [read_completion(answer, model=base, num_top=0) for answer in answers]
-    except FleetError:  # a log-probability that is no number is as far as can be
+    except FleetError:  # a log-probability is NaN
         return inf
     texts = [(*prompt, *new.tokens) for prompt, new in zip(_READ_PROMPTS, drawn, strict=True)]
     answers = await _ask(client, found, Fields(prompt_top=0), texts)
@@ -134,7 +134,7 @@ async def read_again(client: Client, found: Capabilities) -> float:
 
 
 def is_far(apart: float) -> bool:
-    """Whether that is more than rounding; what is no number is."""
+    """True if the gap exceeds rounding error or is NaN."""
     return not apart <= _FAR_NATS
 
 
@@ -217,7 +217,7 @@ def _dig(document: Any, *keys: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> int | None:
-    """A size; one that is none is not told."""
+    """A size; None where the value is not one."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return value if is_size else None
 

@@ -151,7 +151,7 @@ def encode_tokens(
 
 def _parameters(fields: Fields) -> dict[str, Any]:
     """Every parameter is written out, so that no server default decides."""
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_tokens": fields.max_tokens,
         "temperature": fields.temperature,
         "top_p": fields.top_p,
@@ -169,12 +169,12 @@ def _parameters(fields: Fields) -> dict[str, Any]:
         "ignore_eos": fields.ignore_eos,
         "logprob_token_ids": list(fields.ids),
     }
-    found.update({key: value for key, value in optional.items() if value})
+    parameters.update({key: value for key, value in optional.items() if value})
     if fields.seed is not None:
-        found["seed"] = fields.seed
+        parameters["seed"] = fields.seed
     if fields.prompt_top is not None:
-        found["prompt_logprobs"] = fields.prompt_top
-    return found
+        parameters["prompt_logprobs"] = fields.prompt_top
+    return parameters
 
 
 def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:
@@ -183,14 +183,14 @@ def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]
     if not isinstance(choices, list) or len(choices) != num_prompts * n:
         given = len(choices) if isinstance(choices, list) else 0
         raise FleetError(
-            f"A server answered {given} choices for {num_prompts} prompts times {n}: "
+            f"A server returned {given} choices for {num_prompts} prompts times {n}: "
             "is it an OpenAI-compatible completions server?"
         )
     ordered: list[Choice | None] = [None] * len(choices)
     for choice in choices:
         index = choice.get("index", -1)
         if not 0 <= index < len(ordered) or ordered[index] is not None:
-            raise FleetError(f"A server answered the choice {index} twice or out of range.")
+            raise FleetError(f"A server returned choice {index} twice or out of range.")
         ordered[index] = choice
     complete = [choice for choice in ordered if choice is not None]
     return [complete[first : first + n] for first in range(0, len(complete), n)]
@@ -218,12 +218,12 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     tokens, logprobs = _drawn(choice)
     if not tokens or not logprobs or len(tokens) != len(logprobs):
         raise FleetError(
-            f"A server answered a completion of {model.served_name} without log-probabilities; "
+            f"A server returned a completion of {model.served_name} without log-probabilities; "
             "Rookery does not invent them: use a vLLM server."
         )
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
-        raise FleetError(f"A completion of {model.served_name} ended as {reason!r}, not whole.")
+        raise FleetError(f"A completion of {model.served_name} ended with {reason!r}, incomplete.")
     return Completion(
         model=model,
         tokens=tuple(tokens),
@@ -239,7 +239,7 @@ def read_position(choice: Choice) -> dict[int, float]:
     """Log-probabilities of tokens at the first new position."""
     tops = _tops(choice)
     if not tops:
-        raise FleetError("A server answered a score without log-probabilities: use a vLLM server.")
+        raise FleetError("A server returned a score without log-probabilities: use a vLLM server.")
     return tops[0]
 
 
@@ -310,7 +310,7 @@ def _token_id(token: str) -> int:
 def _logprob(value: float | None) -> float:
     if value is None or value != value:
         raise FleetError(
-            f"A server answered {value} for a log-probability: its weights overflow, or it is not "
+            f"A server returned {value} for a log-probability: its weights overflow, or it is not "
             "vLLM. Check the adapter and the dtype."
         )
     return -math.inf if value <= _FLOOR else value

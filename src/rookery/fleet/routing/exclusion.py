@@ -26,6 +26,11 @@ class CallExclusion:
         # Filled by `take`, drained by the last call of a turn; a cancelled waiter leaves it.
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is in flight and none waits."""
+        return not self._num and not self._waiting
+
     @asynccontextmanager
     async def take(self, kind: str) -> AsyncIterator[None]:
         """Be one of the calls of this kind for the block. An empty kind goes with any."""

@@ -312,7 +312,7 @@ class Pool:
         if adapter is None and not call.is_base:
             return FleetError(f"{call.ref.served_name} was unloaded before it was asked.")
         try:
-            with boundary(FleetError, f"{replica.url} answered what cannot be read"):
+            with boundary(FleetError, f"Could not parse the response of {replica.url}"):
                 return await replica.serve(call, adapter)
         except RookeryError as error:
             return error

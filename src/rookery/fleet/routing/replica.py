@@ -79,7 +79,7 @@ class Replica:
         """Set when the server needs a look before the next regular one."""
         self.last_error = ""
         self.is_given_up = False
-        """It cannot be started again: nobody looks after it any more."""
+        """It cannot be started again and is no longer watched."""
         self.excluded = ""
         """Why it takes no requests, however well it is; empty: it does."""
         self.layers: dict[str, tuple[int, int]] = {}
@@ -103,25 +103,25 @@ class Replica:
 
     async def connect(self) -> None:
         """Find out what the server can do and open its load."""
-        found = await probe(self.client, has_info=self.local is None)
-        if not found.has_token_ids:
+        probed = await probe(self.client, has_info=self.local is None)
+        if not probed.has_token_ids:
             raise FleetError(
                 f"{self.url} does not report token ids and their log-probabilities: use vLLM 0.26 "
                 "or newer, or configure it as an external API."
             )
-        report = await self._attach(found)
+        report = await self._attach(probed)
         limits = self._limits()
-        is_on_cpu = self._is_on_cpu(found)
+        is_on_cpu = self._is_on_cpu(probed)
         self.capabilities = replace(
-            found,
-            has_prompt_logprobs=found.has_prompt_logprobs
-            and not (is_on_cpu and (found.max_loras or limits.max_loras)),
-            max_num_seqs=report.get("max_num_seqs", found.max_num_seqs),
-            max_logprobs=report.get("max_logprobs", found.max_logprobs),
-            max_loras=report.get("max_loras", found.max_loras or limits.max_loras),
-            max_cpu_loras=report.get("max_cpu_loras", found.max_cpu_loras or limits.max_cpu_loras),
-            max_lora_rank=report.get("max_lora_rank", found.max_lora_rank or limits.max_lora_rank),
-            lora_dtype=report.get("lora_dtype", found.lora_dtype),
+            probed,
+            has_prompt_logprobs=probed.has_prompt_logprobs
+            and not (is_on_cpu and (probed.max_loras or limits.max_loras)),
+            max_num_seqs=report.get("max_num_seqs", probed.max_num_seqs),
+            max_logprobs=report.get("max_logprobs", probed.max_logprobs),
+            max_loras=report.get("max_loras", probed.max_loras or limits.max_loras),
+            max_cpu_loras=report.get("max_cpu_loras", probed.max_cpu_loras or limits.max_cpu_loras),
+            max_lora_rank=report.get("max_lora_rank", probed.max_lora_rank or limits.max_lora_rank),
+            lora_dtype=report.get("lora_dtype", probed.lora_dtype),
             is_on_cpu=is_on_cpu,
         )
         if self.local is not None and self.local.config.has_whole_graphs:
@@ -137,8 +137,8 @@ class Replica:
             )
         self.has_token_route = bool(report) and await self.client.has_token_route()
         together = self.capabilities.max_num_seqs
-        own = int(OVERLAP * together) if together else DEFAULT_WINDOW
-        self.load.window = self._settings.max_in_flight or own
+        window = int(OVERLAP * together) if together else DEFAULT_WINDOW
+        self.load.window = self._settings.max_in_flight or window
         self.load.max_loras = 0 if self.route == "none" else self._max_loras()
         self._open()
 

@@ -12,7 +12,7 @@ a load where the adapter is missing. An adapter stays on the replica that holds 
 that is full for long; a replica never has more than `max_loras` adapters in flight. Calls of one
 affinity stay on one replica (`affinity.py`) while that has no more than its share of all work.
 
-Nobody starves. A call that finds no room, as one of eight sequences among many of one, has a
+No call starves. One that finds no room, as one of eight sequences among many of one, has a
 replica kept free of younger calls until it fits. One that waits for an adapter slot holds back the
 adapter calls that came long after it.
 """
@@ -35,7 +35,7 @@ SPILL_S = 0.5
 """A call leaves its adapter's home after this long: twice a load, so that spilling pays."""
 PATIENCE_S = 2.0
 """A later call may overtake one that waits for an adapter slot, if it came at most this much later:
-batches keep adapter by adapter, and nobody waits for ever."""
+batches keep adapter by adapter, and no call waits indefinitely."""
 STEAL_GAIN = 1.5
 """An idle replica takes over a call when it would be this much sooner there."""
 STEAL_S = 0.05

@@ -335,7 +335,7 @@ def _prepared(
 
 
 def _pause_s(num_restarts: int) -> float:
-    """None before the first restart: most servers die once."""
+    """No pause before the first restart: most servers die only once."""
     if num_restarts == 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, RESTART_PAUSE_S * 2 ** (num_restarts - 2)))

@@ -1,4 +1,4 @@
-"""The registry of one launched pool: which server processes it owns, for whoever comes after.
+"""The registry of one launched pool: which server processes it owns, so that others can clean up.
 
     registry = ServerRegistry.create(root, purpose="run")   # locked while this process lives
     registry.write([record, ...])

@@ -296,7 +296,7 @@ def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
 
 
 def _cpu(config: LaunchConfig, index: int, num_servers: int) -> dict[str, str]:
-    """Each server gets cores of its own: two that spin on the same ones halve each other twice."""
+    """Each server gets cores of its own: two that spin on the same are four times slower."""
     env = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gib)}
     if num_servers > 1 and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))

@@ -131,7 +131,7 @@ class _Loader:
         return LoRAModel(request.lora_int_id, rank, weights)
 
     def _merge(self, model: Any) -> None:
-        """Buffers need neither packing nor page-locked copies, and nothing has none."""
+        """Skips packing for buffers and empty adapters."""
         if model.loras and _WHOLE not in model.loras:
             self._stock_merge(model)
 

@@ -4,7 +4,7 @@
 
 The kernel asks the server to stop when its owner dies. The watcher, a process outside the server's
 group, ends what that leaves: a server that does not listen while it loads, and engine processes
-whose server died, which would keep their memory for ever. Needs Linux, and nothing but Python.
+whose server died, which would keep their memory. Needs Linux, and nothing but Python.
 """
 
 from __future__ import annotations

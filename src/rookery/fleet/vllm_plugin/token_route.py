@@ -145,9 +145,9 @@ async def _generate(state: Any, request: dict[str, Any]) -> dict[str, Any]:
     tokenizer = None if is_watched else state.openai_serving_models.renderer.tokenizer
     return {
         "choices": [
-            _choice(i * params.n + own.index, output, own, tokenizer, request["params"])
+            _choice(i * params.n + sample.index, output, sample, tokenizer, request["params"])
             for i, output in enumerate(outputs)
-            for own in output.outputs
+            for sample in output.outputs
         ]
     }
 
@@ -232,20 +232,20 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _choice(
-    index: int, output: Any, own: Any, tokenizer: Any, params: dict[str, Any]
+    index: int, output: Any, sample: Any, tokenizer: Any, params: dict[str, Any]
 ) -> dict[str, Any]:
-    tokens = list(own.token_ids)
-    positions = _positions(own.logprobs, len(tokens))
+    tokens = list(sample.token_ids)
+    positions = _positions(sample.logprobs, len(tokens))
     choice: dict[str, Any] = {
         "index": index,
-        "finish_reason": own.finish_reason,
-        "text": own.text,
+        "finish_reason": sample.finish_reason,
+        "text": sample.text,
         "token_ids": tokens,
         "token_logprobs": [logprobs[0] for _, logprobs in positions],
     }
     if tokenizer is not None:
         # A token that stops is no part of the text.
-        shown = tokens[:-1] if own.finish_reason == "stop" else tokens
+        shown = tokens[:-1] if sample.finish_reason == "stop" else tokens
         choice["text"] = _text(tokenizer, output.prompt_token_ids, shown)
     if params.get("logprobs"):
         choice["top"] = positions
@@ -269,7 +269,7 @@ def _positions(flat: Any, num: int) -> list[tuple[list[int], list[float]]]:
 
 
 def _floored(value: float) -> Any:
-    """Minus infinity as vLLM writes it; what is no number is none."""
+    """Minus infinity as vLLM writes it; None for NaN."""
     return _FLOOR if value <= _FLOOR else None
 
 

@@ -4,9 +4,8 @@ FlashAttention 3 takes its kernel and the layout of its schedule from the longes
 A graph keeps the kernel of its capture, for which vLLM 0.26 gives single tokens and later versions
 one prompt as long as the batch; the schedule is made anew for every step, of the queries that it
 has. Where the two disagree (heads of up to 64 or more than 128 numbers: single tokens take no
-causal mask) answers come out wrong, without a word. Here all whole steps, captured and run, are
-prepared for one prompt as long as the graph. vLLM imports this module in its workers before it
-captures.
+causal mask) answers are silently wrong. Here all whole steps, captured and run, are prepared for
+one prompt as long as the graph. vLLM imports this module in its workers before it captures.
 """
 
 from __future__ import annotations

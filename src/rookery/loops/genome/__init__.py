@@ -16,7 +16,7 @@ loop.py              the loop
 
 from rookery.loops.genome.adapter_builder import rebuild
 from rookery.loops.genome.config import GenomeConfig
-from rookery.loops.genome.generation_log import Generation, Watcher
+from rookery.loops.genome.generation_log import Watcher
 from rookery.loops.genome.loop import GenomeResult, evolve
 
-__all__ = ["Generation", "GenomeConfig", "GenomeResult", "Watcher", "evolve", "rebuild"]
+__all__ = ["GenomeConfig", "GenomeResult", "Watcher", "evolve", "rebuild"]

@@ -218,7 +218,7 @@ def check_device(device: str) -> None:
     """AdapterError unless candidates can be made there."""
     if device != "cpu" and not torch.cuda.is_available():
         raise AdapterError(
-            f"Candidates were to be made on {device}, and torch sees no GPU here: write "
+            f"merge_device is {device}, and torch sees no GPU here: write "
             "merge_device: cpu. A run that began on a GPU goes on only on one."
         )
 

@@ -1,15 +1,15 @@
 """The rows of the report: what each entry earned on the same tasks, and how sure one can be.
 
     rows = compare({"evolved": rewards, "best founder": rewards}, tasks, weights=..., seed=0)
-    rows[0]["mean"], rows[0]["gain"]["low"]
+    rows[0].mean, rows[0].gain.low
 
 Rewards are by task id. An entry that misses a task has no mean, and no difference to another.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from rookery.reports import Estimate, ReportRow
 from rookery.rollout import mean_by_source
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
 from rookery.seeding import stream
@@ -26,7 +26,7 @@ def compare(
     *,
     weights: Mapping[str, float],
     seed: int,
-) -> list[dict[str, Any]]:
+) -> list[ReportRow]:
     """A row per entry: its mean, `gain` over the second entry, `lead` over the first, the winner.
 
     Differences are paired by task.
@@ -38,28 +38,31 @@ def compare(
         if all(task.id in own for task in tasks)
     }
 
-    def difference(ours: str, theirs: str, key: str) -> dict[str, float | None] | None:
+    def difference(ours: str, theirs: str, key: str) -> Estimate | None:
         if ours == theirs or not {ours, theirs} <= set(whole):
             return None
         rng = stream(seed, key, ours)
-        return _interval(paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata))
+        return _estimate(paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata))
 
     winner, reference = list(rewards)[:2]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, own in rewards.items():
         rng = stream(seed, "report", name)
-        mean = bootstrap_mean(whole[name], rng=rng, strata=strata) if name in whole else None
+        interval = bootstrap_mean(whole[name], rng=rng, strata=strata) if name in whole else None
+        mean = Estimate() if interval is None else _estimate(interval)
         rows.append(
-            {
-                "name": name,
-                "is_winner": name == winner,
-                **_interval(mean),
-                "gain": difference(name, reference, "gain"),
-                "lead": difference(name, winner, "lead"),
-                "by_source": complete_means(own, tasks),
-                "num_failed": sum(task.id not in own for task in tasks),
-                "small": "" if mean is None else mean.small,
-            }
+            ReportRow(
+                name=name,
+                is_winner=name == winner,
+                mean=mean.mean,
+                low=mean.low,
+                high=mean.high,
+                gain=difference(name, reference, "gain"),
+                lead=difference(name, winner, "lead"),
+                by_source=dict(complete_means(own, tasks)),
+                num_failed=sum(task.id not in own for task in tasks),
+                small="" if interval is None else interval.small,
+            )
         )
     return rows
 
@@ -72,7 +75,5 @@ def complete_means(rewards: Rewards, tasks: Sequence[Task]) -> dict[str, float]:
     return {source: mean for source, mean in means.items() if earned[source] == sizes[source]}
 
 
-def _interval(interval: Interval | None) -> dict[str, float | None]:
-    if interval is None:
-        return {"mean": None, "low": None, "high": None}
-    return {"mean": interval.estimate, "low": interval.low, "high": interval.high}
+def _estimate(interval: Interval) -> Estimate:
+    return Estimate(mean=interval.estimate, low=interval.low, high=interval.high)

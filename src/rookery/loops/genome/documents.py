@@ -1,14 +1,20 @@
 """What a genome run leaves behind: winner, population, founders, lineage, report, warnings."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
 from rookery.loops.genome.parts import RunParts
 from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.reports import (
+    CandidateRecord,
+    GenomeReport,
+    LineageRecord,
+    ReportRow,
+    TasksetRecord,
+)
 from rookery.runs import Run
 from rookery.search.pareto import fronts
 from rookery.tasks.taskset import Taskset
@@ -26,10 +32,10 @@ class Ending:
     population: Sequence[str]
     """The candidates that the last stage ended with."""
     choice: Choice
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[ReportRow]
 
 
-def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
+def write_report(parts: RunParts, ending: Ending) -> GenomeReport:
     """Leave everything in the run directory; the report is also the result."""
     builder, search, run = parts.builder, parts.search, parts.run
     winner = ending.choice.ranked[0]
@@ -39,26 +45,25 @@ def write_report(parts: RunParts, ending: Ending) -> dict[str, Any]:
     _save_all(run, "population", builder, population)
     run.write_json("lineage.json", builder.lineage())
     run.append_blocking("winner", {"id": winner, "version": builder.version(winner)}, key="winner")
-    report = {
-        "kind": "genome",
-        "run": run.name,
-        "model": parts.engine.base.version,
-        "seed": parts.config.seed,
-        "tasksets": [_describe_taskset(taskset) for taskset in parts.tasksets],
-        "rows": ending.rows,
-        "generations": [asdict(generation) for generation in parts.log.generations],
-        "lineage": _draw_lineage(builder, search, ending.searched, winner),
-        "winner": winner,
-        "population": _describe_all(search, population),
-        "front": _describe_all(search, _find_front(search, ending.searched)),
-        "floors": dict(search.floors),
-        "num_candidates": builder.num_distinct(ending.searched),
-        "num_rollouts": parts.evaluator.num_rollouts,
-        "num_tokens": parts.evaluator.num_tokens,
-        "seconds": run.worked_s,
-        "warnings": _make_warnings(parts, ending),
-    }
-    run.write_json("report.json", report)
+    report = GenomeReport(
+        run=run.name,
+        model=parts.engine.base.version,
+        seed=parts.config.seed,
+        tasksets=tuple(_describe_taskset(taskset) for taskset in parts.tasksets),
+        rows=tuple(ending.rows),
+        generations=tuple(parts.log.generations),
+        lineage=_draw_lineage(builder, search, ending.searched, winner),
+        winner_id=winner,
+        population=_describe_all(search, population),
+        front=_describe_all(search, _find_front(search, ending.searched)),
+        floors=dict(search.floors),
+        num_candidates=builder.num_distinct(ending.searched),
+        num_rollouts=parts.evaluator.num_rollouts,
+        num_tokens=parts.evaluator.num_tokens,
+        seconds=run.worked_s,
+        warnings=tuple(_make_warnings(parts, ending)),
+    )
+    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return report
 
 
@@ -70,22 +75,27 @@ def _save_all(run: Run, folder: str, builder: AdapterBuilder, names: Iterable[st
     run.write_folder(folder, write)
 
 
-def _describe_taskset(taskset: Taskset) -> dict[str, Any]:
-    sizes = {f"num_{s}": len(taskset.split(s)) for s in ("search", "select", "report")}
-    return {"name": taskset.name, "weight": taskset.weight, **sizes}
+def _describe_taskset(taskset: Taskset) -> TasksetRecord:
+    return TasksetRecord(
+        name=taskset.name,
+        weight=taskset.weight,
+        num_search=len(taskset.split("search")),
+        num_select=len(taskset.split("select")),
+        num_report=len(taskset.split("report")),
+    )
 
 
-def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> list[dict[str, Any]]:
+def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[CandidateRecord, ...]:
     """Scores on the search split."""
-    return [
-        {
-            "id": name,
-            "score": search.measured[name].fitness.score,
-            "violation": search.measured[name].fitness.violation,
-            "by_source": search.means(name),
-        }
+    return tuple(
+        CandidateRecord(
+            id=name,
+            score=search.measured[name].fitness.score,
+            violation=search.measured[name].fitness.violation,
+            by_source=dict(search.means(name)),
+        )
         for name in names
-    ]
+    )
 
 
 def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
@@ -97,7 +107,7 @@ def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
 
 def _draw_lineage(
     builder: AdapterBuilder, search: SearchEvaluator, searched: Sequence[str], winner: str
-) -> list[dict[str, Any]]:
+) -> tuple[LineageRecord, ...]:
     """The searched candidates as nodes: founders first, then as they were made."""
     ancestors, queue = {winner}, [winner]
     while queue:
@@ -109,18 +119,18 @@ def _draw_lineage(
     for name in searched:
         recipe = builder.recipes.get(name)
         graph.append(
-            {
-                "id": name,
-                "generation": recipe.generation if recipe is not None else 0,
-                "operator": recipe.operator if recipe is not None else "founder",
-                "parents": list(recipe.parents) if recipe is not None else [],
-                "weights": list(recipe.weights) if recipe is not None else [],
-                "score": search.measured[name].fitness.score,
-                "is_winner": name == winner,
-                "is_ancestor": name in ancestors,
-            }
+            LineageRecord(
+                id=name,
+                generation=recipe.generation if recipe is not None else 0,
+                operator=recipe.operator if recipe is not None else "founder",
+                parents=tuple(recipe.parents) if recipe is not None else (),
+                weights=tuple(recipe.weights) if recipe is not None else (),
+                score=search.measured[name].fitness.score,
+                is_winner=name == winner,
+                is_ancestor=name in ancestors,
+            )
         )
-    return graph
+    return tuple(graph)
 
 
 def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:
@@ -134,13 +144,17 @@ def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:
     ]
 
 
-def _warn_of_better_baselines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    better = [row for row in rows if row["lead"] is not None and row["lead"]["low"] > 0]
-    return [
-        f"The {row['name']} is better than the winner by {row['lead']['mean']:.3f} "
-        f"({row['lead']['low']:.3f} to {row['lead']['high']:.3f}) on the report tasks."
-        for row in sorted(better, key=lambda row: -float(row["lead"]["mean"]))
+def _warn_of_better_baselines(rows: Sequence[ReportRow]) -> list[str]:
+    better = [
+        (
+            lead.mean,
+            f"The {row.name} is better than the winner by {lead.mean:.3f} "
+            f"({lead.low:.3f} to {lead.high:.3f}) on the report tasks.",
+        )
+        for row in rows
+        if (lead := row.lead) and lead.mean is not None and lead.low is not None and lead.low > 0
     ]
+    return [sentence for _, sentence in sorted(better, key=lambda pair: -pair[0])]
 
 
 def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
@@ -155,12 +169,12 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
             "No candidate that saw every search task keeps every floor: the winner misses them "
             f"by {violation:.3f} in all there."
         )
-    reported = ending.rows[0]["by_source"]
     for source, floor in parts.search.floors.items():
-        if reported.get(source, floor) < floor:
+        mean = ending.rows[0].by_source.get(source)
+        if mean is not None and mean < floor:
             warnings.append(
-                f"On the report tasks of {source} the winner has {reported[source]:.3f}, below the "
-                f"floor of {floor:.3f}."
+                f"On the report tasks of {source} the winner has {mean:.3f}, below the floor of "
+                f"{floor:.3f}."
             )
     if winner in ending.choice.errors:
         warnings.append(
@@ -173,9 +187,9 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
 def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
     measured, choice, warnings = parts.search.measured, ending.choice, []
     for row in ending.rows:
-        if row["num_failed"]:
+        if row.num_failed:
             warnings.append(
-                f"The {row['name']} failed on {row['num_failed']} of the report tasks and has no "
+                f"The {row.name} failed on {row.num_failed} of the report tasks and has no "
                 "mean: what is missing is not averaged away."
             )
     losers = [name for name in choice.errors if name != choice.ranked[0]]
@@ -190,8 +204,8 @@ def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
     return warnings
 
 
-def _warn_of_small_samples(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    reasons = dict.fromkeys(row["small"] for row in rows if row["small"])
+def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
+    reasons = dict.fromkeys(row.small for row in rows if row.small)
     return [
         f"The report is of a small sample ({reason}): its intervals are rough."
         for reason in reasons

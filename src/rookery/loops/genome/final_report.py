@@ -9,7 +9,6 @@ missing is not averaged away.
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from pydantic import Field
 
@@ -20,6 +19,7 @@ from rookery.loops.genome.comparison import compare, complete_means
 from rookery.loops.genome.generation_log import Cost
 from rookery.loops.genome.loading import CandidateLoader, LoadFailure
 from rookery.loops.genome.search_evaluator import SearchEvaluator
+from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
@@ -187,7 +187,7 @@ class FinalReport:
 
     async def report(
         self, entries: Sequence[ReportEntry], tasks: Sequence[Task], *, seed: int
-    ) -> list[dict[str, Any]]:
+    ) -> list[ReportRow]:
         """A row per entry. The first one is the winner, the second the one that gains are counted
         from."""
         # A founder may be called like an entry: their names are told apart.
@@ -212,7 +212,7 @@ class FinalReport:
                 rewards[entry.name] = _rewards(groups[_BASE if is_base else f"entry {entry.name}"])
         rows = compare(rewards, tasks, weights=self._weights, seed=seed)
         costs = {entry.name: {"note": entry.note, **asdict(entry.cost)} for entry in entries}
-        return [row | costs[row["name"]] for row in rows]
+        return [row.model_copy(update=costs[row.name]) for row in rows]
 
     async def _rollout(
         self, makers: Mapping[str, Callable[[], Adapter]], tasks: Sequence[Task], *, phase: str

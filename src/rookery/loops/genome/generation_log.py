@@ -3,37 +3,16 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.search_evaluator import Measured
+from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.types import Json
 
-__all__ = ["UNWATCHED", "Cost", "Generation", "GenerationLog", "Watcher"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One generation of one stage, as measured on the search split."""
-
-    generation: int
-    """Counted over all stages; 0 are the founders."""
-    stage: str
-    best: float | None
-    """Of all candidates so far."""
-    mean: float | None
-    worst: float | None
-    scores: tuple[float, ...]
-    """Of this generation's candidates that did not fail."""
-    num_candidates: int
-    num_dropped: int
-    """Left the race before they saw every task."""
-    num_failed: int
-    num_rollouts: int
-    num_tokens: int
-    seconds: float
+__all__ = ["UNWATCHED", "Cost", "GenerationLog", "Watcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +37,7 @@ class Cost:
 class Watcher:
     """Who is told how a run goes on."""
 
-    on_generation: Callable[[Generation], None] = lambda _: None
+    on_generation: Callable[[GenerationRecord], None] = lambda _: None
     on_phase: Callable[[str], None] = lambda _: None
     """Called with what begins now: "founders", "ga 3", "select", "random search", "report"."""
 
@@ -77,7 +56,8 @@ class GenerationLog:
         evaluator: TasksetEvaluator,
         watcher: Watcher,
     ) -> None:
-        self.generations: list[Generation] = []
+        self.generations: list[GenerationRecord] = []
+        self._costs: list[Cost] = []
         self._run = run
         self._builder = builder
         self._evaluator = evaluator
@@ -104,7 +84,9 @@ class GenerationLog:
             first = await self._run.append("phase", {"seconds": cost.seconds}, key=phase)
         return replace(cost, seconds=first.payload["seconds"])
 
-    async def record(self, stage: str, measured: Mapping[str, Measured], cost: Cost) -> Generation:
+    async def record(
+        self, stage: str, measured: Mapping[str, Measured], cost: Cost
+    ) -> GenerationRecord:
         """Note the candidates that were measured together."""
         scores = [m.fitness.score for m in measured.values() if m.fitness.score is not None]
         feasible = [
@@ -114,23 +96,26 @@ class GenerationLog:
         ]
         number = len(self.generations)
         first = self._run.get("generation", str(number))
+        seconds = cost.seconds if first is None else first.payload["seconds"]
+        cost = replace(cost, num_candidates=len(measured), seconds=seconds)
         self._best = max([*feasible, *([] if self._best is None else [self._best])], default=None)
-        generation = Generation(
+        generation = GenerationRecord(
             generation=number,
             stage=stage,
             best=self._best,
             mean=sum(scores) / len(scores) if scores else None,
             worst=min(scores, default=None),
             scores=tuple(scores),
-            num_candidates=len(measured),
+            num_candidates=cost.num_candidates,
             num_dropped=sum(not m.is_complete and not m.error for m in measured.values()),
             num_failed=sum(bool(m.error) for m in measured.values()),
             num_rollouts=cost.num_rollouts,
             num_tokens=cost.num_tokens,
-            seconds=cost.seconds if first is None else first.payload["seconds"],
+            seconds=cost.seconds,
         )
         await self._write(generation, measured)
         self.generations.append(generation)
+        self._costs.append(cost)
         self._watcher.on_generation(generation)
         return generation
 
@@ -145,14 +130,14 @@ class GenerationLog:
             ]
         )
 
-    async def _write(self, generation: Generation, measured: Mapping[str, Measured]) -> None:
+    async def _write(self, generation: GenerationRecord, measured: Mapping[str, Measured]) -> None:
         """Events are keyed: a resumed run that came out otherwise would be refused."""
         news = [
             NewEvent(kind="candidate", key=name, payload=self._describe(name, result))
             for name, result in measured.items()
         ]
         key = str(generation.generation)
-        last = NewEvent(kind="generation", key=key, payload=asdict(generation))
+        last = NewEvent(kind="generation", key=key, payload=generation.model_dump(mode="json"))
         await self._run.append_many([*news, last])
         values = {"genome/best": generation.best, "genome/mean": generation.mean}
         values["genome/num_tokens"] = float(generation.num_tokens)
@@ -175,17 +160,8 @@ class GenerationLog:
 
     def searched(self) -> Cost:
         """What all generations took so far."""
-        return sum((_cost(generation) for generation in self.generations), start=Cost())
+        return sum(self._costs, start=Cost())
 
     def founders(self) -> Cost:
         """What measuring the founders took."""
-        return _cost(self.generations[0])
-
-
-def _cost(generation: Generation) -> Cost:
-    return Cost(
-        num_candidates=generation.num_candidates,
-        num_rollouts=generation.num_rollouts,
-        num_tokens=generation.num_tokens,
-        seconds=generation.seconds,
-    )
+        return self._costs[0]

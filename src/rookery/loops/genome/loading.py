@@ -90,7 +90,7 @@ class CandidateLoader:
             await self._unload([ref for ref in ended if isinstance(ref, ModelRef)])
 
     async def _unload(self, refs: list[ModelRef]) -> None:
-        """Every one of them. What an engine cannot unload is its own affair from here on."""
+        """Every one of them. A failure to unload is logged and not raised."""
         unloads = (self._adapters.unload(ref) for ref in refs)
         for result in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(result, RookeryError):

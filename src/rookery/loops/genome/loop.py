@@ -14,7 +14,6 @@ asked twice.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rookery.errors import TaskError
 from rookery.loops.genome.checks import check_inputs, check_tasks
@@ -26,6 +25,7 @@ from rookery.loops.genome.generation_log import UNWATCHED, Watcher
 from rookery.loops.genome.parts import RunParts, assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.ports import Engine
+from rookery.reports import GenomeReport
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.founders import pair_plans
@@ -40,7 +40,7 @@ class GenomeResult:
     """The winner and the report about it."""
 
     winner: Adapter
-    report: dict[str, Any]
+    report: GenomeReport
 
 
 async def evolve(
@@ -98,7 +98,7 @@ async def _measure_founders(parts: RunParts) -> dict[str, str]:
 
 
 def _set_floors(parts: RunParts) -> dict[str, str]:
-    """Everybody is judged by the floors, the founders too."""
+    """All candidates are judged by the floors, founders included."""
     search, floors, holders = parts.search, parts.config.floors, {}
     values = {source: floor for source, floor in floors.items() if floor != "founder"}
     alive = [f for f in parts.builder.founders if not search.measured[f].error]

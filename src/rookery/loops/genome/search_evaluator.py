@@ -1,9 +1,8 @@
 """Candidates -> fitness on the search split. All of a generation are asked together.
 
-With racing they are asked in waves, the same tasks for everybody, and those who can no longer
-survive are dropped. Members of the population that have seen every task race along for free: they
-set the bar. On a remote engine the first to be made do not wait for the others: making goes on
-while they are asked.
+With racing they are asked in waves, the same tasks for all, and those that can no longer survive
+are dropped. Members of the population that have seen every task take part without being asked
+again. On a remote engine, candidates are asked while others are still being made.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ class SearchEvaluator:
         return self._floors
 
     def set_floors(self, floors: Mapping[str, float]) -> None:
-        """Judge everybody by these floors, also those who were measured before."""
+        """Judge all candidates by these floors, including those measured before."""
         self._floors = dict(floors)
         for name, measured in self.measured.items():
             if not measured.error:

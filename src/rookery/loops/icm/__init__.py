@@ -1,6 +1,7 @@
 """icm: labels data that has no labels, by internal coherence.
 
-loop.py          the loop and its config
+config.py        what a run is told
+loop.py          the loop
 items.py         items, their groups and batches; the true labels, for the report alone
 prompts.py       items as tokens: demonstrations and queries that join exactly
 constraints.py   constraints over fields of the items
@@ -12,12 +13,14 @@ baselines.py     what needs no search: zero-shot, few-shot, bootstrap, the inver
 decisions.py     decisions as events
 transfer.py      whether labels of one batch mean the same in another
 verdict.py       what the labels are worth
+labellings.py    all ways to label, the search's own first
 report.py        the result beside its baselines
 exports.py       files for training
 """
 
+from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import read_gold, read_items
-from rookery.loops.icm.loop import Bench, IcmConfig, IcmResult, check_batches, label
+from rookery.loops.icm.loop import Bench, IcmResult, check_batches, label
 from rookery.loops.icm.prompts import load_encoder
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 label a few items at random, consistently
 repeat: draw an item; ask for its most likely label given all others
-        if that is news: take it up, repair its group in every consistent way, keep the best
+        if it is a change: take it up, repair its group in every consistent way, keep the best
         accept by the gain in U and the temperature
 until all items are labelled and none is frustrated, or the iterations are used up
 
@@ -74,7 +74,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One decision, and where the search stands after it. Iterations without news leave none."""
+    """One decision and the state after it; iterations that propose nothing new have none."""
 
     iteration: int
     item: int

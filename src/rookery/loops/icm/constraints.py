@@ -74,7 +74,7 @@ class EqualAnswerConfig(_GroupConfig):
         try:
             num_groups = re.compile(value).groups
         except re.error as error:
-            raise ValueError(f"the pattern {value!r} is no regular expression: {error}") from None
+            raise ValueError(f"the pattern {value!r} is not a regex: {error}") from None
         if value and not num_groups:
             raise ValueError(f"the pattern {value!r} has no group: write (...) around the answer")
         return value
@@ -130,7 +130,7 @@ def build_constraints(
         more = f" and {len(tied) - 4} more" if len(tied) > 4 else ""
         raise TaskError(
             f"The constraints of the items {names}{more} contradict one another: no labels keep "
-            "them all. Mend or drop these items, or drop a constraint."
+            "them all. Fix or drop these items, or drop a constraint."
         )
     return constraints
 
@@ -211,7 +211,7 @@ def _answer(config: EqualAnswerConfig, item: Item) -> str | None:
     if config.missing == "free":
         return None
     raise TaskError(
-        f"Item {item.id}: the pattern {config.pattern!r} finds no answer in {text[-60:]!r}. Mend "
+        f"Item {item.id}: the pattern {config.pattern!r} finds no answer in {text[-60:]!r}. Fix "
         "the pattern, or write missing: free, so that the constraint leaves such items out."
     )
 
@@ -236,8 +236,8 @@ def _implications(config: ImpliesConfig, items: Sequence[Item], label: int) -> l
         for name in named if isinstance(named, list) else [named]:
             if str(name) not in places:
                 raise TaskError(
-                    f"Item {item.id} implies {name!r}, which is no item of its batch: give both "
-                    "the same data.group, so that they stay together."
+                    f"Item {item.id} implies {name!r}, which is not an item of its batch: give "
+                    "both the same data.group, so that they stay together."
                 )
             found.append(Implies(premise=index, conclusion=places[str(name)], label=label))
     return found

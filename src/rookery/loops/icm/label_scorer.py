@@ -285,7 +285,7 @@ class SharedLabelScorer:
             done.set_result(None)
         except BaseException as error:  # a cancellation too: others wait for the same block
             done.set_exception(error)
-            done.exception()  # who waits sees it; where nobody does it is no second error
+            done.exception()  # marks it as retrieved: without a waiter asyncio would log it
             raise
         finally:
             for key in block:
@@ -360,7 +360,7 @@ async def _ask(sampler: Sampler, requests: Sequence[ScoreRequest]) -> list[Label
     try:
         scores = await sampler.score(requests)
     except (EngineDownError, FleetDownError):
-        raise  # nobody can answer anything: the run ends, and goes on when somebody can
+        raise  # the engine is down: the run ends, to be resumed
     except (EngineError, FleetError) as error:
         return [error] * len(requests)
     if len(scores) != len(requests):

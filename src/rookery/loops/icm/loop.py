@@ -15,112 +15,36 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self
 
-from pydantic import Field, model_validator
-
-from rookery.config import Config
-from rookery.embedded import EngineConfig
-from rookery.engines import SamplerChoice
 from rookery.errors import ConfigError, TaskError
-from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
-from rookery.loops.icm.constraints import ConstraintConfig, build_constraints, fields_of
+from rookery.loops.icm.config import IcmConfig
+from rookery.loops.icm.constraints import build_constraints
 from rookery.loops.icm.decisions import DecisionLog
-from rookery.loops.icm.exports import ExportsConfig, check_exports, write_exports
-from rookery.loops.icm.items import DataConfig, Item, batch_items
+from rookery.loops.icm.exports import check_exports, write_exports
+from rookery.loops.icm.items import Item, batch_items
 from rookery.loops.icm.label_scorer import ScoreStore, SharedLabelScorer
-from rookery.loops.icm.objective import ObjectiveConfig
 from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.loops.icm.report import label_records, make_report
 from rookery.ports import Adapters, Sampler
+from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED
 from rookery.search.orders import IdOrder, TreeOrder
 from rookery.seeding import stream_seed
-from rookery.train.sft import SftConfig
 from rookery.types import Datum, ModelRef
 
 __all__ = [
     "Bench",
     "ChainStep",
-    "IcmConfig",
     "IcmResult",
-    "IterateConfig",
     "check_batches",
     "label",
     "open_problem",
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class IterateConfig(Config):
-    """Training on the labels of some batches before the next are labelled."""
-
-    num_batches: int = Field(default=1, ge=1)
-    """Batches that are labelled with one adapter, before the next one is trained."""
-    sft: SftConfig = SftConfig()
-    """How an adapter is trained on all labels so far, always from the beginning."""
-
-
-class IcmConfig(Config):
-    """One labelling of one file of items."""
-
-    engine: SamplerChoice = EngineConfig()
-    tokenizer: str = ""
-    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
-    data: DataConfig
-    constraints: tuple[ConstraintConfig, ...] = ()
-    """What is known of the items' form. Without any, small models give everything one label."""
-    objective: ObjectiveConfig = ObjectiveConfig()
-    search: AnnealingConfig = AnnealingConfig()
-    batch_size: int = Field(default=256, ge=2)
-    """Items that are labelled together, each a demonstration for the others: together they must
-    fit the model's context."""
-    num_chains: int = Field(default=3, ge=1)
-    """Searches of each batch from different start labels; the best counts. One alone ends in the
-    inverse concept about one time in ten."""
-    parallel: int = Field(default=4, ge=1)
-    """Chains at a time, over all batches."""
-    speculate: int = Field(default=1, ge=1)
-    """Iterations to ask ahead for in one call, guessing that none changes anything: for engines
-    that one evaluation does not fill. Costs tokens, changes no decision."""
-    iterate: IterateConfig | None = None
-    """Label a few batches, train an adapter on them, label the next with it. Empty: all batches
-    are labelled by the model as it is."""
-    baselines: BaselinesConfig = BaselinesConfig()
-    exports: ExportsConfig = ExportsConfig()
-    seed: int = 0
-
-    @model_validator(mode="after")
-    def _takes_adapters(self) -> Self:
-        if self.iterate is not None and self.engine.type == "external":
-            raise ValueError(
-                "iterate trains adapters, which an external API does not take: use an engine of "
-                "type embedded or fleet"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _hides_gold(self) -> Self:
-        gold = self.data.gold
-        if gold is None:
-            return self
-        read = {self.data.group, self.data.id}.union(*map(fields_of, self.constraints))
-        if gold.field in read:
-            raise ValueError(
-                f"the field {gold.field!r} holds the true labels (data.gold) and a group, an id or "
-                "a constraint reads it: the search must not see them"
-            )
-        return self
-
-    def from_folder(self, folder: Path) -> "IcmConfig":
-        """The config with the data's paths taken from the folder of its file."""
-        return self.model_copy(update={"data": self.data.from_folder(folder)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +77,7 @@ class IcmResult:
     """The labels by item id, None where there is none, and the report about them."""
 
     labels: dict[str, str | None]
-    report: dict[str, Any]
+    report: IcmReport
 
 
 async def label(
@@ -181,41 +105,19 @@ async def label(
         ]
         await _search(config, opened, run, store, on_step)
         batches += opened
-    store.part = "baselines"
-    naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
     truth = dict(gold()) if gold is not None else {}
-    report = await make_report(
-        batches,
-        labels=config.data.labels,
-        baselines=config.baselines,
-        search=config.search,
-        gold=truth,
-        errors=store.errors,
-    )
+    found = await make_report(batches, config=config, model=bench.model, gold=truth, store=store)
     records = label_records(batches)
-    await asyncio.to_thread(
-        write_exports, run, records, labels=config.data.labels, config=config.exports
-    )
-    report = {
-        "kind": "icm",
-        "run": run.name,
-        "model": bench.model.version,
-        "seed": config.seed,
-        "data": config.data.path.name,
-        **report,
-        "tokens": {
-            "naive": naive_tokens,
-            "requested": store.tokens["search"],
-            "computed": store.computed["search"],
-            "baselines": store.computed["baselines"],
-            "num_requests": store.requests["search"],
-        },
-        "seconds": run.worked_s,
-    }
-    await asyncio.to_thread(run.write_json, "report.json", report)
     names = config.data.labels
-    found = {r.item.id: None if r.label is None else names[r.label] for r in records}
-    return IcmResult(labels=found, report=report)
+    await asyncio.to_thread(write_exports, run, records, labels=names, config=config.exports)
+    report = found.model_copy(update={"run": run.name, "seconds": run.worked_s})
+    await asyncio.to_thread(_write_report, run, report)
+    labels = {r.item.id: None if r.label is None else names[r.label] for r in records}
+    return IcmResult(labels=labels, report=report)
+
+
+def _write_report(run: Run, report: IcmReport) -> None:
+    run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
 
 
 def check_batches(config: IcmConfig, items: Sequence[Item], *, bench: Bench) -> None:

@@ -2,53 +2,54 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import TypeVar
 
-from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.batch import Batch
-from rookery.loops.icm.chain import ChainResult, Problem
+from rookery.loops.icm.chain import ChainResult
+from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.exports import LabelRecord
+from rookery.loops.icm.label_scorer import ScoreStore
+from rookery.loops.icm.labellings import Labelling, label_all_ways
 from rookery.loops.icm.objective import LabelLogprobs, predict
 from rookery.loops.icm.transfer import transfer
 from rookery.loops.icm.verdict import Agreement, Crowd, Evidence, agree, judge
-from rookery.search.annealing import AnnealingConfig
+from rookery.reports import (
+    AgreementRecord,
+    ChainRecord,
+    GoldRecord,
+    IcmReport,
+    IcmRow,
+    ItemRecord,
+    StepRecord,
+    TokensRecord,
+    TransferRecord,
+)
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.types import ModelRef
 
 __all__ = ["label_records", "make_report"]
 
 LISTED_STEPS = 2000
 """Decisions of one chain that the report holds; beyond that every second, third, ... one."""
 
-
-@dataclass(slots=True)
-class _Row:
-    """One way to label all items: its labels, batch by batch."""
-
-    name: str
-    note: str = ""
-    labels: list[Labels] = field(default_factory=list)
-    utilities: list[float | None] = field(default_factory=list)
-    """None where items have no label: not comparable."""
-    num_violated: int = 0
-    is_winner: bool = False
+Agreeing = TypeVar("Agreeing", bound=AgreementRecord)
 
 
 async def make_report(
     batches: Sequence[Batch],
     *,
-    labels: Sequence[str],
-    baselines: BaselinesConfig,
-    search: AnnealingConfig,
+    config: IcmConfig,
+    model: ModelRef,
     gold: Mapping[str, int],
-    errors: Mapping[str, str],
-) -> dict[str, Any]:
-    """Everything the report says of the labels, as values for JSON.
-
-    `errors` holds what the engine could not answer, and is read when all else was asked.
-    """
+    store: ScoreStore,
+) -> IcmReport:
+    """Label the batches in every other way too, and compare: all but the run's name and seconds."""
+    store.part = "baselines"
+    naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
+    labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
-    rows = await _rows(batches, baselines, search, truth)
+    rows = await label_all_ways(batches, config.baselines, config.search, truth)
     tied = _offset([batch.problem.constraints.components for batch in batches], batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)
@@ -56,87 +57,54 @@ async def make_report(
     golden = None if not gold else await _gold_summary(batches, truth, gold_row)
     transfers = await _transfers(batches)
     evidence = _evidence(batches, rows, labels, gold_row)
-    failed = [errors[key] for key in sorted(errors)]
+    failed = [store.errors[key] for key in sorted(store.errors)]
     verdict, warnings = judge(replace(evidence, transfers=transfers, errors=failed))
-    return {
-        "labels": list(labels),
-        "num_items": sum(len(batch.items) for batch in batches),
-        "num_labelled": len(ours),
-        "num_groups": len(tied),
-        "verdict": verdict,
-        "warnings": warnings,
-        "utility": _mean([batch.best.assessment.utility for batch in batches]),
-        "num_frustrated": sum(len(batch.best.assessment.frustrated) for batch in batches),
-        "num_violated": sum(batch.best.assessment.num_violated for batch in batches),
-        "mass": _mean([batch.best.assessment.mass for batch in batches]),
-        "balance": _balance([batch.best.labels for batch in batches], labels),
-        "gold": golden,
-        "transfers": [{"batch": batch, **_agreement(own)} for batch, own in transfers.items()],
-        "num_unanswered": len(errors),
-        "rows": [_row(row, ours, whole, labels, tied) for row in rows],
-        "chains": [
+    return IcmReport(
+        model=model.version,
+        data=config.data.path.name,
+        seed=config.seed,
+        labels=labels,
+        num_items=sum(len(batch.items) for batch in batches),
+        num_labelled=len(ours),
+        num_groups=len(tied),
+        verdict=verdict,
+        warnings=tuple(warnings),
+        utility=_mean([batch.best.assessment.utility for batch in batches]),
+        num_frustrated=evidence.num_frustrated,
+        num_violated=evidence.num_violated,
+        mass=evidence.mass,
+        balance=_balance([batch.best.labels for batch in batches], labels),
+        gold=golden,
+        transfers=tuple(
+            _with_agreement(TransferRecord(batch=batch), own) for batch, own in transfers.items()
+        ),
+        num_unanswered=len(failed),
+        rows=tuple(_row(row, ours, whole, labels, tied) for row in rows),
+        chains=tuple(
             _chain(batch, chain, result, labels)
             for batch in batches
             for chain, result in enumerate(batch.results)
-        ],
-        "items": _item_rows(label_records(batches), labels),
-    }
+        ),
+        items=tuple(_item(record, labels) for record in label_records(batches)),
+        tokens=_count_tokens(store, naive_tokens),
+    )
 
 
-async def _rows(
-    batches: Sequence[Batch],
-    config: BaselinesConfig,
-    search: AnnealingConfig,
-    truth: Sequence[Mapping[int, int]],
-) -> list[_Row]:
-    rows = {
-        "icm": _Row("icm", is_winner=True),
-        "zero-shot": _Row("zero-shot"),
-        "random few-shot": _Row("random few-shot", note=f"{config.num_shots} random labels"),
-        "bootstrap": _Row("bootstrap", note=f"{config.num_rounds} rounds, consistent"),
-    }
-    if any(truth):
-        rows["golden few-shot"] = _Row("golden few-shot", note=f"{config.num_shots} true labels")
-    if config.inverted:
-        rows["inverted seed"] = _Row("inverted seed", note="searched from the opposite")
-    for batch, known in zip(batches, truth, strict=True):
-        found = await _label_batch(batch, config, search, known)
-        for name, row in rows.items():
-            own = found.get(name, (UNLABELLED,) * len(batch.items))
-            row.labels.append(own)
-            row.num_violated += batch.problem.constraints.num_violated(own)
-            row.utilities.append(await _utility(batch.problem, own))
-    return list(rows.values())
-
-
-async def _utility(problem: Problem, labels: Labels) -> float | None:
-    if UNLABELLED in labels:
-        return None
-    [assessment] = await problem.assess([labels])
-    return None if assessment is None else assessment.utility
-
-
-async def _label_batch(
-    batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
-) -> dict[str, Labels]:
-    baselines = Baselines(batch.problem, config=config, seed=batch.seed)
-    found = {
-        "icm": batch.best.labels,
-        "zero-shot": await baselines.zero_shot(),
-        "random few-shot": await baselines.random_few_shot(),
-        "bootstrap": await baselines.bootstrap(),
-    }
-    if known:
-        found["golden few-shot"] = await baselines.golden_few_shot(known)
-    if config.inverted:
-        result = await baselines.inverted(batch.best, config=search)
-        if result is not None:
-            found["inverted seed"] = result.labels
-    return found
+def _count_tokens(store: ScoreStore, naive: int) -> TokensRecord:
+    return TokensRecord(
+        naive=naive,
+        requested=store.tokens["search"],
+        computed=store.computed["search"],
+        baselines=store.computed["baselines"],
+        num_requests=store.requests["search"],
+    )
 
 
 def _evidence(
-    batches: Sequence[Batch], rows: Sequence[_Row], names: Sequence[str], gold: Agreement | None
+    batches: Sequence[Batch],
+    rows: Sequence[Labelling],
+    names: Sequence[str],
+    gold: Agreement | None,
 ) -> Evidence:
     labels = tuple(label for batch in batches for label in batch.best.labels)
     return Evidence(
@@ -185,7 +153,7 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
     return found
 
 
-def _rivals(batch: Batch, rows: Sequence[_Row], place: int) -> list[tuple[float, float]]:
+def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
     """Complete and consistent labellings that were found otherwise: what they lose and share."""
     best = batch.best
     found = [(result.labels, result.assessment.utility) for result in batch.results]
@@ -202,7 +170,7 @@ def _rivals(batch: Batch, rows: Sequence[_Row], place: int) -> list[tuple[float,
 
 async def _gold_summary(
     batches: Sequence[Batch], truth: Sequence[Mapping[int, int]], found: Agreement | None
-) -> dict[str, Any]:
+) -> GoldRecord:
     """Agreement of the result, and the utility of the true labels where all are known."""
     utilities = []
     for batch, known in zip(batches, truth, strict=True):
@@ -212,69 +180,71 @@ async def _gold_summary(
             if assessment is not None:
                 utilities.append(assessment.utility)
     complete = len(utilities) == len(batches)
-    return {**_agreement(found), "utility": _mean(utilities) if complete else None}
+    return _with_agreement(GoldRecord(utility=_mean(utilities) if complete else None), found)
 
 
 def _row(
-    row: _Row,
+    row: Labelling,
     ours: Mapping[int, int],
     gold: Mapping[int, int],
     labels: Sequence[str],
     tied: Sequence[Sequence[int]],
-) -> dict[str, Any]:
+) -> IcmRow:
     own = _joined(row.labels)
     same = [ours[i] == own[i] for i in own if i in ours]
-    return {
-        "name": row.name,
-        "is_winner": row.is_winner,
-        "note": row.note,
-        "num_labelled": len(own),
-        "balance": _balance(row.labels, labels),
-        "num_violated": row.num_violated,
-        "utility": None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
-        "agreement": sum(same) / len(same) if same else None,
-        **_agreement(agree(own, gold, tied=tied) if gold else None),
-    }
+    found = IcmRow(
+        name=row.name,
+        is_winner=row.is_winner,
+        note=row.note,
+        num_labelled=len(own),
+        balance=_balance(row.labels, labels),
+        num_violated=row.num_violated,
+        utility=None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
+        agreement=sum(same) / len(same) if same else None,
+    )
+    return _with_agreement(found, agree(own, gold, tied=tied) if gold else None)
 
 
-def _agreement(found: Agreement | None) -> dict[str, float | None]:
+def _with_agreement(record: Agreeing, found: Agreement | None) -> Agreeing:
     if found is None:
-        return {"accuracy": None, "low": None, "high": None, "chance": None}
+        return record
     interval = found.interval
-    return {
-        "accuracy": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        "chance": found.chance,
-    }
+    return record.model_copy(
+        update={
+            "accuracy": interval.estimate,
+            "low": interval.low,
+            "high": interval.high,
+            "chance": found.chance,
+        }
+    )
 
 
-def _chain(batch: Batch, chain: int, result: ChainResult, labels: Sequence[str]) -> dict[str, Any]:
+def _chain(batch: Batch, chain: int, result: ChainResult, labels: Sequence[str]) -> ChainRecord:
     stride = -(-len(result.steps) // LISTED_STEPS) or 1
     kept = [s for i, s in enumerate(result.steps) if i % stride == 0 or s is result.steps[-1]]
-    return {
-        "batch": batch.index,
-        "chain": chain,
-        "is_best": chain == batch.chain,
-        "num_iterations": result.num_iterations,
-        "num_accepted": result.num_accepted,
-        "num_labelled": result.assessment.num_labelled,
-        "num_frustrated": len(result.assessment.frustrated),
-        "is_settled": result.is_settled,
-        "utility": result.assessment.utility,
-        "steps": [
-            {
-                "iteration": step.iteration,
-                "utility": step.utility,
-                "best": step.best_utility,
-                "temperature": step.temperature,
-                "num_labelled": len(step.labels) - step.labels.count(UNLABELLED),
-                "num_frustrated": step.num_frustrated,
-                "counts": [step.labels.count(index) for index in range(len(labels))],
-            }
+    return ChainRecord(
+        batch=batch.index,
+        chain=chain,
+        is_best=chain == batch.chain,
+        num_iterations=result.num_iterations,
+        num_accepted=result.num_accepted,
+        num_labelled=result.assessment.num_labelled,
+        num_frustrated=len(result.assessment.frustrated),
+        is_settled=result.is_settled,
+        utility=result.assessment.utility,
+        steps=tuple(
+            StepRecord(
+                iteration=step.iteration,
+                utility=step.utility,
+                best=step.best_utility,
+                temperature=step.temperature,
+                num_labelled=len(step.labels) - step.labels.count(UNLABELLED),
+                num_frustrated=step.num_frustrated,
+                counts=tuple(step.labels.count(index) for index in range(len(labels))),
+            )
             for step in kept
-        ],
-    }
+        ),
+    )
 
 
 def label_records(batches: Sequence[Batch]) -> list[LabelRecord]:
@@ -307,16 +277,13 @@ def _record(batch: Batch, place: int) -> LabelRecord:
     )
 
 
-def _item_rows(records: Sequence[LabelRecord], labels: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": record.item.id,
-            "text": record.item.text,
-            "label": None if record.label is None else labels[record.label],
-            "margin": record.margin,
-        }
-        for record in records
-    ]
+def _item(record: LabelRecord, labels: Sequence[str]) -> ItemRecord:
+    return ItemRecord(
+        id=record.item.id,
+        text=record.item.text,
+        label=None if record.label is None else labels[record.label],
+        margin=record.margin,
+    )
 
 
 def _gold_of(batch: Batch, gold: Mapping[str, int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What the labels are worth, said without flattery: one verdict and the sentences behind it.
+"""What the labels are worth: one verdict and the sentences behind it.
 
 partial      some items have no label
 collapsed    nearly all items of a batch have the same label, and no constraint asks for it
@@ -106,7 +106,7 @@ def agree(
     """Agreement on the items that both label; None when there are none.
 
     Items that constraints tie together count as one for the interval: of a pair of which exactly
-    one is true, the second label is no news.
+    one is true, the second label adds no information.
     """
     both = sorted(labels.keys() & others.keys())
     if not both:
@@ -131,7 +131,7 @@ def agree(
 
 
 def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
-    """The verdict, and a warning for everything that speaks against the labels."""
+    """The verdict, and a warning for every sign that the labels are wrong."""
     found: dict[Verdict, str] = {}
     _judge_form(evidence, found)
     _judge_transfers(evidence, found)

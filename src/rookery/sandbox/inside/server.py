@@ -99,7 +99,7 @@ def _run(
     child = start_candidate(module, settings, to)
     for descriptor in (result, output, status):
         os.close(descriptor)
-    # The pipe is readable when the candidate's end is reported, and when nobody is left to do so.
+    # The pipe is readable when the candidate's end is reported, and when all who hold it are gone.
     readable = select.select([control.fileno(), reader], [], [])[0]
     order = control.recv(1) if control.fileno() in readable else None
     _end_descendants(child)

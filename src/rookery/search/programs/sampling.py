@@ -105,16 +105,16 @@ def draw_inspirations(
         return ()
     num_best = max(1, int(count * config.elite_selection_ratio))
     # A dict keeps the order and drops who comes twice.
-    found = dict.fromkeys(id for id in island.ranking.best(num_best) if id != parent.id)
+    drawn = dict.fromkeys(id for id in island.ranking.best(num_best) if id != parent.id)
     centre = space.coordinates(parent.features)
     shifts = rng.integers(-REACH, REACH + 1, size=(TRIES * count, len(centre))).tolist()
     for shift in shifts:
         near = space.clip([place + move for place, move in zip(centre, shift, strict=True)])
         holder = island.grid.holder(cell_key(near))
-        if holder is not None and holder != parent.id and len(found) < count:
-            found[holder] = None
-    missing = count - len(found)
+        if holder is not None and holder != parent.id and len(drawn) < count:
+            drawn[holder] = None
+    missing = count - len(drawn)
     if missing > 0:
-        others = island.draw_others(missing, without={parent.id, *found}, rng=rng)
-        found.update(dict.fromkeys(others))
-    return tuple(found)[:count]
+        others = island.draw_others(missing, without={parent.id, *drawn}, rng=rng)
+        drawn.update(dict.fromkeys(others))
+    return tuple(drawn)[:count]

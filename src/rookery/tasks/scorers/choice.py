@@ -52,7 +52,6 @@ class ChoiceScorer:
 
     def __init__(self, config: ChoiceConfig) -> None:
         self._config = config
-        self.normalize: Literal["sum", "mean"] = config.normalize
 
     def read(self, completion: Completion) -> str | None:
         return completion.text

@@ -132,7 +132,7 @@ def _validator(schema: dict[str, JsonValue]) -> "Validator":
         kind.check_schema(schema)
     except SchemaError as error:
         raise TaskError(
-            f"The json_schema scorer got a schema that is none: {error.message} "
+            f"The json_schema scorer got an invalid schema: {error.message} "
             f"(at {error.json_path}). Give a JSON Schema such as {{type: object}}."
         ) from error
     # An empty registry: the default one fetches "$ref": "http://..." from the network.

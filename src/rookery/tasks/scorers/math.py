@@ -1,8 +1,8 @@
 """Mathematics: 1 when math-verify shows the completion's answer equal to the reference.
 
-The check runs in a process of its own (math_worker.py): an answer such as 9^(9^(9^9)) holds the
-interpreter for ever, and math-verify's own time limits work in the main thread only and not inside
-one long multiplication. The process is started at the first reward and killed when it is late.
+The check runs in a process of its own (math_worker.py): an answer such as 9^(9^(9^9)) would block
+the interpreter, and math-verify's own time limits work in the main thread only and not inside one
+long multiplication. The process is started at the first reward and killed when it is late.
 """
 
 import asyncio
@@ -61,6 +61,11 @@ class MathScorer:
         # One thread: it waits for the process, and the next check waits for it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-scorer")
 
+    @property
+    def process_id(self) -> int | None:
+        """The process that compares; None before the first answer and after one that failed."""
+        return self._worker.process_id
+
     def read(self, completion: Completion) -> str | None:
         """The last boxed formula, else the last number, as it is written: 1/2 and 0.5 are two."""
         boxed = _BOXED.findall(completion.text)
@@ -86,6 +91,10 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def ask(self, request: str, limit_s: float) -> dict[str, str | bool]:
         process = self._process or self._start()

@@ -69,9 +69,9 @@ class PythonScorer:
     def _call(self, task: Task, completion: Completion) -> Verdict:
         try:
             return self._function(task, completion)
-        except StopIteration as error:  # asyncio cannot carry it: the caller would wait for ever
+        except StopIteration as error:  # a future cannot hold it: the caller would wait without end
             raise TaskError(
-                f"Task {task.id}: the scorer {self._name} let a StopIteration out; give next() a "
+                f"Task {task.id}: the scorer {self._name} raised StopIteration; give next() a "
                 "default."
             ) from error
 

@@ -102,7 +102,7 @@ def _random_answer(rng: random.Random, code: str) -> str:
 
 def test_diffs_make_the_children_that_openevolve_makes(openevolve: OpenEvolve) -> None:
     rng = random.Random(3)
-    cases = []
+    cases: list[dict[str, Any]] = []
     for number in range(300):
         config = {"enforce_evolve_blocks": number % 2 == 0, "max_code_length": 150}
         answer = _random_answer(rng, PARENT)
@@ -126,7 +126,7 @@ def test_diffs_make_the_children_that_openevolve_makes(openevolve: OpenEvolve) -
 def test_rewrites_make_the_children_that_openevolve_makes(openevolve: OpenEvolve) -> None:
     answers = ["```python\nx = 1\n```", "x = 2", f"```python\n{PARENT.strip()}\n```", "```\ny\n```"]
     config = {"diff_based_evolution": False}
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"config": config, "answer": a, "code": PARENT.strip(), "description": ""} for a in answers
     ]
     theirs = openevolve(THEIR_WORKER, cases)
@@ -150,7 +150,7 @@ def test_descriptions_are_updated_as_in_openevolve(openevolve: OpenEvolve) -> No
     ]
     config = {"prompt": {"programs_as_changes_description": True}}
     code, description = PARENT + "both\n", "1. nothing\nboth"
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"config": config, "answer": a, "code": code, "description": description} for a in answers
     ]
     theirs = openevolve(THEIR_WORKER, cases)

@@ -213,7 +213,7 @@ def _edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "metadata.json").unlink(), "is not whole: it has no metadata.json"),
+        (lambda f: (f / "metadata.json").unlink(), "is incomplete: it has no metadata.json"),
         (lambda f: _truncate(f / "metadata.json"), "metadata.json cannot be read"),
         (lambda f: _truncate(f / "programs" / "b2.json"), "b2.json cannot be read"),
         (lambda f: (f / "programs" / "b2.json").unlink(), r"1 programs of its islands \(b2\)"),

@@ -1,5 +1,6 @@
 """The population against a slow one that computes everything anew from the definitions."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -43,8 +44,8 @@ class SlowPopulation:
             found.append(min(bins - 1, int(share * bins)))
         return tuple(found)
 
-    def best_first(self, ids: object) -> list[str]:
-        return sorted(ids, key=lambda id: (-self.alive[id].score, self.alive[id].serial))  # type: ignore[call-overload]
+    def best_first(self, ids: Iterable[str]) -> list[str]:
+        return sorted(ids, key=lambda id: (-self.alive[id].score, self.alive[id].serial))
 
     def add(self, member: Member) -> None:
         self.told.append(member)

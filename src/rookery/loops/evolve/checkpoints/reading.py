@@ -61,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     lost = sorted(island_of.keys() - programs.keys())
     if lost or not programs:
         what = f"{len(lost)} programs of its islands ({lost[0]})" if lost else "all programs"
-        raise RunError(f"{folder} is not whole: {what} are missing.{_hint(folder)}")
+        raise RunError(f"{folder} is incomplete: {what} are missing.{_hint(folder)}")
     return _checkpoint(metadata, programs)
 
 
@@ -120,7 +120,7 @@ def _parse(model: type[Document], path: Path, folder: Path) -> Document:
     try:
         return model.model_validate(_load(path))
     except FileNotFoundError:
-        raise RunError(f"{folder} is not whole: it has no {path.name}.{_hint(folder)}") from None
+        raise RunError(f"{folder} is incomplete: it has no {path.name}.{_hint(folder)}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"

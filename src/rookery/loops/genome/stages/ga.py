@@ -84,8 +84,8 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
             break
         emitted = await emission.ask(populations)
         plans = [
-            (*ga.ask(p, config=settings, seed=context.seed), *own)
-            for p, own in zip(populations, emitted, strict=True)
+            (*ga.ask(p, config=settings, seed=context.seed), *island_emitted)
+            for p, island_emitted in zip(populations, emitted, strict=True)
         ]
         # Who survives is decided on each island by itself, and so is who is dropped.
         races = [
@@ -95,8 +95,8 @@ async def run_ga(config: GaStage, context: StageContext) -> list[str]:
         fitness = await context.measure_apart(races, keep=settings.size, stage="ga")
         populations = [
             ga.tell(p, {plan.id: fitness[plan.id] for plan in island}, config=settings,
-                    seed=context.seed, emitted=own)
-            for p, island, own in zip(populations, plans, emitted, strict=True)
+                    seed=context.seed, emitted=island_emitted)
+            for p, island, island_emitted in zip(populations, plans, emitted, strict=True)
         ]  # fmt: skip
         await emission.tell(fitness, populations)
         populations = _migrate(populations, config, generation)

@@ -1,0 +1,84 @@
+"""What a labelling is told: its items, its search, and what it is compared with."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import SamplerChoice
+from rookery.loops.icm.baselines import BaselinesConfig
+from rookery.loops.icm.constraints import ConstraintConfig, fields_of
+from rookery.loops.icm.exports import ExportsConfig
+from rookery.loops.icm.items import DataConfig
+from rookery.loops.icm.objective import ObjectiveConfig
+from rookery.search.annealing import AnnealingConfig
+from rookery.train.sft import SftConfig
+
+__all__ = ["IcmConfig", "IterateConfig"]
+
+
+class IterateConfig(Config):
+    """Training on the labels of some batches before the next are labelled."""
+
+    num_batches: int = Field(default=1, ge=1)
+    """Batches that are labelled with one adapter, before the next one is trained."""
+    sft: SftConfig = SftConfig()
+    """How an adapter is trained on all labels so far, always from the beginning."""
+
+
+class IcmConfig(Config):
+    """One labelling of one file of items."""
+
+    engine: SamplerChoice = EngineConfig()
+    tokenizer: str = ""
+    """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
+    data: DataConfig
+    constraints: tuple[ConstraintConfig, ...] = ()
+    """What is known of the items' form. Without any, small models give everything one label."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    search: AnnealingConfig = AnnealingConfig()
+    batch_size: int = Field(default=256, ge=2)
+    """Items that are labelled together, each a demonstration for the others: together they must
+    fit the model's context."""
+    num_chains: int = Field(default=3, ge=1)
+    """Searches of each batch from different start labels; the best counts. One alone ends in the
+    inverse concept about one time in ten."""
+    parallel: int = Field(default=4, ge=1)
+    """Chains at a time, over all batches."""
+    speculate: int = Field(default=1, ge=1)
+    """Iterations to ask ahead for in one call, guessing that none changes anything: for engines
+    that one evaluation does not fill. Costs tokens, changes no decision."""
+    iterate: IterateConfig | None = None
+    """Label a few batches, train an adapter on them, label the next with it. Empty: all batches
+    are labelled by the model as it is."""
+    baselines: BaselinesConfig = BaselinesConfig()
+    exports: ExportsConfig = ExportsConfig()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _takes_adapters(self) -> Self:
+        if self.iterate is not None and self.engine.type == "external":
+            raise ValueError(
+                "iterate trains adapters, which an external API does not take: use an engine of "
+                "type embedded or fleet"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hides_gold(self) -> Self:
+        gold = self.data.gold
+        if gold is None:
+            return self
+        read = {self.data.group, self.data.id}.union(*map(fields_of, self.constraints))
+        if gold.field in read:
+            raise ValueError(
+                f"the field {gold.field!r} holds the true labels (data.gold) and a group, an id or "
+                "a constraint reads it: the search must not see them"
+            )
+        return self
+
+    def from_folder(self, folder: Path) -> "IcmConfig":
+        """The config with the data's paths taken from the folder of its file."""
+        return self.model_copy(update={"data": self.data.from_folder(folder)})

@@ -1,0 +1,80 @@
+"""Every way to label the items, the search's own first: the rows of the report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rookery.loops.icm.baselines import Baselines, BaselinesConfig
+from rookery.loops.icm.batch import Batch
+from rookery.loops.icm.chain import Problem
+from rookery.search.annealing import AnnealingConfig
+from rookery.search.labelling import UNLABELLED, Labels
+
+__all__ = ["Labelling", "label_all_ways"]
+
+
+@dataclass(slots=True)
+class Labelling:
+    """One way to label all items: its labels, batch by batch."""
+
+    name: str
+    note: str = ""
+    labels: list[Labels] = field(default_factory=list)
+    utilities: list[float | None] = field(default_factory=list)
+    """None where items have no label: not comparable."""
+    num_violated: int = 0
+    is_winner: bool = False
+
+
+async def label_all_ways(
+    batches: Sequence[Batch],
+    config: BaselinesConfig,
+    search: AnnealingConfig,
+    truth: Sequence[Mapping[int, int]],
+) -> list[Labelling]:
+    """The result of the search first, then what needs none; `truth` by batch, where it is known."""
+    rows = {
+        "icm": Labelling("icm", is_winner=True),
+        "zero-shot": Labelling("zero-shot"),
+        "random few-shot": Labelling("random few-shot", note=f"{config.num_shots} random labels"),
+        "bootstrap": Labelling("bootstrap", note=f"{config.num_rounds} rounds, consistent"),
+    }
+    if any(truth):
+        rows["golden few-shot"] = Labelling(
+            "golden few-shot", note=f"{config.num_shots} true labels"
+        )
+    if config.inverted:
+        rows["inverted seed"] = Labelling("inverted seed", note="searched from the opposite")
+    for batch, known in zip(batches, truth, strict=True):
+        found = await _label_batch(batch, config, search, known)
+        for name, row in rows.items():
+            own = found.get(name, (UNLABELLED,) * len(batch.items))
+            row.labels.append(own)
+            row.num_violated += batch.problem.constraints.num_violated(own)
+            row.utilities.append(await _utility(batch.problem, own))
+    return list(rows.values())
+
+
+async def _utility(problem: Problem, labels: Labels) -> float | None:
+    if UNLABELLED in labels:
+        return None
+    [assessment] = await problem.assess([labels])
+    return None if assessment is None else assessment.utility
+
+
+async def _label_batch(
+    batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
+) -> dict[str, Labels]:
+    baselines = Baselines(batch.problem, config=config, seed=batch.seed)
+    found = {
+        "icm": batch.best.labels,
+        "zero-shot": await baselines.zero_shot(),
+        "random few-shot": await baselines.random_few_shot(),
+        "bootstrap": await baselines.bootstrap(),
+    }
+    if known:
+        found["golden few-shot"] = await baselines.golden_few_shot(known)
+    if config.inverted:
+        result = await baselines.inverted(batch.best, config=search)
+        if result is not None:
+            found["inverted seed"] = result.labels
+    return found
