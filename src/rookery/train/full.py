@@ -25,6 +25,7 @@ from rookery.errors import TrainError, boundary
 from rookery.ports import Publisher
 from rookery.slots import SlottedModel
 from rookery.train.head import target_logprobs
+from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.trainee import Trainee
@@ -43,6 +44,8 @@ class FullConfig(TrainerConfig):
     layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
     """`all` weights, or those of how many of the last decoder layers: embeddings, final norm and
     head then stay as they are."""
+    optimizer: OptimizerKind = "adamw"
+    """AdamW with moments of 32 bit, or of 8 (extra `optim`)."""
 
 
 class FullTrainee(Trainee):
@@ -51,7 +54,7 @@ class FullTrainee(Trainee):
     A float32 model is trained in place and takes no second copy.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, weights: Mapping[str, nn.Parameter], *, optimizer: OptimizerKind) -> None:
         self._leaves = list(weights.values())
         masters = {
             name: weight
@@ -61,7 +64,7 @@ class FullTrainee(Trainee):
         }
         for leaf in self._leaves:
             leaf.requires_grad_()
-        super().__init__(masters, fixed={})
+        super().__init__(masters, fixed={}, optimizer=optimizer)
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -95,7 +98,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
         self.trainees[name] = FullTrainee(
-            {n: w for n, w in model.weights.items() if self._trains_all or _layer(n) >= self._cut}
+            {n: w for n, w in model.weights.items() if self._trains_all or _layer(n) >= self._cut},
+            optimizer=config.optimizer,
         )
 
     def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002

@@ -11,14 +11,18 @@ import torch
 from torch import nn
 
 from rookery.errors import TrainError
+from rookery.train.optimizers import (
+    OptimizerKind,
+    make_optimizer,
+    make_state,
+    plain_moments,
+    set_values,
+)
 from rookery.train.state import read_state, write_state
 from rookery.types import Adapter, Json, LoraFactors, OptimStep
 from rookery.weights import make_adapter
 
 __all__ = ["LoraTrainee", "Trainee"]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per parameter, by torch's names, besides the step count."""
 
 
 class Trainee:
@@ -28,7 +32,11 @@ class Trainee:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, fixed: Mapping[str, Json]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        fixed: Mapping[str, Json],
+        optimizer: OptimizerKind = "adamw",
     ) -> None:
         self.num_steps = 0
         """Optimizer steps taken."""
@@ -36,8 +44,9 @@ class Trainee:
         """Since the last step, in the order of the parameters; None: no batch came."""
         self.parameters = list(parameters.values())
         self._names = list(parameters)
-        self._fixed = dict(fixed)
-        self._optimizer = torch.optim.AdamW(self.parameters)
+        self._is_8_bit = optimizer == "adamw_8bit"
+        self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
+        self._optimizer = make_optimizer(optimizer, self.parameters)
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -69,10 +78,7 @@ class Trainee:
             parameter.grad = gradient
         if step.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.parameters, step.max_grad_norm, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"], group["eps"] = step.learning_rate, step.epsilon
-            group["betas"] = (step.beta1, step.beta2)
-            group["weight_decay"] = step.weight_decay
+        set_values(self._optimizer, step)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.refresh_leaves()
@@ -89,9 +95,7 @@ class Trainee:
     def save(self, path: Path) -> None:
         """Weights, moments, step count and gradients not yet applied, as one file."""
         tensors = dict(self._named("weights", self.parameters))
-        for moment in _MOMENTS if self.num_steps else ():
-            found = [self._optimizer.state[p][moment] for p in self.parameters]
-            tensors |= self._named(moment, found)
+        tensors |= self._moments() if self.num_steps else {}
         if self.gradients is not None:
             tensors |= self._named("gradients", self.gradients)
         document: dict[str, Json] = {"num_steps": self.num_steps, **self._fixed}
@@ -101,26 +105,31 @@ class Trainee:
         """Restore what `save` wrote, exactly; nothing changes when it does not fit."""
         tensors, document = read_state(path)
         num_steps = self._check_fits(path, tensors, document)
-
-        def saved(kind: str) -> list[torch.Tensor]:
-            device = self.parameters[0].device
-            return [tensors[name].to(device) for name in self._named(kind, self.parameters)]
-
-        with torch.no_grad():
-            for parameter, weights in zip(self.parameters, saved("weights"), strict=True):
-                parameter.copy_(weights)
-        self._optimizer.state.clear()
-        if num_steps:
-            moments = [saved(moment) for moment in _MOMENTS]
-            for parameter, *found in zip(self.parameters, *moments, strict=True):
-                self._optimizer.state[parameter] = {
-                    "step": torch.tensor(float(num_steps)),
-                    **dict(zip(_MOMENTS, found, strict=True)),
-                }
         has_gradients = any(name.startswith("gradients/") for name in tensors)
-        self.gradients = saved("gradients") if has_gradients else None
+        device = self.parameters[0].device
+        self.gradients = (
+            [tensors[name].to(device) for name in self._named("gradients", self.parameters)]
+            if has_gradients
+            else None
+        )
+        self._optimizer.state.clear()
+        current = self._named("weights", self.parameters)
+        if num_steps:
+            make_state(self._optimizer, num_steps=num_steps)
+            current |= self._moments()
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(tensors[name])
         self.num_steps = num_steps
         self.refresh_leaves()
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        """By their names in a state file."""
+        return {
+            f"{moment}/{name}": tensor
+            for name, parameter in zip(self._names, self.parameters, strict=True)
+            for moment, tensor in plain_moments(self._optimizer, parameter).items()
+        }
 
     def _named(self, kind: str, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values of all parameters by their names in a state file."""
@@ -131,15 +140,16 @@ class Trainee:
     ) -> int:
         """Raise TrainError unless the state is complete and of this shape; its step count."""
         num_steps = document.get("num_steps")
-        kinds = {name.partition("/")[0] for name in tensors}
-        if not isinstance(num_steps, int) or kinds - {"gradients"} != {
-            "weights",
-            *(_MOMENTS if num_steps else ()),
-        }:
+        kinds = {name.partition("/")[0].partition(".")[0] for name in tensors}
+        moments = {"exp_avg", "exp_avg_sq"} if num_steps else set()
+        if not isinstance(num_steps, int) or kinds - {"gradients"} != {"weights", *moments}:
             raise TrainError(f"{path} is not a whole trainer state: give a file that `save` wrote.")
-        need = {k: t.shape for kind in kinds for k, t in self._named(kind, self.parameters).items()}
-        have = {name: tensor.shape for name, tensor in tensors.items()}
-        if have != need or any(document.get(key) != value for key, value in self._fixed.items()):
+        plain = [kind for kind in kinds if kind in ("weights", "gradients") or not self._is_8_bit]
+        need = {k: t.shape for kind in plain for k, t in self._named(kind, self.parameters).items()}
+        have = {n: t.shape for n, t in tensors.items() if n.partition("/")[0] in plain}
+        is_complete = self._is_8_bit or len(have) == len(tensors)
+        is_same = all(document.get(key) == value for key, value in self._fixed.items())
+        if have != need or not (is_complete and is_same):
             raise TrainError(
                 f"{path} is the state of a trainer with other layers, ranks or scales: make the "
                 "trainer from weights of the same shape as those that were saved."

@@ -50,19 +50,19 @@ def test_an_adapter_there_is_replaced_and_one_may_be_the_start(
 def test_an_interrupted_training_goes_on(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rookery.train import trainer
+    from rookery.train import LoraTrainer
 
     words = ["sft", "tiny", "tasks.jsonl", "out", *SMALL, "--save-every", "1"]
     steps: list[float] = []
-    step = trainer.LoraTrainer.optim_step
+    step = LoraTrainer.optim_step
 
-    async def press_in_the_third(self: trainer.LoraTrainer, wanted: list[OptimStep]) -> object:
+    async def press_in_the_third(self: LoraTrainer, wanted: list[OptimStep]) -> object:
         steps.append(wanted[0].learning_rate)
         if len(steps) == 3:
             raise KeyboardInterrupt
         return await step(self, wanted)
 
-    monkeypatch.setattr(trainer.LoraTrainer, "optim_step", press_in_the_third)
+    monkeypatch.setattr(LoraTrainer, "optim_step", press_in_the_third)
     ended = rookery(*words)
     assert ended.code == 130 and "Give the same command again" in ended.err
     assert not (place / "out").exists()

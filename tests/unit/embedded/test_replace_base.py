@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from rookery.types import ModelWeights, SampleRequest, SamplingParams, ScoreRequ
 
 PROMPT = (1, *range(30, 60))
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
+KINDS: dict[str, Any] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+}
 
 
 @pytest.fixture(params=KINDS)

@@ -1,6 +1,7 @@
 """The full-weight trainer beside transformers and torch, and what it writes."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from rookery.slots import load_model
 from rookery.train import FullConfig, FullTrainer, ModelPublisher
 from rookery.types import Datum, ModelRef, ModelWeights, ScoreRequest, TrainRequest, Weights
 
-KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
+KINDS: dict[str, Any] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+}
 
 SLOW_BFLOAT16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 """A CPU without bfloat16 says so once."""
@@ -61,8 +65,9 @@ async def test_three_steps_are_those_of_transformers_and_torch(
         for part in (batch[:2], batch[2:]):
             await train(trainer, part)
         await step(trainer, 1e-2, weight_decay=0.1, max_grad_norm=0.5)
-        optimizer.zero_grad()
-        plain_loss(reference, batch).backward()
+        wanted_gradients = torch.autograd.grad(plain_loss(reference, batch), [*trained.values()])
+        for parameter, gradient in zip(trained.values(), wanted_gradients, strict=True):
+            parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
         optimizer.step()
     found = weights_in(trainer)
@@ -195,3 +200,9 @@ async def test_an_engine_answers_with_what_was_published(tiny_folder: Path) -> N
         assert len(set(seen)) == 3
         with pytest.raises(TrainError, match="poet is an adapter"):
             await ModelPublisher(engine.replace_base).publish(tiny_adapter("poet"))
+
+
+def test_8_bit_moments_need_torchao(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(TrainError, match=r"pip install 'rookery\[optim\]', or write adamw"):
+        make_full(tiny_folder, optimizer="adamw_8bit")

@@ -14,7 +14,7 @@ from drawn_batch import (
 )
 
 from rookery.errors import ConfigError, TrainError
-from rookery.train.averaging import averaged
+from rookery.train.averaging import Average, averaged
 from rookery.train.losses import LOSSES, PolicyLoss, make_loss
 from rookery.train.losses.grpo import Grpo
 from rookery.train.losses.policy import Objective, Terms
@@ -39,7 +39,8 @@ def expected(
     """The loss of a step of these calls and its gradient, [all rows, T]."""
     num_rows = sum(len(batch.mask) for batch in calls)
     num_tokens = sum(batch.mask.sum() for batch in calls)
-    total, gradients = torch.zeros((), dtype=torch.float64), []
+    total = torch.zeros((), dtype=torch.float64)
+    gradients: list[torch.Tensor] = []
     for batch in calls:
         current = batch.current.clone().requires_grad_()
         losses = expected_tokens(name, batch, current, options) * batch.mask
@@ -291,7 +292,11 @@ def test_averages_are_divided_weights() -> None:
         Datum(tokens=(5,) * n, positions=tuple(range(n)), targets=(5,) * n, weights=(1.0,) * n)
         for n in (2, 6)
     )
-    together = {"sequence": (1 / 4, 1 / 12), "token": (1 / 8,) * 2, "constant": (1 / 20,) * 2}
+    together: dict[Average, tuple[float, ...]] = {
+        "sequence": (1 / 4, 1 / 12),
+        "token": (1 / 8,) * 2,
+        "constant": (1 / 20,) * 2,
+    }
     for average, wanted in together.items():
         for calls in ([[short, long]], [[short], [long]]):
             data = [d for call in averaged(calls, average, max_tokens=10) for d in call]
