@@ -24,12 +24,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trainee:
     """Starts from an adapter, whose ranks, scales and layers it keeps. Not for several threads."""
 
-    def __init__(self, start: Adapter, *, device: torch.device) -> None:
+    def __init__(self, start: Adapter, *, name: str, device: torch.device) -> None:
         self.num_steps = 0
         """Optimizer steps taken."""
         self.gradients: list[torch.Tensor] | None = None
         """Since the last step, of A then B, layer after layer; None: no batch came."""
-        self._name, self._base = start.name, start.base
+        self._name, self._base = name, start.base
         self._device = device
         self.factors = {
             layer: LoraFactors(a=_leaf(lora.a, device), b=_leaf(lora.b, device), scale=lora.scale)

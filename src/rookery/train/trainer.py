@@ -81,11 +81,14 @@ class LoraTrainer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     def add(self, trainee: str, start: Adapter) -> None:
-        """Train this adapter, or a continuation of it that `load` restores, under that name."""
+        """Train this adapter, or a continuation of it that `load` restores, under that name.
+
+        Its weights are published under that name too, whatever the name of the start.
+        """
         if trainee in self._trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
-        self._trainees[trainee] = Trainee(start, device=self._model.device)
+        self._trainees[trainee] = Trainee(start, name=trainee, device=self._model.device)
 
     def remove(self, trainee: str) -> None:
         """Forget it with all it has learned. Calls that were made before are still done."""

@@ -298,12 +298,12 @@ async def test_publish_hands_over_the_current_weights_and_retires_the_last(
     model: SlottedModel,
 ) -> None:
     shelf = FakeAdapters()
-    start = tiny_adapter("poet", layers=range(2, 4))
+    start = tiny_adapter("start", layers=range(2, 4))
     trainer = LoraTrainer(model, config=TrainerConfig(), publisher=AdapterPublisher(shelf))
     trainer.add("policy", start)
     assert isinstance(trainer, Trainer)
     first = await trainer.publish("policy")
-    assert first == ModelRef(name="poet", version=start.version)
+    assert first == ModelRef(name="policy", version=start.version)
     assert await trainer.publish("policy") == first and set(shelf.loaded) == {first}
     await train(trainer, make_batch())
     await step(trainer, 1e-2)
@@ -321,6 +321,20 @@ async def test_publish_hands_over_the_current_weights_and_retires_the_last(
     await shelf.unload(second)
     with pytest.raises(EngineError, match="not loaded"):
         await shelf.unload(second)
+
+
+async def test_trainees_of_one_start_are_published_apart(model: SlottedModel) -> None:
+    shelf = FakeAdapters()
+    trainer = LoraTrainer(model, config=TrainerConfig(), publisher=AdapterPublisher(shelf))
+    start = tiny_adapter("start", layers=range(2, 4))
+    for name in ("a", "b"):
+        trainer.add(name, start)
+    first = [await trainer.publish(name) for name in ("a", "b")]
+    assert len(set(first)) == 2 and set(shelf.loaded) == set(first)
+    await trainer.forward_backward([TrainRequest(trainee="b", data=tuple(make_batch()))])
+    await trainer.optim_step([OptimStep(trainee="b", learning_rate=1e-2)])
+    second = await trainer.publish("b")
+    assert second != first[1] and set(shelf.loaded) == {first[0], second}
 
 
 STARTS = {
