@@ -46,6 +46,7 @@ from rookery.types import (
 __all__ = ["LoraTrainer", "TrainerConfig"]
 
 Result = TypeVar("Result")
+Asked = TypeVar("Asked", TrainRequest, OptimStep)
 
 
 class TrainerConfig(Config):
@@ -91,7 +92,7 @@ class LoraTrainer:
         self._trainees[trainee] = Trainee(start, name=trainee, device=self._model.device)
 
     def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that were made before are still done."""
+        """Forget it with all it has learned. Calls that have begun are still done, on it."""
         self.trainee(trainee)
         del self._trainees[trainee]
 
@@ -112,20 +113,23 @@ class LoraTrainer:
         Reports `train/loss` (and what else the loss reports) per unit of weight, the plain sum as
         `train/loss_sum`, and `train/num_tokens`, the targets with a weight.
         """
-        return await self._in_turn(lambda: [self._train(request) for request in requests])
+        found = self._found(requests)
+        return await self._in_turn(lambda: [self._train(*pair) for pair in found])
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """The outputs of `forward_backward` without gradients."""
+        found = self._found(requests)
 
         def run() -> list[TrainOutput]:
             with torch.no_grad():
-                return [self._train(request) for request in requests]
+                return [self._train(*pair) for pair in found]
 
         return await self._in_turn(run)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
         """AdamW; reports `train/grad_norm`, before clipping, and `train/learning_rate`."""
-        return await self._in_turn(lambda: [self._step(step) for step in steps])
+        found = self._found(steps)
+        return await self._in_turn(lambda: [self._step(*pair) for pair in found])
 
     async def save(self, trainee: str, path: Path) -> None:
         state = self.trainee(trainee)
@@ -143,17 +147,30 @@ class LoraTrainer:
     async def _in_turn(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _step(self, step: OptimStep) -> StepOutput:
+    def _found(self, asked: Sequence[Asked]) -> list[tuple[Asked, Trainee | TrainError]]:
+        """Each with its trainee of now: before its turn, another may have taken the name."""
+        pairs: list[tuple[Asked, Trainee | TrainError]] = []
+        for one in asked:
+            try:
+                pairs.append((one, self.trainee(one.trainee)))
+            except TrainError as error:
+                pairs.append((one, error))
+        return pairs
+
+    def _step(self, step: OptimStep, trainee: Trainee | TrainError) -> StepOutput:
+        if isinstance(trainee, TrainError):
+            return StepOutput(error=str(trainee))
         try:
-            norm = self.trainee(step.trainee).step(step)
+            norm = trainee.step(step)
         except RookeryError as error:
             return StepOutput(error=str(error))
         metrics = {"train/grad_norm": norm, "train/learning_rate": step.learning_rate}
         return StepOutput(metrics=metrics)
 
-    def _train(self, request: TrainRequest) -> TrainOutput:
+    def _train(self, request: TrainRequest, trainee: Trainee | TrainError) -> TrainOutput:
+        if isinstance(trainee, TrainError):
+            return TrainOutput(error=str(trainee))
         try:
-            trainee = self.trainee(request.trainee)
             loss = make_loss(request.loss, request.loss_options)
             check_data(request.data, shape=self._model.shape, needs=loss.needs)
             with _torch_errors(trainee):

@@ -1,6 +1,7 @@
 """The LoRA trainer against itself: packed, cached, shared, and given what it cannot take."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -26,6 +27,7 @@ from rookery.testing import FakeAdapters
 from rookery.train import AdapterPublisher, LoraTrainer, TrainerConfig
 from rookery.train import head as train_head
 from rookery.train.losses import LOSSES, Column, LossOutput, Targets
+from rookery.train.losses.cross_entropy import CrossEntropy
 from rookery.types import Datum, ModelRef, ModelWeights, OptimStep, TrainRequest
 
 
@@ -409,6 +411,39 @@ async def test_calls_are_done_in_their_order(model: SlottedModel) -> None:
         await train(straight, make_batch(seed=seed))
         await step(straight, 1e-2)
     assert trainer.adapter("policy").version == straight.adapter("policy").version
+
+
+async def test_calls_go_to_the_trainees_there_were_when_they_began(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is removed, and another added under its name, while its calls wait for a slow one."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(CrossEntropy):
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+            has_begun.set()
+            assert may_end.wait(timeout=30)
+            return super().__call__(logprobs, targets)
+
+    monkeypatch.setitem(LOSSES, "slow", Slow)
+    trainer = make_trainer(model)
+    trainer.add("other", STARTS["a"])
+    removed = trainer.trainee("policy")
+    data = tuple(make_batch())
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        slow = TrainRequest(trainee="other", data=data, loss="slow")
+        group.create_task(trainer.forward_backward([slow]))
+        trained = group.create_task(train(trainer, data))
+        stepped = group.create_task(step(trainer, 1e-2))
+        again = group.create_task(train(trainer, data))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        trainer.remove("policy")
+        trainer.add("policy", STARTS["b"])
+        may_end.set()
+    assert trained.result().logprobs and stepped.result()["train/grad_norm"] > 0
+    assert again.result().logprobs and removed.num_steps == 1 and removed.gradients is not None
+    assert trainer.trainee("policy").num_steps == 0
+    assert trainer.trainee("policy").gradients is None
 
 
 async def test_a_loss_sees_the_columns_of_its_targets(
