@@ -171,9 +171,9 @@ class LoraTrainer:
         if isinstance(trainee, TrainError):
             return TrainOutput(error=str(trainee))
         try:
-            loss = make_loss(request.loss, request.loss_options)
-            check_data(request.data, shape=self._model.shape, needs=loss.needs)
-            with _torch_errors(trainee):
+            with _any_error(trainee):
+                loss = make_loss(request.loss, request.loss_options)
+                check_data(request.data, shape=self._model.shape, needs=loss.needs)
                 return self._run_passes(trainee, request, loss)
         except RookeryError as error:
             return TrainOutput(error=str(error))
@@ -221,12 +221,12 @@ class LoraTrainer:
 
 
 @contextmanager
-def _torch_errors(trainee: Trainee) -> Iterator[None]:
+def _any_error(trainee: Trainee) -> Iterator[None]:
+    """Whatever goes wrong with a request ends that one; others of the call may have gradients."""
     remedy = "If memory is short lower pass_tokens or trunk_cache_gib."
     with boundary(
         TrainError,
-        f"Step {trainee.num_steps + 1}: a pass failed",
-        foreign=(RuntimeError, MemoryError),
+        f"Step {trainee.num_steps + 1}: the request failed",
         remedy={RuntimeError: remedy, MemoryError: remedy},
     ):
         yield

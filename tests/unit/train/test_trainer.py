@@ -4,7 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -234,6 +234,38 @@ async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> N
         for a, b in zip(after, alone.trainee("policy").gradients or [], strict=True)
     )
     assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+async def test_a_request_that_makes_no_sense_fails_alone(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(CrossEntropy):
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+            raise KeyError("a mistake in a loss")
+
+    monkeypatch.setitem(LOSSES, "broken", Broken)
+    trainer = make_trainer(model)
+    trainer.add("bad", STARTS["a"])
+    trainer.add("last", STARTS["a"])
+    good = tuple(make_batch((6,)))
+    nones: Any = (None,) * 5
+    nothing: Any = None
+    for request, message in (
+        (TrainRequest(trainee="bad", data=(replace(good[0], weights=nones),)), "Datum 0"),
+        (TrainRequest(trainee="bad", data=nothing), "Step 1: the request failed: 'NoneType'"),
+        (TrainRequest(trainee="bad", data=good, loss="broken"), "a mistake in a loss"),
+    ):
+        others = [TrainRequest(trainee=name, data=good) for name in ("policy", "last")]
+        outputs = await trainer.forward_backward([others[0], request, others[1]])
+        assert message in outputs[1].error and not (outputs[0].error or outputs[2].error)
+    assert trainer.trainee("bad").gradients is None
+    rates: list[Any] = [0.1, None, 10**400, "0.1", 0.1]
+    names = ("policy", "bad", "bad", "bad", "last")
+    steps = [OptimStep(trainee=n, learning_rate=r) for n, r in zip(names, rates, strict=True)]
+    errors = [output.error for output in await trainer.optim_step(steps)]
+    assert errors[0] == errors[-1] == ""
+    assert all("learning_rate is not a number" in error for error in errors[1:-1])
+    assert [trainer.trainee(name).num_steps for name in ("policy", "bad", "last")] == [1, 0, 1]
 
 
 async def test_steps_that_fail_change_no_weight(model: SlottedModel) -> None:
