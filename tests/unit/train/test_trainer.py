@@ -193,6 +193,20 @@ async def test_importance_sampling_weighs_by_the_ratio(model: SlottedModel) -> N
     assert output.metrics["train/ratio"] == pytest.approx(0.60653, abs=1e-4)
 
 
+async def test_what_has_no_weight_has_no_part_in_importance_sampling(model: SlottedModel) -> None:
+    """However improbable it was: the ratio there is infinite, and 0 times that is no number."""
+    batch = [next_tokens((5, 6, 7, 8), (0.0, 0.0, 1.0, 1.0), advantages=(1.0, 1.0, 1.0))]
+    losses, gradients = [], []
+    for improbable in (-3.0, -200.0):
+        trainer = make_trainer(model)
+        drawn = [replace(batch[0], sampled_logprobs=(improbable, -3.0, -3.0))]
+        losses.append(await train(trainer, drawn, "importance_sampling"))
+        gradients.append(trainer.trainee("policy").gradients or [])
+    assert losses[0] == losses[1] and losses[0].metrics["train/num_tokens"] == 2
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert any(gradient.any() for gradient in gradients[1])
+
+
 async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> None:
     """A bad datum, an unknown trainee, loss or option, an overflow in the second pass."""
     good = tuple(make_batch((18,)))

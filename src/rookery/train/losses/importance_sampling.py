@@ -21,7 +21,9 @@ class ImportanceSampling(Config):
     needs: ClassVar[tuple[Column, ...]] = ("sampled_logprobs", "advantages")
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
-        ratio = torch.exp(logprobs - targets.sampled_logprobs)
+        log_ratio = logprobs - targets.sampled_logprobs
+        # Where there is no weight exp may be infinite, and 0 times that is NaN.
+        ratio = torch.exp(torch.where(targets.weights != 0, log_ratio, 0.0))
         loss = -(targets.weights * ratio * targets.advantages).sum()
         sums = {"loss": loss.detach(), "ratio": (targets.weights * ratio).sum().detach()}
         return LossOutput(loss=loss, sums=sums)
