@@ -127,6 +127,24 @@ async def test_who_can_serve_nobody_is_told_apart() -> None:
             await model.reply(TextRequest(messages=CHAT))
 
 
+async def test_text_can_be_written_whatever_the_api_sends() -> None:
+    """JSON lets half of a surrogate pair through, which UTF-8 has no bytes for."""
+    api = Api()
+    half, whole = "half \ud800", "whole \U0001f600"
+    message = {"role": "assistant", "content": f"{half}, {whole}"}
+    refusal = {"role": "assistant", "content": None, "refusal": f"No: {half}"}
+    api.answers = [
+        web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]}),
+        web.json_response({"choices": [{"message": refusal, "finish_reason": "stop"}]}),
+        web.json_response({"error": {"message": half}}, status=400),
+    ]
+    async with connect(api) as model:
+        assert (await model.reply(TextRequest(messages=CHAT))).text == f"half ?, {whole}"
+        for kind in (FleetError, ServerRefusal):
+            with pytest.raises(kind, match=r"half \?"):
+                await model.reply(TextRequest(messages=CHAT))
+
+
 async def test_an_api_that_hangs_ends_one_request() -> None:
     api = Api()
     async with connect(api, client={"request_s": 0.2}) as model:
