@@ -111,7 +111,7 @@ async def test_busy_and_failing_apis_are_asked_again() -> None:
 async def test_who_can_serve_nobody_is_told_apart() -> None:
     api = Api()
     async with connect(api, client={"busy_s": 0.2}) as model:
-        for answer in (status(401), status(404), status(429, **{"Retry-After": "60"})):
+        for answer in (status(401), status(403), status(404), status(429, **{"Retry-After": "60"})):
             api.answers = [answer]
             with pytest.raises(FleetDownError):
                 await model.reply(TextRequest(messages=CHAT))
