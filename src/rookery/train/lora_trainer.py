@@ -44,14 +44,17 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
 
     def add(self, trainee: str, start: Adapter) -> None:
-        """Train this adapter, or a continuation of it that `load` restores, under that name."""
+        """Train this adapter, or a continuation of it that `load` restores, under that name.
+
+        Its weights are published under that name too, whatever the name of the start.
+        """
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
-        self.trainees[trainee] = LoraTrainee(start, device=self._model.device)
+        self.trainees[trainee] = LoraTrainee(start, name=trainee, device=self._model.device)
 
     def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that were made before are still done."""
+        """Forget it with all it has learned. Calls that have begun are still done, on it."""
         self.trainee(trainee)
         del self.trainees[trainee]
 

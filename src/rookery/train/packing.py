@@ -10,12 +10,14 @@ Tokens after the last position that predicts something are not read:
     predicting (0, 2, 3), target_rows (0, 0, 1, 2), targets (9, 4, 7, 8), datum (0, 0, 1, 1)
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
+from operator import index
 
-from rookery.errors import TrainError
+from rookery.errors import TrainError, boundary
 from rookery.slots import ModelShape
 from rookery.train.losses import Column
 from rookery.types import Datum, TokenIds
@@ -28,6 +30,8 @@ COLUMNS: tuple[Column, ...] = (
     "reference_logprobs",
     "advantages",
 )
+_WRONG_TYPE = (TypeError, ValueError, OverflowError)
+"""What checks of values raise when they are not of the types that Datum has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,16 +109,22 @@ def input_tokens(datum: Datum) -> TokenIds:
 def check_data(data: Sequence[Datum], *, shape: ModelShape, needs: Iterable[Column] = ()) -> None:
     """Raise TrainError unless the model can take every datum and the loss has what it needs."""
     present = {name for name in COLUMNS if any(getattr(datum, name) for datum in data)}
-    for index, datum in enumerate(data):
-        if not datum.targets and not datum.positions:
-            continue
-        complaint = (
-            _column_complaint(datum, required={*present, *needs})
-            or _position_complaint(datum, shape)
-            or _token_complaint(datum, shape)
-        )
+    for place, datum in enumerate(data):
+        name = f"Datum {place} of the batch"
+        with boundary(TrainError, f"{name} has a value of a wrong type", foreign=_WRONG_TYPE):
+            complaint = _complaint(datum, shape, required={*present, *needs})
         if complaint:
-            raise TrainError(f"Datum {index} of the batch {complaint}.")
+            raise TrainError(f"{name} {complaint}.")
+
+
+def _complaint(datum: Datum, shape: ModelShape, *, required: set[Column]) -> str:
+    if not datum.targets and not datum.positions:
+        return ""
+    return (
+        _column_complaint(datum, required=required)
+        or _position_complaint(datum, shape)
+        or _token_complaint(datum, shape)
+    )
 
 
 def _column_complaint(datum: Datum, *, required: set[Column]) -> str:
@@ -134,7 +144,7 @@ def _column_complaint(datum: Datum, *, required: set[Column]) -> str:
 
 
 def _position_complaint(datum: Datum, shape: ModelShape) -> str:
-    if any(later < earlier for earlier, later in pairwise(datum.positions)):
+    if any(later < earlier for earlier, later in pairwise(map(index, datum.positions))):
         return "has positions that fall; sort its targets by position"
     if datum.positions[0] < 0 or datum.positions[-1] >= len(datum.tokens):
         return (
@@ -151,7 +161,7 @@ def _position_complaint(datum: Datum, shape: ModelShape) -> str:
 
 def _token_complaint(datum: Datum, shape: ModelShape) -> str:
     for tokens in (datum.tokens, datum.targets, *datum.kept):
-        wrong = next((token for token in tokens if not 0 <= token < shape.vocab_size), None)
+        wrong = next((token for token in tokens if not 0 <= index(token) < shape.vocab_size), None)
         if wrong is not None:
             return (
                 f"has the token {wrong}, which is not in the vocabulary 0 to "
@@ -160,4 +170,7 @@ def _token_complaint(datum: Datum, shape: ModelShape) -> str:
     for target, kept in zip(datum.targets, datum.kept, strict=False):
         if kept and target not in kept:
             return f"has the target {target}, which is not among the tokens kept for it"
+        if len(set(kept)) < len(kept):
+            [(twice, _)] = Counter(kept).most_common(1)
+            return f"has the token {twice} twice among those kept for the target {target}"
     return ""

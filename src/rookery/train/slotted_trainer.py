@@ -42,6 +42,7 @@ __all__ = ["SlottedTrainer", "TrainerConfig"]
 
 Result = TypeVar("Result")
 Trained = TypeVar("Trained", bound=Trainee)
+Asked = TypeVar("Asked", TrainRequest, OptimStep)
 
 
 class TrainerConfig(Config):
@@ -108,20 +109,23 @@ class SlottedTrainer(ABC, Generic[Trained]):
         `train/weight_sum` and `train/num_tokens`, the targets with a weight. `merged_metrics` joins
         the reports of several calls.
         """
-        return await self._in_turn(lambda: [self._train(request) for request in requests])
+        found = self._found(requests)
+        return await self._in_turn(lambda: [self._train(*pair) for pair in found])
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """The outputs of `forward_backward` without gradients."""
+        found = self._found(requests)
 
         def run() -> list[TrainOutput]:
             with torch.no_grad():
-                return [self._train(request) for request in requests]
+                return [self._train(*pair) for pair in found]
 
         return await self._in_turn(run)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
         """AdamW; reports `train/grad_norm`, before clipping, and `train/learning_rate`."""
-        return await self._in_turn(lambda: [self._step(step) for step in steps])
+        found = self._found(steps)
+        return await self._in_turn(lambda: [self._step(*pair) for pair in found])
 
     async def save(self, trainee: str, path: Path) -> None:
         state = self.trainee(trainee)
@@ -146,20 +150,33 @@ class SlottedTrainer(ABC, Generic[Trained]):
     async def _in_turn(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _step(self, step: OptimStep) -> StepOutput:
+    def _found(self, asked: Sequence[Asked]) -> list[tuple[Asked, Trained | TrainError]]:
+        """Each with its trainee of now: before its turn, another may have taken the name."""
+        pairs: list[tuple[Asked, Trained | TrainError]] = []
+        for one in asked:
+            try:
+                pairs.append((one, self.trainee(one.trainee)))
+            except TrainError as error:
+                pairs.append((one, error))
+        return pairs
+
+    def _step(self, step: OptimStep, trainee: Trained | TrainError) -> StepOutput:
+        if isinstance(trainee, TrainError):
+            return StepOutput(error=str(trainee))
         try:
-            norm = self.trainee(step.trainee).step(step)
+            norm = trainee.step(step)
         except RookeryError as error:
             return StepOutput(error=str(error))
         metrics = {"train/grad_norm": norm, "train/learning_rate": step.learning_rate}
         return StepOutput(metrics=metrics)
 
-    def _train(self, request: TrainRequest) -> TrainOutput:
+    def _train(self, request: TrainRequest, trainee: Trained | TrainError) -> TrainOutput:
+        if isinstance(trainee, TrainError):
+            return TrainOutput(error=str(trainee))
         try:
-            trainee = self.trainee(request.trainee)
-            loss = make_loss(request.loss, request.loss_options)
-            check_data(request.data, shape=self._model.shape, needs=loss.needs)
-            with _torch_errors(trainee):
+            with _any_error(trainee):
+                loss = make_loss(request.loss, request.loss_options)
+                check_data(request.data, shape=self._model.shape, needs=loss.needs)
                 return self._run_passes(trainee, request, loss)
         except RookeryError as error:
             return TrainOutput(error=str(error))
@@ -233,12 +250,12 @@ def _add_gradients(
 
 
 @contextmanager
-def _torch_errors(trainee: Trainee) -> Iterator[None]:
+def _any_error(trainee: Trainee) -> Iterator[None]:
+    """Whatever goes wrong with a request ends that one; others of the call may have gradients."""
     remedy = "If memory is short lower pass_tokens or trunk_cache_gib."
     with boundary(
         TrainError,
-        f"Step {trainee.num_steps + 1}: a pass failed",
-        foreign=(RuntimeError, MemoryError),
+        f"Step {trainee.num_steps + 1}: the request failed",
         remedy={RuntimeError: remedy, MemoryError: remedy},
     ):
         yield

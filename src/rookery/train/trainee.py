@@ -5,12 +5,13 @@ Weights, gradients and moments are float32 whatever the model's dtype.
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from rookery.errors import TrainError
+from rookery.errors import TrainError, boundary
 from rookery.train.optimizers import (
     OptimizerKind,
     make_optimizer,
@@ -160,16 +161,16 @@ class Trainee:
 class LoraTrainee(Trainee):
     """An adapter in training. It keeps the ranks, scales and layers of the one it starts from."""
 
-    def __init__(self, start: Adapter, *, device: torch.device) -> None:
-        self._name, self._base = start.name, start.base
+    def __init__(self, start: Adapter, *, name: str, device: torch.device) -> None:
+        self._name, self._base = name, start.base
         self.factors = {
             layer: LoraFactors(a=_leaf(lora.a, device), b=_leaf(lora.b, device), scale=lora.scale)
             for layer, lora in sorted(start.factors.items())
         }
         parameters = {
-            f"{layer}/{name}": factor
+            f"{layer}/{letter}": factor
             for layer, lora in self.factors.items()
-            for name, factor in (("a", lora.a), ("b", lora.b))
+            for letter, factor in (("a", lora.a), ("b", lora.b))
             if isinstance(factor, nn.Parameter)
         }
         scales: Json = {layer: lora.scale for layer, lora in self.factors.items()}
@@ -186,15 +187,25 @@ class LoraTrainee(Trainee):
 
 def _check_step(step: OptimStep) -> None:
     for name in ("learning_rate", "weight_decay", "max_grad_norm"):
-        value: float = getattr(step, name)
+        value = _number(step, name)
         if not (isfinite(value) and value >= 0):
             raise TrainError(f"The {name} is {value:g}; it must be 0 or more.")
     for name in ("beta1", "beta2"):
-        value = getattr(step, name)
+        value = _number(step, name)
         if not 0 <= value < 1:
             raise TrainError(f"The {name} is {value:g}; it must be at least 0 and below 1.")
-    if not (isfinite(step.epsilon) and step.epsilon > 0):
-        raise TrainError(f"The epsilon is {step.epsilon:g}; it must be above 0.")
+    epsilon = _number(step, "epsilon")
+    if not (isfinite(epsilon) and epsilon > 0):
+        raise TrainError(f"The epsilon is {epsilon:g}; it must be above 0.")
+
+
+def _number(step: OptimStep, name: str) -> float:
+    value: object = getattr(step, name)
+    what = f"The {name} is not a number that a float can hold"
+    if not isinstance(value, Real):
+        raise TrainError(f"{what}: {value!r}.")
+    with boundary(TrainError, what, foreign=(OverflowError,)):
+        return float(value)
 
 
 def _leaf(tensor: torch.Tensor, device: torch.device) -> nn.Parameter:

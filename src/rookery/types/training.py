@@ -46,8 +46,9 @@ class Datum:
     temperature: float = 1.0
     """The one the targets were drawn with: logits are divided by it."""
     kept: tuple[TokenIds, ...] = ()
-    """The tokens that top_p, top_k and min_p left to draw each target from: log-probabilities are
-    normalised over them. An empty entry, or none at all: the whole vocabulary."""
+    """The tokens that top_p, top_k and min_p left to draw each target from, each once:
+    log-probabilities are normalised over them. An empty entry, or none at all: the whole
+    vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

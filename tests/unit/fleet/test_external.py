@@ -272,7 +272,7 @@ async def test_one_refusal_ends_the_other_requests(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("status", "headers"),
-    [(401, {}), (402, {}), (404, {}), (429, {"said": "insufficient_quota: no credit"})],
+    [(401, {}), (402, {}), (403, {}), (404, {}), (429, {"said": "insufficient_quota: no credit"})],
 )
 async def test_what_is_refused_to_everybody_ends_the_run(
     status: int, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,7 @@ async def test_busy_and_failing_apis_are_asked_again() -> None:
 async def test_who_can_serve_nobody_is_told_apart() -> None:
     api = Api()
     async with connect(api, client={"busy_s": 0.2}) as model:
-        for answer in (status(401), status(404), status(429, **{"Retry-After": "60"})):
+        for answer in (status(401), status(403), status(404), status(429, **{"Retry-After": "60"})):
             api.answers = [answer]
             with pytest.raises(FleetDownError):
                 await model.reply(TextRequest(messages=CHAT))
@@ -132,6 +132,24 @@ async def test_who_can_serve_nobody_is_told_apart() -> None:
     async with open_text_model(ExternalConfig(url=url, model="m", api_key_env="")) as model:
         with pytest.raises(FleetDownError, match="can't be reached"):
             await model.reply(TextRequest(messages=CHAT))
+
+
+async def test_text_can_be_written_whatever_the_api_sends() -> None:
+    """JSON lets half of a surrogate pair through, which UTF-8 has no bytes for."""
+    api = Api()
+    half, whole = "half \ud800", "whole \U0001f600"
+    message = {"role": "assistant", "content": f"{half}, {whole}"}
+    refusal = {"role": "assistant", "content": None, "refusal": f"No: {half}"}
+    api.answers = [
+        web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]}),
+        web.json_response({"choices": [{"message": refusal, "finish_reason": "stop"}]}),
+        web.json_response({"error": {"message": half}}, status=400),
+    ]
+    async with connect(api) as model:
+        assert (await model.reply(TextRequest(messages=CHAT))).text == f"half ?, {whole}"
+        for kind in (FleetError, ServerRefusal):
+            with pytest.raises(kind, match=r"half \?"):
+                await model.reply(TextRequest(messages=CHAT))
 
 
 async def test_an_api_that_hangs_ends_one_request() -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,7 @@ def test_data_that_cannot_be_trained_on_are_refused() -> None:
         "2 targets and 1 kept": replace(good, kept=((6,),)),
         "target 7, which is not among the tokens kept": replace(good, kept=((6, 9), (6, 9))),
         "kept for it": replace(good, kept=((), (9,))),
+        "the token 9 twice among those kept": replace(good, kept=((6, 9, 4, 9), ())),
     }
     for message, datum in cases.items():
         with pytest.raises(TrainError, match=f"Datum 1 of the batch .*{message}"):
@@ -138,3 +140,21 @@ def test_data_that_cannot_be_trained_on_are_refused() -> None:
     check_data([], shape=SHAPE)
     long = Datum(tokens=(1,) * 14, positions=(11,), targets=(1,), weights=(0.0,))
     check_data([good, long, replace(good, kept=((), (7, 9)))], shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": (0.0, 1.0)},
+        {"tokens": (5.0, 6.5)},
+        {"targets": "67"},
+        {"weights": (None, 1.0)},
+        {"weights": (1.0, 10**400)},
+        {"temperature": None},
+        {"kept": (None, (7,))},
+    ],
+)
+def test_values_of_wrong_types_are_refused(fields: dict[str, Any]) -> None:
+    good = Datum(tokens=(5, 6), positions=(0, 1), targets=(6, 7), weights=(1.0, 1.0))
+    with pytest.raises(TrainError, match="Datum 1 of the batch has a value of a wrong type: "):
+        check_data([good, replace(good, **fields)], shape=SHAPE)

@@ -30,7 +30,10 @@ async def drawn_batch(model: SlottedModel, *, shift: float = 0.0) -> list[Datum]
             datum,
             weights=tuple(float(weight > 0) for weight in datum.weights),
             temperature=0.7,
-            kept=tuple((target, 3, 50, 81) if target % 2 else () for target in datum.targets),
+            kept=tuple(
+                tuple(dict.fromkeys((target, 3, 50, 81))) if target % 2 else ()
+                for target in datum.targets
+            ),
         )
         for datum in make_batch((9, 4, 17, 12, 30))
     ]

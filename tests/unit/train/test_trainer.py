@@ -1,9 +1,10 @@
 """The LoRA trainer against itself: packed, cached, shared, and given what it cannot take."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from rookery.testing import FakeAdapters
 from rookery.train import AdapterPublisher, LoraTrainer, TrainerConfig
 from rookery.train import head as train_head
 from rookery.train.losses import LOSSES, Column, LossOutput, Targets
+from rookery.train.losses.cross_entropy import CrossEntropy
 from rookery.types import Datum, ModelRef, ModelWeights, OptimStep, TrainRequest
 
 
@@ -191,6 +193,20 @@ async def test_importance_sampling_weighs_by_the_ratio(model: SlottedModel) -> N
     assert output.metrics["train/ratio"] == pytest.approx(0.60653, abs=1e-4)
 
 
+async def test_what_has_no_weight_has_no_part_in_importance_sampling(model: SlottedModel) -> None:
+    """However improbable it was: the ratio there is infinite, and 0 times that is no number."""
+    batch = [next_tokens((5, 6, 7, 8), (0.0, 0.0, 1.0, 1.0), advantages=(1.0, 1.0, 1.0))]
+    losses, gradients = [], []
+    for improbable in (-3.0, -200.0):
+        trainer = make_trainer(model)
+        drawn = [replace(batch[0], sampled_logprobs=(improbable, -3.0, -3.0))]
+        losses.append(await train(trainer, drawn, "importance_sampling"))
+        gradients.append(trainer.trainee("policy").gradients or [])
+    assert losses[0] == losses[1] and losses[0].metrics["train/num_tokens"] == 2
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert any(gradient.any() for gradient in gradients[1])
+
+
 async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> None:
     """A bad datum, an unknown trainee, loss or option, an overflow in the second pass."""
     good = tuple(make_batch((18,)))
@@ -232,6 +248,38 @@ async def test_one_request_that_fails_changes_no_other(model: SlottedModel) -> N
         for a, b in zip(after, alone.trainee("policy").gradients or [], strict=True)
     )
     assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+async def test_a_request_that_makes_no_sense_fails_alone(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(CrossEntropy):
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+            raise KeyError("a mistake in a loss")
+
+    monkeypatch.setitem(LOSSES, "broken", Broken)
+    trainer = make_trainer(model)
+    trainer.add("bad", STARTS["a"])
+    trainer.add("last", STARTS["a"])
+    good = tuple(make_batch((6,)))
+    nones: Any = (None,) * 5
+    nothing: Any = None
+    for request, message in (
+        (TrainRequest(trainee="bad", data=(replace(good[0], weights=nones),)), "Datum 0"),
+        (TrainRequest(trainee="bad", data=nothing), "Step 1: the request failed: 'NoneType'"),
+        (TrainRequest(trainee="bad", data=good, loss="broken"), "a mistake in a loss"),
+    ):
+        others = [TrainRequest(trainee=name, data=good) for name in ("policy", "last")]
+        outputs = await trainer.forward_backward([others[0], request, others[1]])
+        assert message in outputs[1].error and not (outputs[0].error or outputs[2].error)
+    assert trainer.trainee("bad").gradients is None
+    rates: list[Any] = [0.1, None, 10**400, "0.1", 0.1]
+    names = ("policy", "bad", "bad", "bad", "last")
+    steps = [OptimStep(trainee=n, learning_rate=r) for n, r in zip(names, rates, strict=True)]
+    errors = [output.error for output in await trainer.optim_step(steps)]
+    assert errors[0] == errors[-1] == ""
+    assert all("learning_rate is not a number" in error for error in errors[1:-1])
+    assert [trainer.trainee(name).num_steps for name in ("policy", "bad", "last")] == [1, 0, 1]
 
 
 async def test_steps_that_fail_change_no_weight(model: SlottedModel) -> None:
@@ -299,12 +347,12 @@ async def test_publish_hands_over_the_current_weights_and_retires_the_last(
     model: SlottedModel,
 ) -> None:
     shelf = FakeAdapters()
-    start = tiny_adapter("poet", layers=range(2, 4))
+    start = tiny_adapter("start", layers=range(2, 4))
     trainer = LoraTrainer(model, config=TrainerConfig(), publisher=AdapterPublisher(shelf))
     trainer.add("policy", start)
     assert isinstance(trainer, Trainer)
     first = await trainer.publish("policy")
-    assert first == ModelRef(name="poet", version=start.version)
+    assert first == ModelRef(name="policy", version=start.version)
     assert await trainer.publish("policy") == first and set(shelf.loaded) == {first}
     await train(trainer, make_batch())
     await step(trainer, 1e-2)
@@ -322,6 +370,20 @@ async def test_publish_hands_over_the_current_weights_and_retires_the_last(
     await shelf.unload(second)
     with pytest.raises(EngineError, match="not loaded"):
         await shelf.unload(second)
+
+
+async def test_trainees_of_one_start_are_published_apart(model: SlottedModel) -> None:
+    shelf = FakeAdapters()
+    trainer = LoraTrainer(model, config=TrainerConfig(), publisher=AdapterPublisher(shelf))
+    start = tiny_adapter("start", layers=range(2, 4))
+    for name in ("a", "b"):
+        trainer.add(name, start)
+    first = [await trainer.publish(name) for name in ("a", "b")]
+    assert len(set(first)) == 2 and set(shelf.loaded) == set(first)
+    await trainer.forward_backward([TrainRequest(trainee="b", data=tuple(make_batch()))])
+    await trainer.optim_step([OptimStep(trainee="b", learning_rate=1e-2)])
+    second = await trainer.publish("b")
+    assert second != first[1] and set(shelf.loaded) == {first[0], second}
 
 
 STARTS = {
@@ -396,6 +458,39 @@ async def test_calls_are_done_in_their_order(model: SlottedModel) -> None:
         await train(straight, make_batch(seed=seed))
         await step(straight, 1e-2)
     assert trainer.adapter("policy").version == straight.adapter("policy").version
+
+
+async def test_calls_go_to_the_trainees_there_were_when_they_began(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is removed, and another added under its name, while its calls wait for a slow one."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(CrossEntropy):
+        def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+            has_begun.set()
+            assert may_end.wait(timeout=30)
+            return super().__call__(logprobs, targets)
+
+    monkeypatch.setitem(LOSSES, "slow", Slow)
+    trainer = make_trainer(model)
+    trainer.add("other", STARTS["a"])
+    removed = trainer.trainee("policy")
+    data = tuple(make_batch())
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        slow = TrainRequest(trainee="other", data=data, loss="slow")
+        group.create_task(trainer.forward_backward([slow]))
+        trained = group.create_task(train(trainer, data))
+        stepped = group.create_task(step(trainer, 1e-2))
+        again = group.create_task(train(trainer, data))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        trainer.remove("policy")
+        trainer.add("policy", STARTS["b"])
+        may_end.set()
+    assert trained.result().logprobs and stepped.result()["train/grad_norm"] > 0
+    assert again.result().logprobs and removed.num_steps == 1 and removed.gradients is not None
+    assert trainer.trainee("policy").num_steps == 0
+    assert trainer.trainee("policy").gradients is None
 
 
 async def test_a_loss_sees_the_columns_of_its_targets(

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["Api", "ExternalConfig", "open_api", "read_usage"]
 
 MINUTE_S = 60.0
-NO_REQUEST = frozenset({401, 402, 404, 429})
-"""Refusals of everybody: no key, no credit (a 429 that waiting does not help), no such model."""
+NO_REQUEST = frozenset({401, 402, 403, 404, 429})
+"""Refusals of everybody: no key or one without rights, no credit (a 429 that waiting does not
+help), no such model."""
 NO_KEY = frozenset({401, 403})
 CHECK_S = 10.0
 

@@ -381,7 +381,8 @@ def _message(content: bytes) -> str:
         inner = document.get("error", document)
         found = inner.get("message", inner.get("detail")) if isinstance(inner, dict) else inner
         text = found if isinstance(found, str) else text
-    return " ".join(text.split())[:500]
+    # JSON lets half of a surrogate pair through, which cannot be written as UTF-8.
+    return " ".join(text.split())[:500].encode(errors="replace").decode()
 
 
 def _retry_after_s(header: str) -> float:

@@ -57,9 +57,12 @@ class ExternalTextModel:
         text, reason = message.get("content"), choice.get("finish_reason")
         if reason not in ("stop", "length") or not isinstance(text, str):
             why = message.get("refusal") or f"it ended as {reason!r}"
-            raise FleetError(f"{self.config.model} gave no complete reply: {why}.")
+            raise FleetError(f"{self.config.model} gave no complete reply: {_clean(str(why))}.")
         return TextReply(
-            text=text, finish_reason=reason, model=self.config.model, usage=read_usage(answer)
+            text=_clean(text),
+            finish_reason=reason,
+            model=self.config.model,
+            usage=read_usage(answer),
         )
 
     def _body(self, request: TextRequest) -> dict[str, Any]:
@@ -77,6 +80,11 @@ class ExternalTextModel:
             config.token_limit: request.max_tokens,
             **{name: value for name, value in optional.items() if value is not None},
         }
+
+
+def _clean(text: str) -> str:
+    """Text that can be written as UTF-8: JSON lets half of a surrogate pair through."""
+    return text.encode(errors="replace").decode()
 
 
 @asynccontextmanager
