@@ -55,7 +55,6 @@ class ForkServer:
         self._control = control
         self._cgroup = cgroup
         self._log = log
-        self._idle = Usage()
         self.is_isolated = False
 
     @classmethod
@@ -107,7 +106,6 @@ class ForkServer:
         if "unusable" in answer:
             raise SandboxError(f"The evaluator cannot be used: {answer['unusable']}")
         self.is_isolated = bool(answer["is_isolated"])
-        self._idle = await asyncio.to_thread(measure, self._process.pid)
         if self._cgroup is not None:
             # The monitor and the first process of the candidate's namespace are ours.
             await asyncio.to_thread(
@@ -128,6 +126,8 @@ class ForkServer:
         with ExitStack() as stack:
             run = _Run(self._stop, config, evaluator)
             run.oom_kills = self._num_oom_kills()
+            # Of every run anew: the server's CPU time grows by that of each candidate.
+            run.idle = await asyncio.to_thread(measure, self._process.pid)
             stack.callback(run.disarm)
             result, output = stack.enter_context(run.result), stack.enter_context(run.output)
             run.arm()
@@ -169,20 +169,20 @@ class ForkServer:
     async def _watch(self, run: "_Run", config: SandboxConfig) -> None:
         while run.stopped is None:
             await asyncio.sleep(_WATCH_S)
-            failure = await asyncio.to_thread(self._find_excess, config, run.oom_kills)
+            failure = await asyncio.to_thread(self._find_excess, config, run)
             if failure is not None:
                 run.stop(failure)
 
-    def _find_excess(self, config: SandboxConfig, oom_kills: int) -> Failure | None:
-        if self._num_oom_kills() > oom_kills:
+    def _find_excess(self, config: SandboxConfig, run: "_Run") -> Failure | None:
+        if self._num_oom_kills() > run.oom_kills:
             return _out_of_memory(config)
         usage = measure(self._process.pid)
-        threads = usage.num_threads - self._idle.num_threads - 2
+        threads = usage.num_threads - run.idle.num_threads - 2
         if threads > config.max_processes:
             return _over("processes", f"More than {config.max_processes} processes and threads.")
-        if config.cpu_s is not None and usage.cpu_s - self._idle.cpu_s > config.cpu_s:
+        if config.cpu_s is not None and usage.cpu_s - run.idle.cpu_s > config.cpu_s:
             return _over("cpu", f"More than {config.cpu_s:g} s of CPU time.")
-        most = config.memory_bytes + self._idle.rss_bytes
+        most = config.memory_bytes + run.idle.rss_bytes
         if usage.rss_bytes > most and measure_pss(self._process.pid) > most:
             return _out_of_memory(config)
         return None
@@ -262,6 +262,7 @@ class _Run:
     ) -> None:
         self.stopped: Failure | None = None
         self.oom_kills = 0
+        self.idle = Usage()
         self._end = end
         self._timeout_s = evaluator.timeout_s
         self._num_stages = 0

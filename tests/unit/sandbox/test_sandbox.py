@@ -84,6 +84,19 @@ os.kill(pid, signal.SIGKILL)
     assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
 
 
+async def test_cpu_time_is_counted_per_candidate(tmp_path: Path) -> None:
+    """Each takes less than the limit; all of one server together take more."""
+    file = tmp_path / "evaluator.py"
+    file.write_text(
+        "import time\ndef evaluate(path):\n while time.process_time() < 0.8: pass\n return {'s': 1}"
+    )
+    config = CONFIG.model_copy(update={"cpu_s": 1.2})
+    async with Sandbox(config, EvaluatorConfig(file=file, timeout_s=60.0)) as sandbox:
+        for _ in range(3):
+            outcome = await sandbox.evaluate("x")
+            assert outcome.failure is None, outcome
+
+
 async def test_unsafe_is_taken_when_named_only() -> None:
     assert (await choose_backend(CONFIG)).backend == "unsafe"
     with pytest.raises(SandboxError, match="choose"):
