@@ -28,6 +28,7 @@ from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
 from rookery.sandbox.outcome import Failure, FailureKind, Outcome, make_outcome
 from rookery.sandbox.pipes import PipeReader
 from rookery.sandbox.process_tree import Usage, descendants, measure, measure_pss
+from rookery.signal_names import signal_name
 
 __all__ = ["ForkServer", "Program"]
 
@@ -55,6 +56,7 @@ class ForkServer:
         self._control = control
         self._cgroup = cgroup
         self._log = log
+        self._closing: asyncio.Task[None] | None = None
         self.is_isolated = False
 
     @classmethod
@@ -116,7 +118,7 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.returncode is None and self._control.fileno() >= 0
+        return self._process.returncode is None and self._closing is None
 
     async def evaluate(
         self, program: Program, config: SandboxConfig, evaluator: EvaluatorConfig
@@ -236,8 +238,14 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the jail and all in it. Idempotent."""
-        self._control.close()
+        """End the jail and all in it. Idempotent; goes on when a caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        with suppress(OSError):  # also wakes who waits for an answer, as closing alone would not
+            self._control.shutdown(socket.SHUT_RDWR)
         pids = await asyncio.to_thread(descendants, self._process.pid)
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -248,6 +256,8 @@ class ForkServer:
         except asyncio.CancelledError:
             self._kill()
             raise
+        finally:
+            self._control.close()
         await asyncio.to_thread(_wait_until_empty, pids, self._cgroup)
 
 
@@ -334,5 +344,5 @@ def _read_end(answer: dict[str, object] | None) -> Failure | None:
         case int() as code if code == -signal.SIGXCPU:
             return _over("cpu", "The limit on CPU time ended it.")
         case int() as code if code < 0:
-            return _over("killed", f"The signal {signal.Signals(-code).name} ended it.")
+            return _over("killed", f"It was ended by {signal_name(-code)}.")
     return None
