@@ -25,7 +25,7 @@ from rookery.errors import SandboxError
 from rookery.sandbox.backends import Jail
 from rookery.sandbox.cgroup import Cgroup, make_cgroup
 from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
-from rookery.sandbox.outcome import Failure, FailureKind, Outcome, make_outcome
+from rookery.sandbox.outcome import MAX_LINES, Failure, FailureKind, Outcome, make_outcome
 from rookery.sandbox.pipes import PipeReader
 from rookery.sandbox.process_tree import Usage, descendants, measure, measure_pss
 from rookery.signal_names import signal_name
@@ -283,6 +283,7 @@ class _Run:
             max_bytes=config.result_bytes,
             on_excess=lambda: self.stop(_over("output", too_long)),
             on_line=self._follow,
+            max_lines=MAX_LINES,
         )
         self.output = PipeReader(
             max_bytes=config.output_bytes,
