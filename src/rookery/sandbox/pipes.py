@@ -14,7 +14,8 @@ class PipeReader:
     """One pipe: hand `writer` to the candidate, close it here, then wait for `ended`.
 
     Keeps the first `max_bytes` (`keep_bytes=None`) or the last `keep_bytes`. Calls `on_line` with
-    each of the first `max_lines` whole lines, and `on_excess` once, when more than `max_bytes` have come.
+    each of the first `max_lines` whole lines, and `on_excess` once, when more than `max_bytes` have
+    come.
     """
 
     def __init__(

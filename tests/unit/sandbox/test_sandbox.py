@@ -22,6 +22,10 @@ async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield opened
 
 
+def own_cgroups() -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*"))
+
+
 async def until_more_than(pids: set[int]) -> None:
     """Until a process below this one is none of these."""
     async with asyncio.timeout(30.0):
@@ -134,7 +138,7 @@ async def test_cancelled_twice_it_still_ends_all_before_the_block_is_left(tmp_pa
         with pytest.raises(asyncio.CancelledError):
             await task
     assert set(descendants(os.getpid())) <= before
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*"))
+    assert not own_cgroups()
 
 
 async def test_unsafe_is_taken_when_named_only() -> None:
