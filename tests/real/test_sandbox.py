@@ -314,6 +314,14 @@ async def test_the_network_is_closed_unless_opened(config: SandboxConfig, tmp_pa
             assert outcome.metrics == {"connected": is_open}
 
 
+async def test_files_of_the_system_can_be_read(config: SandboxConfig, tmp_path: Path) -> None:
+    """Root's jail continues as nobody, who must be let into /etc."""
+    named = config.model_copy(update={"network": True})
+    async with Sandbox(named, write_evaluator(tmp_path)) as sandbox:
+        outcome = await sandbox.evaluate("metrics = {'n': len(open('/etc/hosts').read())}")
+    assert outcome.failure is None, outcome
+
+
 async def test_named_folders_are_readable_only(config: SandboxConfig, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

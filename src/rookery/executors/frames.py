@@ -44,9 +44,11 @@ def read_frame(stream: BinaryIO) -> Frame:
 
 
 async def receive_frame(stream: asyncio.StreamReader) -> Frame:
-    """Raises EOFError when the other end is closed."""
+    """Raises EOFError when the other end is closed, ConnectionError when it sends no frame."""
     try:
         header = json.loads(await stream.readuntil(b"\n"))
         return Frame(header, await stream.readexactly(header["size"]))
     except asyncio.IncompleteReadError:
         raise EOFError from None
+    except (asyncio.LimitOverrunError, ValueError) as error:
+        raise ConnectionError(f"Not a frame: {error}") from error

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from rookery.executors.folder import hold_folder
 from rookery.executors.frames import Frame, receive_frame
-from rookery.executors.pool import WorkerPool, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
 from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec, count_cores
+from rookery.signal_names import signal_name
 from rookery.types import Job, Json, WorkerInfo
 
 __all__ = ["open_local"]
@@ -41,6 +42,7 @@ async def open_local(
     spec: WorkerSpec, *, num_workers: int | None = None
 ) -> AsyncIterator[WorkerPool]:
     """An Executor of `num_workers` processes, one per core if not given; one is ready."""
+    check_num_workers(num_workers)
     async with AsyncExitStack() as stack:
         folder: Path | None = None
         if spec.folder is not None:
@@ -84,10 +86,11 @@ class LocalWorker:
             "task": spec.task,
             "folder": str(folder) if folder else None,
         }
-        opened = (await self._ask(Frame(header, spec.settings))).header
-        if opened["kind"] == "refused":
-            raise WorkerRefused(str(opened["reason"]), info=self.info)
-        self.info = replace(self.info, about=str(opened["about"]))
+        opened = await self._ask(Frame(header, spec.settings))
+        text = opened.content.decode(errors="replace")
+        if opened.header["kind"] == "refused":
+            raise WorkerRefused(text, info=self.info)
+        self.info = replace(self.info, about=text)
 
     async def run(self, job: Job) -> Answer:
         frame = await self._ask(Frame({"kind": "job"}, job.payload))
@@ -126,22 +129,32 @@ class LocalWorker:
         return await self._answer
 
     async def _read(self) -> None:
-        """Hand every frame to who asked; when the pipe ends, say why and end what is left."""
+        """Hand every frame to who asked; at the end, whatever ends it, say why."""
+        reason = "Its messages cannot be read."
+        try:
+            await self._hand_over()
+            reason = await self._end()
+        finally:
+            self.gone.set_result(reason)
+            if not self._answer.done():
+                self._answer.set_exception(WorkerGone(reason))
+
+    async def _hand_over(self) -> None:
         assert self._process.stdout is not None
         with suppress(EOFError, ConnectionError):
             while True:
                 frame = await receive_frame(self._process.stdout)
                 if not self._answer.done():  # whoever asked may have given up
                     self._answer.set_result(frame)
+
+    async def _end(self) -> str:
+        """End what is left of the worker; how it ended."""
         for limit_s in (_OWN_EXIT_S, _EXIT_S):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), limit_s)
             self.kill()
         await asyncio.wait({self._listening}, timeout=0.5)
-        reason = self._describe_end()
-        self.gone.set_result(reason)
-        if not self._answer.done():
-            self._answer.set_exception(WorkerGone(reason))
+        return self._describe_end()
 
     async def _listen_stderr(self) -> None:
         assert self._process.stderr is not None
@@ -152,7 +165,7 @@ class LocalWorker:
     def _describe_end(self) -> str:
         code = self._process.returncode
         if code is not None and code < 0:
-            how = f"The worker was killed by {signal.Signals(-code).name}."
+            how = f"The worker was killed by {signal_name(-code)}."
         else:
             how = f"The worker ended with code {code}."
         words = self._last_words.decode(errors="replace").strip()
@@ -162,9 +175,12 @@ class LocalWorker:
 async def _start(name: str, spec: WorkerSpec, folder: Path | None) -> LocalWorker:
     # -P: the current folder, which may hold any file, is not a place to import from.
     command = (sys.executable, "-P", "-m", "rookery.executors.local_worker")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+    except OSError as error:  # no descriptors or processes left, for now
+        raise WorkerGone(f"The worker could not be started: {error.strerror}.") from error
     worker = LocalWorker(name, process)
     try:
         await worker.open(spec, folder)

@@ -2,7 +2,7 @@
 
     worker -> hub   hello: version, cores
     hub -> worker   open: task, folder; settings as bytes
-    worker -> hub   ready: about   |   refused: reason
+    worker -> hub   ready; what it is as text   |   refused; the reason as text
     hub -> worker   job; payload as bytes                         (one at a time, repeated)
     worker -> hub   answer: is_error, seconds; output as bytes
 
@@ -62,10 +62,10 @@ async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             str(request.header["task"]), request.content, Path(str(folder)) if folder else None
         )
     except RookeryError as error:
-        write_frame(answers, Frame({"kind": "refused", "reason": str(error)}))
+        write_frame(answers, Frame({"kind": "refused"}, str(error).encode(errors="replace")))
         return
     try:
-        write_frame(answers, Frame({"kind": "ready", "about": task.about}))
+        write_frame(answers, Frame({"kind": "ready"}, task.about.encode(errors="replace")))
         while True:
             request = await asyncio.to_thread(read_frame, requests)
             answer = await run_task(task, request.content)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rookery.errors import ConfigError, ExecutorError, boundary
-from rookery.executors.pool import WorkerPool, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
 from rookery.executors.worker_task import CLOSE_S, Answer, WorkerSpec
 from rookery.types import Job, WorkerInfo
@@ -104,6 +104,7 @@ async def open_modal(
     spec: WorkerSpec, *, num_workers: int = NUM_WORKERS
 ) -> AsyncIterator[WorkerPool]:
     """An Executor of `num_workers` calls in flight to the deployed app; one container is ready."""
+    check_num_workers(num_workers)
     try:
         import modal
 

@@ -19,14 +19,14 @@ as a failed start; after `START_ATTEMPTS` of them in a row the slot ends with th
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rookery.concurrency import task_group
-from rookery.errors import ExecutorError
+from rookery.errors import ConfigError, ExecutorError
 from rookery.executors.worker import Worker, WorkerGone, WorkerRefused
 from rookery.executors.worker_task import MAX_MESSAGE_BYTES
 from rookery.types import (
@@ -39,7 +39,7 @@ from rookery.types import (
     WorkerLost,
 )
 
-__all__ = ["StartWorker", "WorkerPool", "open_pool"]
+__all__ = ["StartWorker", "WorkerPool", "check_num_workers", "open_pool"]
 
 START_S = 120.0
 """For an interpreter, its imports and a warm sandbox, on a busy machine."""
@@ -73,8 +73,8 @@ class WorkerPool:
     """How long jobs wait for a new slot when none is left."""
     num_late: int = 0
     _in_flight: dict[int, _Entry] = field(default_factory=dict)
-    _queue: deque[_Entry] = field(default_factory=deque)
-    """Filled by `submit`, drained by `_dispatch`; as long as its callers have jobs that wait."""
+    _queue: OrderedDict[_Entry, None] = field(default_factory=OrderedDict)
+    """Jobs that wait, none of them resolved. Filled by `submit`, drained by `_dispatch`."""
     _idle: deque[asyncio.Future[_Entry]] = field(default_factory=deque)
     """Slots that want a job. Cancelled ones are passed over."""
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class WorkerPool:
     def _add(self, job: Job) -> _Entry:
         entry = _Entry(job=job, outcome=asyncio.get_running_loop().create_future())
         self._in_flight[job.attempt] = entry
-        self._queue.append(entry)
+        self._queue[entry] = None
         self._dispatch()
         return entry
 
@@ -178,6 +178,7 @@ class WorkerPool:
 
     def _resolve(self, entry: _Entry, outcome: JobOutcome | ExecutorError) -> None:
         del self._in_flight[entry.job.attempt]
+        self._queue.pop(entry, None)
         if isinstance(outcome, ExecutorError):
             entry.outcome.set_exception(outcome)
         else:
@@ -186,12 +187,9 @@ class WorkerPool:
     def _dispatch(self) -> None:
         """Give waiting jobs to idle slots, each in order of arrival."""
         while self._queue and self._idle:
-            if self._queue[0].outcome.done():
-                self._queue.popleft()
-            elif self._idle[0].done():
-                self._idle.popleft()
-            else:
-                self._idle.popleft().set_result(self._queue.popleft())
+            wish = self._idle.popleft()
+            if not wish.done():
+                wish.set_result(self._queue.popitem(last=False)[0])
 
     async def _serve(self, slot: str) -> None:
         """Keep the worker of one slot running until it is refused or cannot be started."""
@@ -241,12 +239,19 @@ class WorkerPool:
         if not worker.gone.done():
             return wish.result()
         if not wish.cancel():  # a job came at the same moment: it is the next worker's
-            self._queue.appendleft(wish.result())
-            self._dispatch()
+            self._put_back(wish.result())
         return None
+
+    def _put_back(self, entry: _Entry) -> None:
+        if not entry.outcome.done():
+            self._queue[entry] = None
+            self._queue.move_to_end(entry, last=False)
+            self._dispatch()
 
     async def _run(self, worker: Worker, entry: _Entry) -> bool:
         """Run one job and deliver what became of it; whether the worker can take another."""
+        if entry.outcome.done():  # it was cancelled on its way here
+            return True
         entry.worker = worker
         outcome = await self._ask(worker, entry.job)
         if entry.outcome.done():  # it was cancelled meanwhile, and the worker killed for that
@@ -288,6 +293,12 @@ class WorkerPool:
         self._changed.set()
         for entry in list(self._in_flight.values()):
             self._resolve(entry, ExecutorError(self._down))
+
+
+def check_num_workers(number: int | None) -> None:
+    """Refuse a number with which no job would ever run."""
+    if number is not None and number < 1:
+        raise ConfigError(f"`num_workers` is {number}; an executor needs at least 1.")
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from rookery.concurrency import task_group
 from rookery.errors import ExecutorError, boundary
-from rookery.executors.pool import WorkerPool, open_pool
+from rookery.executors.pool import WorkerPool, check_num_workers, open_pool
 from rookery.executors.ray_cluster import connect_ray
 from rookery.executors.worker import WorkerGone, WorkerRefused, check_version
 from rookery.executors.worker_host import WorkerHost
@@ -156,6 +156,7 @@ async def open_ray(
 
     Without an address a cluster is started on this machine, and ended with the block.
     """
+    check_num_workers(num_workers)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         options |= {"num_cpus": num_workers or count_cores(), "include_dashboard": False}

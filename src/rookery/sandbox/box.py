@@ -58,7 +58,7 @@ def open_box(evaluator: Path) -> Iterator[Box]:
         box = Box(folder=folder, evaluator=Path("evaluator") / evaluator.name)
         box.scratch.mkdir(mode=0o700)
         _copy(Path(__file__).parent / "inside", box.inside / "rookery_inside")
-        _copy(evaluator.resolve().parent, box.inside / "evaluator")
+        _copy(evaluator.absolute().parent, box.inside / "evaluator")
         yield box
     finally:
         _remove(folder)

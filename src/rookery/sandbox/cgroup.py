@@ -48,10 +48,14 @@ class Cgroup:
         (self.pids / "pids.max").write_text(str(current + max_processes))
 
     def num_oom_kills(self) -> int:
-        """How many members the kernel has killed for memory."""
+        """How many members the kernel has killed for memory; 0 when the group is removed."""
         is_v2 = self.memory == self.pids
         path = self.memory / ("memory.events" if is_v2 else "memory.oom_control")
-        lines = dict(line.split() for line in path.read_text().splitlines())
+        try:
+            text = path.read_text()
+        except OSError:
+            return 0
+        lines = dict(line.split() for line in text.splitlines())
         return int(lines.get("oom_kill", 0))
 
     def remove(self) -> bool:

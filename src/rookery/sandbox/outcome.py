@@ -20,6 +20,7 @@ A failure has a `kind`. Its metrics are what was measured before, and the flags 
 
 import base64
 import binascii
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from typing import Any, Literal, TypeVar
 from rookery.sandbox.config import EvaluatorConfig
 
 __all__ = [
+    "MAX_LINES",
     "Artifact",
     "Failure",
     "FailureKind",
@@ -57,6 +59,8 @@ Metric = bool | int | float | str
 Artifact = str | bytes
 _Value = TypeVar("_Value", bound=Metric)
 _STAGES = ("stage1", "stage2", "stage3")
+MAX_LINES = 2 * len(_STAGES) + 1
+"""Of a result: each stage begins and is measured, then it is done or failed."""
 _FROM_INSIDE: dict[object, FailureKind] = {
     "error": "error",
     "memory": "memory",
@@ -118,10 +122,9 @@ def make_outcome(
         failure = Failure(kind="crash", reason="The program ended without a result.")
     if failure is None:
         failure = _find_not_finite(report.metrics)
-    metrics, artifacts = dict(report.metrics), dict(report.artifacts)
-    if failure is not None and failure.kind == "not_finite":
-        metrics = {name: v for name, v in metrics.items() if not _is_not_finite(v)}
-    elif failure is not None:
+    metrics = {name: v for name, v in report.metrics.items() if not _is_not_finite(v)}
+    artifacts = dict(report.artifacts)
+    if failure is not None and failure.kind != "not_finite":
         flags, notes = _failure_tables(report.stage, failure, evaluator)
         metrics, artifacts = metrics | flags, artifacts | notes
     return Outcome(
@@ -159,7 +162,9 @@ def _read(result: bytes) -> Report:
     """Follow the lines up to the first that ends the result; what follows is not read."""
     report = Report()
     try:
-        for line in result.splitlines():
+        for number, line in enumerate(io.BytesIO(result)):
+            if number == MAX_LINES:
+                raise _BadLineError(f"more than {MAX_LINES} lines")
             _follow(report, json.loads(line))
             if report.is_done or report.failure is not None:
                 break

@@ -14,7 +14,8 @@ class PipeReader:
     """One pipe: hand `writer` to the candidate, close it here, then wait for `ended`.
 
     Keeps the first `max_bytes` (`keep_bytes=None`) or the last `keep_bytes`. Calls `on_line` with
-    each whole line, and `on_excess` once, when more than `max_bytes` have come.
+    each of the first `max_lines` whole lines, and `on_excess` once, when more than `max_bytes` have
+    come.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class PipeReader:
         on_excess: Callable[[], None],
         keep_bytes: int | None = None,
         on_line: Callable[[bytes], None] | None = None,
+        max_lines: int = 0,
     ) -> None:
         self.ended = asyncio.Event()
         self.kept = bytearray()
@@ -34,6 +36,7 @@ class PipeReader:
         self._keep_bytes = keep_bytes
         self._on_excess = on_excess
         self._on_line = on_line
+        self._lines_left = max_lines
         self._line_start = 0
 
     def __enter__(self) -> Self:
@@ -71,7 +74,8 @@ class PipeReader:
             self._split(self._on_line)
 
     def _split(self, on_line: Callable[[bytes], None]) -> None:
-        while (end := self.kept.find(b"\n", self._line_start)) >= 0:
+        while self._lines_left and (end := self.kept.find(b"\n", self._line_start)) >= 0:
+            self._lines_left -= 1
             on_line(bytes(self.kept[self._line_start : end]))
             self._line_start = end + 1
 

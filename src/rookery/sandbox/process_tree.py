@@ -36,9 +36,9 @@ def measure(pid: int) -> Usage:
     rss, threads, ticks = 0, 0, 0
     for each in descendants(pid):
         with suppress(OSError):
-            text = (_PROC / str(each) / "stat").read_text()
-            # The name in parentheses may hold anything; the fields follow its last parenthesis.
-            fields = text.rpartition(")")[2].split()
+            data = (_PROC / str(each) / "stat").read_bytes()
+            # The name in parentheses may hold any bytes; the fields follow its last parenthesis.
+            fields = data.rpartition(b")")[2].split()
             ticks += sum(int(field) for field in fields[11:15])
             threads += int(fields[17])
             rss += int(fields[21]) * _PAGE

@@ -75,15 +75,20 @@ class Sandbox:
             return outcome
 
     async def _running_server(self, box: Box) -> ForkServer:
+        if self._server is not None and not self._server.is_alive:
+            await self._close_server()
         if self._server is None:
             jail = BACKENDS[self.backend](self._config, box)
             self._server = await ForkServer.start(jail, self._config, box.log)
         return self._server
 
     async def _close_server(self) -> None:
-        server, self._server = self._server, None
+        """Cancelled, it keeps the server, for the next caller to wait until it has ended."""
+        server = self._server
         if server is not None:
             await server.close()
+            if self._server is server:
+                self._server = None
 
 
 def _check(program: Program) -> None:

@@ -25,9 +25,10 @@ from rookery.errors import SandboxError
 from rookery.sandbox.backends import Jail
 from rookery.sandbox.cgroup import Cgroup, make_cgroup
 from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
-from rookery.sandbox.outcome import Failure, FailureKind, Outcome, make_outcome
+from rookery.sandbox.outcome import MAX_LINES, Failure, FailureKind, Outcome, make_outcome
 from rookery.sandbox.pipes import PipeReader
 from rookery.sandbox.process_tree import Usage, descendants, measure, measure_pss
+from rookery.signal_names import signal_name
 
 __all__ = ["ForkServer", "Program"]
 
@@ -55,7 +56,7 @@ class ForkServer:
         self._control = control
         self._cgroup = cgroup
         self._log = log
-        self._idle = Usage()
+        self._closing: asyncio.Task[None] | None = None
         self.is_isolated = False
 
     @classmethod
@@ -107,7 +108,6 @@ class ForkServer:
         if "unusable" in answer:
             raise SandboxError(f"The evaluator cannot be used: {answer['unusable']}")
         self.is_isolated = bool(answer["is_isolated"])
-        self._idle = await asyncio.to_thread(measure, self._process.pid)
         if self._cgroup is not None:
             # The monitor and the first process of the candidate's namespace are ours.
             await asyncio.to_thread(
@@ -118,7 +118,7 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.returncode is None and self._control.fileno() >= 0
+        return self._process.returncode is None and self._closing is None
 
     async def evaluate(
         self, program: Program, config: SandboxConfig, evaluator: EvaluatorConfig
@@ -128,6 +128,8 @@ class ForkServer:
         with ExitStack() as stack:
             run = _Run(self._stop, config, evaluator)
             run.oom_kills = self._num_oom_kills()
+            # Of every run anew: the server's CPU time grows by that of each candidate.
+            run.idle = await asyncio.to_thread(measure, self._process.pid)
             stack.callback(run.disarm)
             result, output = stack.enter_context(run.result), stack.enter_context(run.output)
             run.arm()
@@ -169,20 +171,20 @@ class ForkServer:
     async def _watch(self, run: "_Run", config: SandboxConfig) -> None:
         while run.stopped is None:
             await asyncio.sleep(_WATCH_S)
-            failure = await asyncio.to_thread(self._find_excess, config, run.oom_kills)
+            failure = await asyncio.to_thread(self._find_excess, config, run)
             if failure is not None:
                 run.stop(failure)
 
-    def _find_excess(self, config: SandboxConfig, oom_kills: int) -> Failure | None:
-        if self._num_oom_kills() > oom_kills:
+    def _find_excess(self, config: SandboxConfig, run: "_Run") -> Failure | None:
+        if self._num_oom_kills() > run.oom_kills:
             return _out_of_memory(config)
         usage = measure(self._process.pid)
-        threads = usage.num_threads - self._idle.num_threads - 2
+        threads = usage.num_threads - run.idle.num_threads - 2
         if threads > config.max_processes:
             return _over("processes", f"More than {config.max_processes} processes and threads.")
-        if config.cpu_s is not None and usage.cpu_s - self._idle.cpu_s > config.cpu_s:
+        if config.cpu_s is not None and usage.cpu_s - run.idle.cpu_s > config.cpu_s:
             return _over("cpu", f"More than {config.cpu_s:g} s of CPU time.")
-        most = config.memory_bytes + self._idle.rss_bytes
+        most = config.memory_bytes + run.idle.rss_bytes
         if usage.rss_bytes > most and measure_pss(self._process.pid) > most:
             return _out_of_memory(config)
         return None
@@ -236,8 +238,14 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the jail and all in it. Idempotent."""
-        self._control.close()
+        """End the jail and all in it. Idempotent; goes on when a caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        with suppress(OSError):  # also wakes who waits for an answer, as closing alone would not
+            self._control.shutdown(socket.SHUT_RDWR)
         pids = await asyncio.to_thread(descendants, self._process.pid)
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -248,6 +256,8 @@ class ForkServer:
         except asyncio.CancelledError:
             self._kill()
             raise
+        finally:
+            self._control.close()
         await asyncio.to_thread(_wait_until_empty, pids, self._cgroup)
 
 
@@ -262,6 +272,7 @@ class _Run:
     ) -> None:
         self.stopped: Failure | None = None
         self.oom_kills = 0
+        self.idle = Usage()
         self._end = end
         self._timeout_s = evaluator.timeout_s
         self._num_stages = 0
@@ -272,6 +283,7 @@ class _Run:
             max_bytes=config.result_bytes,
             on_excess=lambda: self.stop(_over("output", too_long)),
             on_line=self._follow,
+            max_lines=MAX_LINES,
         )
         self.output = PipeReader(
             max_bytes=config.output_bytes,
@@ -333,5 +345,5 @@ def _read_end(answer: dict[str, object] | None) -> Failure | None:
         case int() as code if code == -signal.SIGXCPU:
             return _over("cpu", "The limit on CPU time ended it.")
         case int() as code if code < 0:
-            return _over("killed", f"The signal {signal.Signals(-code).name} ended it.")
+            return _over("killed", f"It was ended by {signal_name(-code)}.")
     return None

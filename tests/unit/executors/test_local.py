@@ -12,6 +12,7 @@ from executors.jobs import is_alive, job, output, read_ids, run_hub, until, unti
 
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import WorkerSpec, open_local, pack_folder
+from rookery.executors import pool as pool_module
 from rookery.executors.worker_task import MAX_MESSAGE_BYTES, read_version
 from rookery.ports import Executor
 from rookery.types import Job, JobCancelled, JobFailed, WorkerLost
@@ -41,7 +42,12 @@ async def test_an_exception_of_the_task_is_not_a_lost_worker() -> None:
 
 @pytest.mark.parametrize(
     ("action", "reason"),
-    [({"kill": signal.SIGKILL}, "SIGKILL"), ({"exit": 3}, "code 3"), ({"exit": 0}, "code 0")],
+    [
+        ({"kill": signal.SIGKILL}, "SIGKILL"),
+        ({"kill": 40}, "signal 40"),
+        ({"exit": 3}, "code 3"),
+        ({"exit": 0}, "code 0"),
+    ],
 )
 async def test_a_worker_that_its_job_ends_is_reported_and_replaced(
     action: dict[str, int], reason: str
@@ -177,6 +183,32 @@ async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:
     refusing = WorkerSpec(task="fake", settings=b'{"refuse": "No sandbox works here."}')
     with pytest.raises(ExecutorError, match="local/0: No sandbox works here"):
         async with open_local(refusing, num_workers=2):
+            pass
+
+
+async def test_a_long_refusal_is_told_whole() -> None:
+    """Longer than a line of a stream may be."""
+    settings = json.dumps({"refuse": "x" * 100_000 + " end"}).encode()
+    with pytest.raises(ExecutorError, match="x end"):
+        async with open_local(WorkerSpec(task="fake", settings=settings), num_workers=1):
+            pass
+
+
+async def test_a_worker_that_cannot_be_spawned_is_tried_again_and_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "RESTART_DELAY_S", 0.0)
+    async with open_local(FAKE, num_workers=1) as executor:
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        assert isinstance(await executor.submit(job(1, exit=1)), WorkerLost)
+        with pytest.raises(ExecutorError, match="could not be started: No such file"):
+            await executor.submit(job(2, echo=1))
+
+
+@pytest.mark.parametrize("number", [0, -1])
+async def test_an_executor_without_workers_is_refused(number: int) -> None:
+    with pytest.raises(ConfigError, match=f"`num_workers` is {number}"):
+        async with open_local(FAKE, num_workers=number):
             pass
 
 

@@ -151,6 +151,39 @@ async def test_no_job_is_given_to_a_worker_that_is_being_killed() -> None:
         assert isinstance(await waiting, JobDone)
 
 
+async def test_a_job_cancelled_on_its_way_to_a_worker_does_not_run() -> None:
+    script = Script()
+    async with opened(script) as pool:
+        cancelled = asyncio.create_task(pool.submit(job(1, echo=1)))
+        await asyncio.sleep(0)  # the job is given to the idle worker, which has not run since
+        pool.cancel(1)
+        assert isinstance(await cancelled, JobCancelled)
+        second = asyncio.create_task(pool.submit(job(2, echo=2)))
+        await turns()
+        [worker] = script.workers
+        assert [j.attempt for j in worker.jobs] == [2] and worker.num_kills == 0
+        worker.answer(b"2")
+        assert isinstance(await second, JobDone)
+
+
+async def test_a_cancelled_job_that_waited_is_not_kept() -> None:
+    script = Script()
+    async with opened(script) as pool:
+        running = asyncio.create_task(pool.submit(job(1, echo=1)))
+        await turns()
+        waiting = [asyncio.create_task(pool.submit(job(2 + i, echo=2))) for i in range(3)]
+        await turns()
+        for attempt in (2, 4):
+            pool.cancel(attempt)
+        assert [entry.job.attempt for entry in pool._queue] == [3]
+        script.workers[0].answer(b"1")
+        await running
+        await turns()
+        script.workers[0].answer(b"3")
+        outcomes = await asyncio.gather(*waiting)
+        assert [isinstance(outcome, JobDone) for outcome in outcomes] == [False, True, False]
+
+
 async def test_a_job_that_meets_a_dead_idle_worker_goes_to_the_next() -> None:
     script = Script()
     async with opened(script) as pool:

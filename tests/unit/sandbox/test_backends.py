@@ -80,6 +80,26 @@ def test_bubblewrap_shows_python_and_nothing_of_the_home(bwrap: str, evaluator: 
     )
 
 
+def test_bubblewrap_opens_etc_to_the_user_inside(bwrap: str, evaluator: Path) -> None:
+    with open_box(evaluator) as box:
+        command = list(BACKENDS["bubblewrap"](SandboxConfig(), box).command)
+    at = command.index("/etc")
+    assert command[at - 3 : at] == ["--perms", "0755", "--dir"]
+    assert not any(word.startswith("/etc/") for word in command[:at])
+
+
+def test_an_evaluator_may_be_a_link(evaluator: Path, tmp_path: Path) -> None:
+    """Its folder is the one in which the link lies."""
+    link = tmp_path / "problem" / "score.py"
+    link.parent.mkdir()
+    (link.parent / "helper.py").touch()
+    link.symlink_to(evaluator)
+    with open_box(link) as box:
+        names = {path.name for path in (box.inside / "evaluator").iterdir()}
+        assert names == {"score.py", "helper.py"}
+        assert (box.inside / box.evaluator).read_text() == evaluator.read_text()
+
+
 def test_what_the_config_names_is_let_in(
     bwrap: str, evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,3 +41,8 @@ def test_where_none_can_be_made_there_is_none(tmp_path: Path, text: str) -> None
     (tmp_path / "user.slice" / "cgroup.subtree_control").write_text("cpu memory pids\n")
     assert make_cgroup(root=tmp_path, membership=membership) is None
     assert not list(tmp_path.rglob("rookery-*"))
+
+
+def test_a_removed_group_has_killed_nobody(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert Cgroup(gone, gone).num_oom_kills() == 0

@@ -122,6 +122,16 @@ def evaluate(path): return {"a": np.float32(0.5), "b": np.array([2]), "c": np.ze
     assert line["metrics"] == {"a": 0.5, "b": 2} and "c" in line["artifacts"]
 
 
+def test_numbers_of_torch_are_numbers(tmp_path: Path) -> None:
+    text = """
+import torch
+def evaluate(path):
+    return {"a": torch.tensor(0.5), "b": torch.tensor([2]), "c": torch.zeros(2)}
+"""
+    line = lines_of(tmp_path, text)[1]
+    assert line["metrics"] == {"a": 0.5, "b": 2} and "c" in line["artifacts"]
+
+
 def test_the_evaluators_folder_is_importable(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_evaluator.py").write_text("value = 3")
     text = """

@@ -81,6 +81,7 @@ def test_what_is_not_finite_is_a_failure_and_no_metric(number: str) -> None:
         b'{"stage": "stage1", "metrics": {}, "artifacts": {"a": {"base64": "?"}}}\n',
         b'{"stage": "stage1", "metrics": {"s": ' + b"9" * 5000 + b"}",
         b'{"failed": "nonsense", "message": "x"}\n',
+        b'{"begin": "stage1"}\n' * 8,
     ],
 )
 def test_hostile_bytes_are_a_bad_result(data: bytes) -> None:
@@ -161,6 +162,13 @@ def test_a_later_stage_that_raises_keeps_what_was_measured(stage: str) -> None:
         f"{stage}_traceback": "Trace",
         "failure_stage": stage,
     }
+
+
+def test_a_later_failure_does_not_keep_what_is_not_finite() -> None:
+    line = b'{"stage": "stage1", "metrics": {"bad": NaN, "good": 1}, "artifacts": {}}\n'
+    outcome = outcome_of(begin("stage1"), line, begin("stage2"), RAISED)
+    assert outcome.failure is not None and outcome.failure.kind == "error"
+    assert outcome.metrics == {"good": 1, "stage2_passed": 0.0}
 
 
 def test_timeouts_by_stage() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rookery.errors import SandboxError
 from rookery.sandbox import EvaluatorConfig, Sandbox, SandboxConfig, choose_backend
+from rookery.sandbox.process_tree import descendants
 
 CONFIG = SandboxConfig(backend="unsafe", output_bytes=2**20, memory_bytes=2**28)
 
@@ -21,11 +22,23 @@ async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield opened
 
 
+def own_cgroups() -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/rookery-{os.getpid()}-*"))
+
+
+async def until_more_than(pids: set[int]) -> None:
+    """Until a process below this one is none of these."""
+    async with asyncio.timeout(30.0):
+        while set(descendants(os.getpid())) <= pids:  # noqa: ASYNC110  processes tell no event
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
         ("import os; os._exit(0)", "crash"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed"),
+        ("import os; os.kill(os.getpid(), 40)", "killed"),
         ("x = bytearray(10 * 2**30)", "memory"),
         ("while True: print('x' * 1000)", "output"),
         ("metrics = {'s': float('nan')}", "not_finite"),
@@ -82,6 +95,50 @@ os.kill(pid, signal.SIGKILL)
     outcome = await sandbox.evaluate(text)
     assert outcome.failure is not None and outcome.failure.kind == "killed"
     assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
+
+
+async def test_cpu_time_is_counted_per_candidate(tmp_path: Path) -> None:
+    """Each takes less than the limit; all of one server together take more."""
+    file = tmp_path / "evaluator.py"
+    file.write_text(
+        "import time\ndef evaluate(path):\n while time.process_time() < 0.8: pass\n return {'s': 1}"
+    )
+    config = CONFIG.model_copy(update={"cpu_s": 1.2})
+    async with Sandbox(config, EvaluatorConfig(file=file, timeout_s=60.0)) as sandbox:
+        for _ in range(3):
+            outcome = await sandbox.evaluate("x")
+            assert outcome.failure is None, outcome
+
+
+async def test_closing_while_a_candidate_runs_is_its_outcome(tmp_path: Path) -> None:
+    file = tmp_path / "evaluator.py"
+    file.write_text("import time\ndef evaluate(path):\n time.sleep(600)")
+    async with Sandbox(CONFIG, EvaluatorConfig(file=file)) as sandbox:
+        before = set(descendants(os.getpid()))
+        running = asyncio.create_task(sandbox.evaluate("x"))
+        waiting = asyncio.create_task(sandbox.evaluate("y"))
+        await until_more_than(before)
+    outcome = await running
+    assert outcome.failure is not None and outcome.failure.kind == "killed"
+    with pytest.raises(SandboxError, match="closed"):
+        await waiting
+
+
+async def test_cancelled_twice_it_still_ends_all_before_the_block_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "evaluator.py"
+    file.write_text("import time\ndef evaluate(path):\n time.sleep(600)")
+    before = set(descendants(os.getpid()))
+    async with Sandbox(CONFIG, EvaluatorConfig(file=file)) as sandbox:
+        task = asyncio.create_task(sandbox.evaluate("x"))
+        await until_more_than(set(descendants(os.getpid())))
+        for _ in range(3):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert set(descendants(os.getpid())) <= before
+    assert not own_cgroups()
 
 
 async def test_unsafe_is_taken_when_named_only() -> None:

@@ -45,6 +45,7 @@ from rookery.fleet.servers.settings import (
 )
 from rookery.fleet.servers.tcp_port import Reservation, is_free, reserve_port
 from rookery.fleet.vllm_plugin.guard import STOP_S, group_members, kill_group, signal_group
+from rookery.signal_names import signal_name
 
 __all__ = [
     "LaunchProgress",
@@ -241,7 +242,7 @@ class LocalServer:
         code = self._process.returncode if self._process is not None else None
         if code is None:
             return "unknown"
-        return signal.Signals(-code).name if code < 0 else str(code)
+        return signal_name(-code) if code < 0 else str(code)
 
     def _failure(self, what: str) -> FleetError:
         since, was_ready = self._log_begin, self._was_ready

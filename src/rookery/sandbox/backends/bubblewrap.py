@@ -73,6 +73,8 @@ def _system(config: SandboxConfig) -> Iterator[str]:
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
+    # Else bwrap makes it for root alone, and the server continues as nobody.
+    yield from ("--perms", "0755", "--dir", "/etc")
     for name in (*_ETC, *(_ETC_NETWORK if config.network else ())):
         yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
 

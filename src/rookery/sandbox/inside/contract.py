@@ -112,9 +112,12 @@ async def _wait(result: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python's."""
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", 1) == 1:
+    if not callable(item):
+        return value
+    try:
         return item()
-    return value
+    except (TypeError, ValueError, RuntimeError):  # it holds more than one number
+        return value
 
 
 def _numeric(metrics: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,10 @@
+"""Signals by name, and those that have none."""
+
+import signal
+
+from rookery.signal_names import signal_name
+
+
+def test_every_number_has_a_name() -> None:
+    assert signal_name(signal.SIGKILL) == "SIGKILL"
+    assert signal_name(40) == "signal 40"
