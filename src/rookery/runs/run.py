@@ -158,7 +158,7 @@ class Run(RunView):
     def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
         """Have events stored, all or none, without waiting; the future ends when they are durable.
         Whoever submits looks at the future sooner or later: it may end with a RunError."""
-        for new in news:
+        for new in (news := list(news)):
             if new.kind.startswith("run/"):
                 raise RunError(f"Got the kind {new.kind!r}: kinds in run/ are written by the run.")
         self._lock.check()
