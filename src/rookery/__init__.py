@@ -28,6 +28,7 @@ from rookery.types import (
 
 if TYPE_CHECKING:
     from rookery.compose.evaluation import evaluate
+    from rookery.compose.evolve import run_evolution, run_evolve
     from rookery.compose.genome import run_genome
     from rookery.compose.icm import run_icm
     from rookery.compose.resuming import resume
@@ -50,6 +51,8 @@ __all__ = [
     "evaluate",
     "open_engine",
     "resume",
+    "run_evolution",
+    "run_evolve",
     "run_genome",
     "run_icm",
     "run_sft",
@@ -59,11 +62,13 @@ _LAZY = {
     "evaluate": "rookery.compose.evaluation",
     "open_engine": "rookery.engines",
     "resume": "rookery.compose.resuming",
+    "run_evolution": "rookery.compose.evolve",
+    "run_evolve": "rookery.compose.evolve",
     "run_genome": "rookery.compose.genome",
     "run_icm": "rookery.compose.icm",
     "run_sft": "rookery.compose.sft",
 }
-"""What is loaded when it is first used, and from where: it needs torch."""
+"""What is loaded when it is first used, and from where: most of it needs torch."""
 
 
 def __getattr__(name: str) -> Any:

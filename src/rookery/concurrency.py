@@ -1,15 +1,16 @@
 """Work that runs side by side and fails with one error, not with a group of them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rookery.errors import RookeryError
 
-__all__ = ["task_group", "together"]
+__all__ = ["run_in_thread", "task_group", "together"]
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 @asynccontextmanager
@@ -31,3 +32,18 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
+
+
+async def run_in_thread(
+    function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """As `asyncio.to_thread`, but who is cancelled waits for the thread to end: a thread that
+    writes must not go on writing into what the caller then closes."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # seen: the cancellation is what counts
+        raise

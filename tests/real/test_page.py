@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ui import test_evolve as evolution
 from ui.made import made_report, made_row
 
 from rookery.reports import parse_genome_report
@@ -43,7 +44,8 @@ class Visit:
 
     def __init__(self, browser: Any, folder: Path, report: dict[str, Any], **options: Any) -> None:
         self.path = folder / "report.html"
-        self.path.write_text(render_genome_page(parse_genome_report(report)), encoding="utf-8")
+        html = options.pop("html", None) or render_genome_page(parse_genome_report(report))
+        self.path.write_text(html, encoding="utf-8")
         self.page = browser.new_page(**options)
         self.complaints: list[str] = []
         self.requests: list[str] = []
@@ -227,4 +229,19 @@ def test_the_table_needs_no_javascript(browser: Any, tmp_path: Path) -> None:
     remarks = visit.page.locator("noscript p")
     assert remarks.count() == 5
     assert remarks.first.is_visible()
+    visit.page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_charts_of_an_evolution_are_drawn(browser: Any, tmp_path: Path, scheme: str) -> None:
+    report = evolution.made_report(warnings=[HOSTILE])
+    html = evolution.render_evolve_page(report)
+    visit = Visit(browser, tmp_path, {}, html=html, color_scheme=scheme)
+    charts = visit.charts()
+    assert [c["kind"] for c in charts] == ["curve", "grid", "grid", "staleness"]
+    assert all(chart["width"] > 200 and chart["marks"] > 1 for chart in charts)
+    assert "complexity" in charts[1]["text"]
+    assert visit.complaints == []
+    assert visit.requests == [visit.path.as_uri()]
+    assert not visit.is_too_wide()
     visit.page.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.icm import IcmConfig, read_gold, read_items
 from rookery.loops.icm.constraints import build_constraints
@@ -121,7 +122,8 @@ def test_help_does_not_import_torch() -> None:
 
 
 ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
-GENOME_CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(ICM_CONFIGS))
+EVOLVE_CONFIGS = sorted((ROOT / "configs").glob("evolve*.yaml"))
+GENOME_CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - {*ICM_CONFIGS, *EVOLVE_CONFIGS})
 
 
 @pytest.mark.parametrize("path", GENOME_CONFIGS, ids=lambda p: p.name)
@@ -136,6 +138,11 @@ def test_every_icm_config_parses_and_its_items_are_there(path: Path) -> None:
     items = read_items(config.data)
     assert len(read_gold(config.data, items)) == len(items)
     build_constraints(config.constraints, items=items, labels=config.data.labels)
+
+
+@pytest.mark.parametrize("path", EVOLVE_CONFIGS, ids=lambda p: p.name)
+def test_every_evolve_config_parses_without_a_warning(path: Path) -> None:
+    assert read_config(path, environment={}).warnings == ()
 
 
 def test_the_project_speaks_of_itself_alone() -> None:

@@ -7,6 +7,7 @@ import cyclopts
 
 from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
+from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
 from rookery.cli.genome import genome
 from rookery.cli.icm import icm
@@ -28,6 +29,7 @@ app = cyclopts.App(
 app.command(evaluate, name="eval")
 app.command(genome)
 app.command(icm)
+app.command(evolve)
 app.command(sft)
 app.command(fleet)
 app.command(runs)
@@ -35,7 +37,7 @@ app.command(doctor)
 
 EXTRAS = {
     "accelerate": "hf",
-    "cma": "evolve",
+    "cma": "cmaes",
     "datasets": "hf",
     "gguf": "hf",
     "jsonschema": "tasks",
@@ -43,6 +45,7 @@ EXTRAS = {
     "modal": "modal",
     "peft": "hf",
     "ray": "ray",
+    "sandlock": "evolve",
     "torch": "hf",
     "transformers": "hf",
     "vllm": "vllm",

@@ -10,7 +10,7 @@ from rookery.cli.terminal import console, fail
 
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
-    from rookery.reports import EvaluationReport, GenomeReport, IcmReport
+    from rookery.reports import EvaluationReport, EvolveReport, GenomeReport, IcmReport
 
 __all__ = ["print_outcome"]
 
@@ -62,6 +62,24 @@ def _print_icm(report: "IcmReport", path: Path) -> None:
             "report": path / "report.html",
         }
     )
+
+
+def _print_evolve(report: "EvolveReport", path: Path) -> None:
+    from rookery.ui.evolve import COLUMNS, evolve_rows, evolve_sentence
+
+    console.print(evolve_sentence(report), style="bold", markup=False)
+    _print_warnings(report.warnings)
+    rows = [[_printable(cell) for cell in row] for row in evolve_rows(report)]
+    _print_table(path.name, columns=COLUMNS, rows=rows)
+    if report.stop_reason:
+        console.print(report.stop_reason, highlight=False, markup=False)
+    places = {"best": path / "best", "checkpoints": path / "checkpoints"}
+    _print_places({**places, "report": path / "report.html"})
+
+
+def _printable(text: str) -> str:
+    """Names of models come from servers: no escape sequence of theirs reaches the terminal."""
+    return "".join(char for char in text if char.isprintable())
 
 
 def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
@@ -121,6 +139,7 @@ def _print_places(places: Mapping[str, str | Path]) -> None:
 
 _PRINTERS: Mapping[str, Callable[[Any, Path], None]] = {
     "eval": _print_evaluation,
+    "evolve": _print_evolve,
     "genome": _print_genome,
     "icm": _print_icm,
 }

@@ -53,9 +53,12 @@ def _is_any(key: str, patterns: Sequence[str]) -> bool:
 
 
 def log_warnings() -> None:
-    """Warnings as lines on stderr."""
+    """Warnings as lines on stderr, whatever else is logged to files."""
+    handler = RichHandler(
+        logging.WARNING, console=Console(stderr=True), show_path=False, show_time=False
+    )
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
+        handlers=[handler],
     )

@@ -4,6 +4,8 @@
     outcome.report.winner.mean, outcome.path / "winner"
 
 genome.py, icm.py, evaluation.py   one each: config -> objects -> loop -> report and page
+evolve.py                          the same for programs: evolve_inputs, evolve_log, evolve_check
+proposers.py, engine_models.py     the models that write programs
 sft.py                             a taskset -> an adapter
 running.py                         configs from files and keywords, runs, the one event loop
 resuming.py                        any run that was interrupted, by its kind

@@ -49,5 +49,17 @@ def _icm() -> Parts:
     return IcmConfig, finish_icm
 
 
-KINDS: Mapping[str, Callable[[], Parts]] = {"eval": _evaluation, "genome": _genome, "icm": _icm}
+def _evolve() -> Parts:
+    from rookery.compose.evolve import finish_evolve
+    from rookery.compose.evolve_inputs import EvolveRunConfig
+
+    return EvolveRunConfig, finish_evolve
+
+
+KINDS: Mapping[str, Callable[[], Parts]] = {
+    "eval": _evaluation,
+    "evolve": _evolve,
+    "genome": _genome,
+    "icm": _icm,
+}
 """By the kind of the run; each imports its loop when it is needed."""

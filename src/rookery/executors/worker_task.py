@@ -2,7 +2,7 @@
 
     async def open_evaluation(settings: bytes, folder: Path | None) -> WorkerTask: ...
 
-    TASKS = {"evaluation": "rookery.some.module:open_evaluation"}
+    TASKS = {"evaluation": "rookery.loops.evolve.evaluation_task:open_evaluation"}
 
 A job names no function and carries no code: workers of an executor hold the one task of its
 WorkerSpec, found by name in `TASKS`. Payloads and outputs are bytes that only the task reads.
@@ -65,6 +65,7 @@ OpenTask = Callable[[bytes, Path | None], Awaitable[WorkerTask]]
 run it: the worker then gets no work."""
 
 TASKS: Mapping[str, str] = {
+    "evaluation": "rookery.loops.evolve.evaluation_task:open_evaluation",
     "fake": "rookery.executors.fake_task:open_fake_task",
 }
 """Name -> the OpenTask as module:function. Text, because workers load only what they run, and tasks

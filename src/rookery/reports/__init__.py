@@ -1,6 +1,7 @@
 """One typed report per loop: what loops write, what the page and the terminal read."""
 
 from rookery.reports.evaluation import EvaluationReport, ModelRow, parse_evaluation_report
+from rookery.reports.evolve import EvolveReport, parse_evolve_report
 from rookery.reports.genome import (
     CandidateRecord,
     GenerationRecord,
@@ -30,6 +31,7 @@ __all__ = [
     "ChainRecord",
     "Estimate",
     "EvaluationReport",
+    "EvolveReport",
     "GenerationRecord",
     "GenomeReport",
     "GoldRecord",
@@ -47,6 +49,7 @@ __all__ = [
     "TokensRecord",
     "TransferRecord",
     "parse_evaluation_report",
+    "parse_evolve_report",
     "parse_genome_report",
     "parse_icm_report",
 ]

@@ -51,32 +51,40 @@ class Attempt:
 class AttemptLog:
     """Writes attempts as events."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, series: str = "") -> None:
+        """`series` names a second row of attempts, with numbers of its own."""
         self._run = run
+        self._kind = _kind(series)
 
     async def record(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """Store all or none; durable when this returns. What is given back is what counts: another
         attempt than the one given was recorded first."""
         news = [
-            NewEvent(kind=KIND, key=attempt.key, payload=_payload(attempt), first_wins=True)
+            NewEvent(kind=self._kind, key=attempt.key, payload=_payload(attempt), first_wins=True)
             for attempt in attempts
         ]
         return [_attempt(event) for event in await self._run.append_many(news)]
 
     def decision(self, number: int) -> Attempt | None:
         """How an attempt was decided; None while it is not."""
-        event = self._run.get(KIND, f"{number}/decided")
+        event = self._run.get(self._kind, f"{number}/decided")
         return None if event is None else _attempt(event)
 
 
-def read_attempts(run: RunView, *, after: int = 0) -> Iterator[tuple[int, Attempt]]:
+def read_attempts(
+    run: RunView, *, after: int = 0, series: str = ""
+) -> Iterator[tuple[int, Attempt]]:
     """Every record in order, each with the `seq` of its event, beginning behind seq `after`.
 
     Read in pages, so that memory does not grow with their number; a loop that keeps a snapshot
     reads only what came after it.
     """
-    for event in run.events(KIND, after=after):
+    for event in run.events(_kind(series), after=after):
         yield event.seq, _attempt(event)
+
+
+def _kind(series: str) -> str:
+    return f"{KIND}/{series}" if series else KIND
 
 
 def _payload(attempt: Attempt) -> dict[str, object]:

@@ -135,6 +135,6 @@ def load_library() -> Any:
             import cma
     except ImportError:
         raise ConfigError(
-            "CMA-ES needs the package cma, which is not installed: pip install 'rookery[evolve]'."
+            "CMA-ES needs the package cma, which is not installed: pip install 'rookery[cmaes]'."
         ) from None
     return cma

@@ -42,20 +42,27 @@ class Api:
             await asyncio.Event().wait()
         return self.answers.pop(0) if self.answers else web.json_response(ANSWER)
 
+    async def list_models(self, request: web.Request) -> web.Response:
+        self.headers.append(request.headers)
+        return self.answers.pop(0) if self.answers else web.json_response({"data": []})
+
 
 @asynccontextmanager
 async def connect(api: Api, **options: Any) -> AsyncIterator[ExternalTextModel]:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", api.answer)
+    key = options.pop("key", None)
+    root = options.pop("root", "/v1")
+    app.router.add_post(f"{root}/chat/completions", api.answer)
+    app.router.add_get(f"{root}/models", api.list_models)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     _, port = runner.addresses[0]
     given = {"api_key_env": "", "requests_per_minute": None, **options}
-    config = ExternalConfig(url=f"http://127.0.0.1:{port}/v1", model="big", **given)
+    config = ExternalConfig(url=f"http://127.0.0.1:{port}{root}", model="big", **given)
     try:
-        async with open_text_model(config) as model:
+        async with open_text_model(config, api_key=key) as model:
             yield model
     finally:
         await runner.cleanup()
@@ -212,3 +219,43 @@ async def test_settings_that_texts_do_not_have_are_refused() -> None:
         with pytest.raises(ConfigError, match="needs route: chat and logprobs: false"):
             async with connect(Api(), **options):
                 pass
+
+
+@pytest.mark.parametrize("code", [401, 403])
+async def test_a_key_that_is_refused_is_seen_before_a_model_is_asked(code: int) -> None:
+    api = Api()
+    async with connect(api, key="secret") as model:
+        await model.check_key()
+        assert api.headers[0]["Authorization"] == "Bearer secret"
+        api.answers = [status(code)]
+        with pytest.raises(ConfigError, match="refuses the key, or wants one"):
+            await model.check_key()
+    assert api.bodies == []
+
+
+async def test_an_api_without_a_list_of_models_or_that_is_away_is_left_for_later() -> None:
+    api = Api()
+    async with connect(api) as model:
+        api.answers = [status(404), status(500)]
+        await model.check_key()
+        await model.check_key()
+    config = ExternalConfig(url="http://127.0.0.1:9/v1", model="big", api_key_env="")
+    async with open_text_model(config) as model:
+        await model.check_key()
+
+
+async def test_the_url_is_all_before_chat_completions() -> None:
+    api = Api()
+    async with connect(api, root="/v1beta/openai") as model:
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."
+
+
+async def test_reasoning_models_get_what_they_know() -> None:
+    api = Api()
+    options = {"token_limit": "max_completion_tokens", "reasoning_effort": "low"}
+    async with connect(api, **options, takes_seed=False) as model:
+        await model.reply(TextRequest(messages=CHAT, temperature=0.5, top_p=0.5, seed=3))
+    del api.bodies[0]["messages"]
+    assert api.bodies == [
+        {"model": "big", "max_completion_tokens": 1024, "reasoning_effort": "low"}
+    ]

@@ -42,6 +42,8 @@ __all__ = ["Api", "ExternalConfig", "open_api", "read_usage"]
 MINUTE_S = 60.0
 NO_REQUEST = frozenset({401, 402, 404, 429})
 """Refusals of everybody: no key, no credit (a 429 that waiting does not help), no such model."""
+NO_KEY = frozenset({401, 403})
+CHECK_S = 10.0
 
 
 class ExternalClientConfig(ClientConfig):
@@ -70,6 +72,13 @@ class ExternalConfig(Config):
     tokens_per_minute: float | None = Field(default=None, gt=0)
     """Prompt and new tokens together, as most providers count; none by default."""
     max_in_flight: int = Field(default=8, ge=1)
+    token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What the API calls the limit of an answer. Models that know only `max_completion_tokens`
+    (OpenAI's reasoning models) refuse temperature and top_p: they are left out."""
+    reasoning_effort: str | None = None
+    """Sent as it is, where set."""
+    takes_seed: bool = True
+    """False: the API refuses requests with a seed."""
     client: ExternalClientConfig = ExternalClientConfig()
 
 
@@ -162,6 +171,20 @@ class Api:
         self._count(answer)
         return answer
 
+    async def check_key(self, path: str) -> None:
+        """Raise a ConfigError if the API refuses the key, or wants one. Asks for its list of
+        models, so no model is called; an API that does not answer is left for later."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self._client.get(path)
+        except ServerRefusal as refusal:
+            if refusal.status in NO_KEY:
+                raise ConfigError(
+                    f"{self.config.url} refuses the key, or wants one: {refusal}"
+                ) from refusal
+        except (ServerLost, TimeoutError):
+            return
+
     async def _post(self, path: str, content: bytes, admit: Callable[[], Any]) -> Any:
         limit_s = self.config.client.request_s
         try:
@@ -187,10 +210,12 @@ class Api:
 
 
 @asynccontextmanager
-async def open_api(config: ExternalConfig) -> AsyncIterator[Api]:
-    """Connect; the key, if the API has one, must be in the environment."""
-    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-    if config.api_key_env and not key:
+async def open_api(config: ExternalConfig, *, api_key: str | None = None) -> AsyncIterator[Api]:
+    """Connect. Where no key is given, that of `api_key_env` must be in the environment."""
+    key = api_key
+    if key is None:
+        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    if api_key is None and config.api_key_env and not key:
         raise ConfigError(
             f"{config.url} needs a key, and {config.api_key_env} is not set: export it, or name "
             'another variable in api_key_env; write api_key_env: "" for a server without a key.'

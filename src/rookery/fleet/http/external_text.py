@@ -28,6 +28,8 @@ class ExternalTextModel:
     def __init__(self, api: Api) -> None:
         self.config = api.config
         self._api = api
+        # Clients take a URL without /v1. Some APIs have another path, such as /v1beta/openai.
+        self._root = "/v1" if self.config.url.rstrip("/").endswith("/v1") else ""
 
     @property
     def usage(self) -> TokenUsage:
@@ -37,11 +39,16 @@ class ExternalTextModel:
             completion_tokens=self._api.num_completion_tokens,
         )
 
+    async def check_key(self) -> None:
+        """Raise a ConfigError if the API refuses the key, or wants one. Calls no model."""
+        await self._api.check_key(f"{self._root}/models")
+
     async def reply(self, request: TextRequest) -> TextReply:
         written = sum(len(message.content) for message in request.messages)
         cost = written // CHARACTERS_PER_TOKEN + request.max_tokens
         async with self._api.call():
-            answer = await self._api.ask("/v1/chat/completions", self._body(request), cost=cost)
+            path = f"{self._root}/chat/completions"
+            answer = await self._api.ask(path, self._body(request), cost=cost)
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         message = choice.get("message") if isinstance(choice, dict) else None
@@ -57,26 +64,30 @@ class ExternalTextModel:
 
     def _body(self, request: TextRequest) -> dict[str, Any]:
         """What is None is left out: the API's own default decides."""
-        optional = {
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "seed": request.seed,
+        config = self.config
+        optional: dict[str, Any] = {
+            "seed": request.seed if config.takes_seed else None,
+            "reasoning_effort": config.reasoning_effort,
         }
+        if config.token_limit == "max_tokens":
+            optional |= {"temperature": request.temperature, "top_p": request.top_p}
         return {
-            "model": self.config.model,
+            "model": config.model,
             "messages": [{"role": m.role, "content": m.content} for m in request.messages],
-            "max_tokens": request.max_tokens,
+            config.token_limit: request.max_tokens,
             **{name: value for name, value in optional.items() if value is not None},
         }
 
 
 @asynccontextmanager
-async def open_text_model(config: ExternalConfig) -> AsyncIterator[ExternalTextModel]:
-    """Connect to the API as `open_api` does."""
+async def open_text_model(
+    config: ExternalConfig, *, api_key: str | None = None
+) -> AsyncIterator[ExternalTextModel]:
+    """Connect to the API as `open_api` does. `url` is all that comes before /chat/completions."""
     if config.route != "chat" or config.logprobs:
         raise ConfigError(
             f"A model of texts needs route: chat and logprobs: false; given are {config.route} and "
             f"{str(config.logprobs).lower()}."
         )
-    async with open_api(config) as api:
+    async with open_api(config, api_key=api_key) as api:
         yield ExternalTextModel(api)

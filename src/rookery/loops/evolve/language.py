@@ -6,7 +6,7 @@ detect_language("#include <vector>\\n")      "cpp"
 
 import re
 
-__all__ = ["SUFFIXES", "UNKNOWN", "detect_language", "file_suffix", "normalise"]
+__all__ = ["SUFFIXES", "UNKNOWN", "detect_language", "file_suffix", "normalise", "suffix_of"]
 
 UNKNOWN = "unknown"
 
@@ -84,3 +84,8 @@ def normalise(code: str) -> str:
     """
     lines = [line.rstrip() for line in code.splitlines()]
     return "\n".join(lines).strip("\n")
+
+
+def suffix_of(language: str) -> str:
+    """The usual file suffix of a language; `.py` where none is known."""
+    return next((suffix for suffix, name in SUFFIXES.items() if name == language), ".py")

@@ -61,6 +61,11 @@ class Prompts:
             feature_dimensions=self._dimensions,
         )
 
+    @property
+    def num_top_programs(self) -> int:
+        """How many of the best programs are shown as such."""
+        return self._config.num_top_programs
+
     def build(self, parent: ProgramRecord, *, shown: ShownPrograms, attempt: int) -> Prompt:
         """The prompt that asks for a child of `parent`."""
         user = self._user(parent, shown, attempt)

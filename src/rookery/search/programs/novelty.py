@@ -150,10 +150,28 @@ def code_hash(code: str, *, language: str) -> str:
     """
     if language == "python":
         try:
-            return text_hash("python " + ast.dump(ast.parse(code)))
+            parts: list[str] = []
+            _walk(ast.parse(code), parts)
+            return text_hash("python " + " ".join(parts))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             pass  # too deep or not Python: its text says as much as can be known
     return text_hash("text " + " ".join(code.split()))
+
+
+def _walk(value: object, parts: list[str]) -> None:
+    """What `ast.dump` tells of a tree, in half of its time."""
+    if isinstance(value, ast.AST):
+        parts.append(type(value).__name__)
+        for name in value._fields:
+            _walk(getattr(value, name, None), parts)
+        parts.append(")")
+    elif isinstance(value, list):
+        parts.append("[")
+        for item in value:
+            _walk(item, parts)
+        parts.append("]")
+    else:
+        parts.append(repr(value))
 
 
 def text_hash(text: str) -> str:

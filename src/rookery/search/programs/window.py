@@ -60,6 +60,10 @@ class Window(Generic[Result]):
         if attempt > self._num_told:
             self._decided.setdefault(attempt, result)
 
+    def stop(self) -> None:
+        """Ask for no further attempt; those that were asked are told. Idempotent."""
+        self._num_attempts = self._num_asked
+
     def next_step(self) -> Ask | Tell[Result] | None:
         """What to do now; None when an attempt in flight has to end first."""
         is_open = self._num_asked < self._num_attempts

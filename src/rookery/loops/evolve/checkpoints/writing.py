@@ -6,6 +6,7 @@ A function fills a folder that is new and empty; whoever calls it makes that who
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,12 +33,25 @@ class WriteOptions:
 
 
 def fill_checkpoint(
-    folder: Path, checkpoint: Checkpoint, *, place: Path, options: WriteOptions
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    place: Path,
+    options: WriteOptions,
+    files: Mapping[str, Path] | None = None,
 ) -> None:
-    """All files of a checkpoint. `place` is the path at which the folder will stand."""
+    """All files of a checkpoint. `place` is the path at which the folder will stand.
+
+    `files` has programs by id as documents that are copied as they are: a large population is
+    neither read nor held in memory for it.
+    """
+    files = files or {}
     (folder / "programs").mkdir()
+    for id, file in files.items():
+        shutil.copyfile(file, folder / "programs" / f"{id}.json")
     for program in checkpoint.programs:
-        _write_program(folder, program, place=place, options=options)
+        if program.id not in files:
+            _write_program(folder, program, place=place, options=options)
     if best := checkpoint.best:
         _write_code(folder, best, options.suffix)
         info = {**_info(best, options), "current_iteration": checkpoint.iteration}

@@ -89,12 +89,12 @@ class LlmConfig(_Asking):
     @property
     def ensemble(self) -> tuple[ModelConfig, ...]:
         """The models that propose programs, each with all that `llm` says for it."""
-        return tuple(self._complete(model) for model in (*self.models, *self._named()))
+        return tuple(self.complete(model) for model in (*self.models, *self._named()))
 
     @property
     def judges(self) -> tuple[ModelConfig, ...]:
         """The models that judge programs."""
-        return tuple(self._complete(model) for model in self.evaluator_models) or self.ensemble
+        return tuple(self.complete(model) for model in self.evaluator_models) or self.ensemble
 
     def with_models(self, *, primary: str | None, secondary: str | None) -> Self:
         """Named on the command line: `models` and `evaluator_models` no longer count."""
@@ -121,6 +121,7 @@ class LlmConfig(_Asking):
             models.append(ModelConfig(name=self.secondary_model, weight=weight))
         return models
 
-    def _complete(self, model: ModelConfig) -> ModelConfig:
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        """The model with all that `llm` says for it."""
         shared = {key: getattr(self, key) for key in SHARED if getattr(model, key) is None}
         return model.model_copy(update=shared)

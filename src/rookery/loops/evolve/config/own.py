@@ -1,8 +1,8 @@
 """The section `rookery`: what OpenEvolve has no key for."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 
@@ -18,6 +18,16 @@ class BudgetConfig(Config):
     usd_per_million_prompt_tokens: float | None = Field(default=None, ge=0)
     usd_per_million_answer_tokens: float | None = Field(default=None, ge=0)
     max_hours: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _has_prices(self) -> Self:
+        prices = (self.usd_per_million_prompt_tokens, self.usd_per_million_answer_tokens)
+        if self.max_usd is not None and None in prices:
+            raise ValueError(
+                "max_usd needs prices: write usd_per_million_prompt_tokens and "
+                "usd_per_million_answer_tokens, 0 for what costs nothing"
+            )
+        return self
 
 
 class SandboxSettings(Config):
@@ -51,6 +61,8 @@ class RookeryConfig(Config):
     mode: Literal["steady", "deterministic"] = "steady"
     lag: int | None = Field(default=None, gt=0)
     """deterministic: attempt k sees what attempts up to k - lag found; null: in_flight."""
+    model_down_s: float = Field(default=6 * 3600, gt=0)
+    """How long a model that serves nobody is waited for, before the run ends to be resumed."""
     target_score: float | None = None
     """The run ends when a program's fitness reaches it."""
     confirm: int = Field(default=0, ge=0)
@@ -64,4 +76,19 @@ class RookeryConfig(Config):
     bandit: bool = False
     """Ask more often the models whose children are better, not by fixed weights."""
     first_programs: tuple[str, ...] = ()
-    """Further programs to start from."""
+    """Further programs to start from; beside the config."""
+    engine: dict[str, Any] | None = None
+    """An engine of ours as a proposer, as other loops name it: `{model: smollm2}` in this process,
+    `{type: fleet, ...}` for vLLM servers. Its models are `base` and those of `adapters`; entries of
+    `llm.models` with these names say their weights."""
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """PEFT folders that the engine loads, each a model of its own; beside the config."""
+    tokenizer: str = ""
+    """The model's folder or id, for servers given by URL."""
+    checkpoint: str | None = None
+    """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
+
+    @property
+    def engine_models(self) -> tuple[str, ...]:
+        """The names of the models that the engine serves."""
+        return () if self.engine is None else ("base", *self.adapters)

@@ -7,9 +7,10 @@ Flags go before the file, the file before the environment. Keys of models (`api_
 they are not written with the config and are read again when a run is resumed.
 """
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from rookery.config import override, parse_config, parse_overrides, read_documen
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config.evolve import EvolveConfig
 from rookery.loops.evolve.config.ignored import drop_unknown, warn_not_built, warn_unknown
-from rookery.loops.evolve.config.llm import DEFAULT_API_BASE
+from rookery.loops.evolve.config.llm import DEFAULT_API_BASE, ModelConfig
 
-__all__ = ["Flags", "LoadedConfig", "read_config"]
+__all__ = ["Flags", "LoadedConfig", "read_config", "with_keys"]
 
 _VARIABLE = re.compile(r"\$\{([^}]+)\}")
 
@@ -37,6 +38,8 @@ class Flags:
     primary_model: str | None = None
     secondary_model: str | None = None
     overrides: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Laid over the file, section by section, before the overrides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +51,28 @@ class LoadedConfig:
 
 
 def read_config(
-    path: Path | None, *, environment: Mapping[str, str], flags: Flags | None = None
+    given: Path | Mapping[str, Any] | None,
+    *,
+    environment: Mapping[str, str],
+    flags: Flags | None = None,
 ) -> LoadedConfig:
     """Read, override, expand, validate. Wrong types and unset variables are a ConfigError."""
     flags = flags or Flags()
-    document = read_document(path) if path is not None else {}
+    path, document = None, {}
+    if isinstance(given, Path):
+        path, document = given, read_document(given)
+    elif given is not None:
+        document = copy.deepcopy(dict(given))
+    _merge(document, flags.values)
     document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
     _override(document, flags)
     warnings = [warn_unknown(EvolveConfig, dotted) for dotted in unknown]
     _expand(document.get("llm"), environment)
-    origin = str(path) if path else "the command line"
+    origin = str(path) if path else "the config"
     config = parse_config(EvolveConfig, document, origin=origin)
     warnings += warn_not_built(document, EvolveConfig().model_dump())
     config = _complete(config, flags, environment)
+    config = _with_engine_models(config)
     _check_models(config)
     return LoadedConfig(config=_beside(config, path), warnings=tuple(warnings))
 
@@ -70,6 +82,38 @@ def _without_empty_sections(document: Mapping[str, Any]) -> dict[str, Any]:
     defaults = EvolveConfig().model_dump()
     is_section = {key for key, value in defaults.items() if isinstance(value, dict)}
     return {k: v for k, v in document.items() if not (v is None and k in is_section)}
+
+
+def with_keys(
+    config: EvolveConfig, keeper: EvolveConfig | None, *, environment: Mapping[str, str]
+) -> EvolveConfig:
+    """A config that was written without its secret keys, with those of the config it came from."""
+    own = keeper.llm if keeper is not None else None
+    key = own.api_key if own is not None else None
+    if key is None and environment.get("OPENAI_API_KEY"):
+        key = SecretStr(environment["OPENAI_API_KEY"])
+    models = (*own.models, *own.evaluator_models) if own is not None else ()
+    keys = {model.name: model.api_key for model in models}
+
+    def keyed(model: ModelConfig) -> ModelConfig:
+        return model.model_copy(update={"api_key": keys.get(model.name)})
+
+    llm = config.llm
+    update = {
+        "api_key": key,
+        "models": tuple(map(keyed, llm.models)),
+        "evaluator_models": tuple(map(keyed, llm.evaluator_models)),
+    }
+    return config.model_copy(update={"llm": llm.model_copy(update=update)})
+
+
+def _merge(document: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        own = document.get(key)
+        if isinstance(own, dict) and isinstance(value, Mapping):
+            _merge(own, value)
+        else:
+            document[key] = copy.deepcopy(value)
 
 
 def _override(document: dict[str, Any], flags: Flags) -> None:
@@ -127,6 +171,15 @@ def _complete(config: EvolveConfig, flags: Flags, environment: Mapping[str, str]
     return config.model_copy(update={"llm": llm, "database": database, "evaluator": evaluator})
 
 
+def _with_engine_models(config: EvolveConfig) -> EvolveConfig:
+    """An engine alone is asked for all its models, each as often as the others."""
+    names = config.rookery.engine_models
+    if not names or config.llm.models or config.llm.primary_model:
+        return config
+    models = tuple(ModelConfig(name=name) for name in names)
+    return config.model_copy(update={"llm": config.llm.model_copy(update={"models": models})})
+
+
 def _check_models(config: EvolveConfig) -> None:
     for model in (*config.llm.ensemble, *config.llm.judges):
         if model.provider not in (None, "openai"):
@@ -141,12 +194,25 @@ def _check_models(config: EvolveConfig) -> None:
 
 
 def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
-    """`prompt.template_dir` is relative to the config file."""
+    """Paths in a config file are relative to it."""
+    base = (path.parent if path else Path()).resolve()
+    own = config.rookery
+    changes: dict[str, Any] = {
+        "first_programs": tuple(_absolute(base, name) for name in own.first_programs),
+        "adapters": {name: _absolute(base, folder) for name, folder in own.adapters.items()},
+    }
+    if own.checkpoint is not None:
+        changes["checkpoint"] = _absolute(base, own.checkpoint)
+    config = config.model_copy(update={"rookery": own.model_copy(update=changes)})
     folder = config.prompt.template_dir
     if folder is None:
         return config
-    folder = ((path.parent if path else Path()) / folder.expanduser()).resolve()
+    folder = Path(_absolute(base, str(folder)))
     if not folder.is_dir():
         raise ConfigError(f"prompt.template_dir is {folder}, and there is no such folder.")
     prompt = config.prompt.model_copy(update={"template_dir": folder})
     return config.model_copy(update={"prompt": prompt})
+
+
+def _absolute(base: Path, name: str) -> str:
+    return str(base / Path(name).expanduser())

@@ -1,0 +1,229 @@
+"""`rookery evolve run | check | export`: programs evolved by a language model."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from rookery.cli.outcome import print_outcome
+from rookery.cli.terminal import check_flags, console, display, log_warnings
+from rookery.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from rookery.loops.evolve.config import LoadedConfig
+
+__all__ = ["evolve"]
+
+evolve = cyclopts.App(name="evolve", help="Evolve programs with a language model.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """What to read, and whom to ask."""
+
+    config: Annotated[Path | None, Parameter(name=("--config", "-c"))] = None
+    """A YAML file, as OpenEvolve reads it."""
+    api_base: str | None = None
+    """The URL of a server with OpenAI's API, up to /v1, for all models."""
+    primary_model: str | None = None
+    """The model to ask, instead of those of the config."""
+    secondary_model: str | None = None
+    """A second one, asked one time in six."""
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None,
+        Parameter(name=("--log-level", "-l")),
+    ] = None
+    """What the run's log file holds."""
+    unsafe: Annotated[bool, Parameter(negative="")] = False
+    """Run generated programs without a sandbox: they may do all that you may."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """How far to go, and where."""
+
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None
+    """The folder of the run; `openevolve_output` beside the program if not given."""
+    iterations: Annotated[int | None, Parameter(name=("--iterations", "-i"))] = None
+    """How many programs to try. Of a finished run: how many more."""
+    target_score: Annotated[float | None, Parameter(name=("--target-score", "-t"))] = None
+    """End when a program reaches it."""
+    checkpoint: Path | None = None
+    """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
+    resume: Annotated[bool, Parameter(negative="")] = False
+    """Go on with the run in the output folder."""
+    max_tokens: int | None = None
+    """Tokens of prompts and answers that may be spent."""
+    max_usd: float | None = None
+    """Money that may be spent, by the prices in rookery.budget."""
+    max_hours: float | None = None
+    """Time that may be spent."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlaceFlags:
+    """Where work runs, and how much of it at a time."""
+
+    executor: Literal["local", "ray", "modal"] | None = None
+    """Where programs are scored: processes here, a Ray cluster, Modal."""
+    distributed: Annotated[bool, Parameter(negative="")] = False
+    """The same as --executor ray."""
+    address: str | None = None
+    """Of the Ray cluster; one is started here if none is named."""
+    in_flight: int | None = None
+    """Model calls at a time."""
+    workers: int | None = None
+    """Evaluations at a time."""
+    mode: Literal["steady", "deterministic"] | None = None
+    """deterministic: the same population for any number of workers."""
+
+
+_OWN = (
+    "config", "output", "iterations", "target_score", "log_level", "checkpoint", "api_base",
+    "primary_model", "secondary_model", "distributed", "executor", "address", "in_flight",
+    "workers", "mode", "resume", "unsafe", "max_tokens", "max_usd", "max_hours",
+)  # fmt: skip
+_MODEL, _RUN, _PLACE = ModelFlags(), RunFlags(), PlaceFlags()
+Words = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@evolve.command
+def run(
+    program: Path,
+    evaluator: Path,
+    *overrides: Words,
+    models: ModelFlags = _MODEL,
+    length: RunFlags = _RUN,
+    place: PlaceFlags = _PLACE,
+) -> int:
+    """Evolve a program under an evaluator, both as OpenEvolve reads them.
+
+    Any value of the config is a flag with a dotted name. The best program so far is always in
+    OUTPUT/best. An interrupted run goes on with the same command and --resume.
+
+        rookery evolve run initial_program.py evaluator.py -c config.yaml -i 100
+        rookery evolve run program/ evaluator.py --primary-model big --api-base http://gpu1:8000/v1
+        rookery evolve run initial_program.py evaluator.py --distributed --workers 64
+
+    Parameters
+    ----------
+    program
+        A file, or a folder: its files with EVOLVE-BLOCK markers, or all of them.
+    evaluator
+        A Python file with `evaluate(program_path)`; its folder goes into the sandbox with it.
+    """
+    from rookery.compose.evolve import go_on, start
+    from rookery.compose.evolve_inputs import Problem
+
+    log_warnings()
+    loaded = _load(overrides, models, length, place)
+    problem = Problem(
+        program=program, evaluator=evaluator, output=length.output, config_file=models.config
+    )
+    if not _goes_on(problem.folder, length):
+        return print_outcome(start(problem, loaded, display))
+    if length.checkpoint is not None:
+        raise ConfigError("--checkpoint begins a new run: leave it out, or give another -o.")
+    return print_outcome(go_on(problem, loaded, display, iterations=length.iterations))
+
+
+@evolve.command
+def check(program: Path, evaluator: Path, *overrides: Words, models: ModelFlags = _MODEL) -> int:
+    """Score the first program in the sandbox and ask every model once; nothing is kept.
+
+        rookery evolve check initial_program.py evaluator.py -c config.yaml
+
+    Parameters
+    ----------
+    program
+        As for `evolve run`.
+    evaluator
+        As for `evolve run`.
+    """
+    from rookery.compose.evolve_check import check_evolve
+    from rookery.compose.evolve_inputs import Problem
+
+    log_warnings()
+    loaded = _load(overrides, models, _RUN, _PLACE)
+    display.note(loaded.warnings)
+    problem = Problem(program=program, evaluator=evaluator, config_file=models.config)
+    for line in check_evolve(problem, loaded, display):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+@evolve.command
+def export(path: Path, out: Path) -> None:
+    """Write every program and failure of a run as a line of JSON, without clocks.
+
+    Two deterministic runs of one config give the same bytes.
+
+    Parameters
+    ----------
+    path
+        The run's folder.
+    out
+        The .jsonl file to write.
+    """
+    from rookery.loops.evolve.export import export as export_population
+    from rookery.runs import Run
+
+    with Run.view(path) as view:
+        if view.kind != "evolve":
+            raise RunError(f"{path} is a run of kind {view.kind!r}, not of evolve.")
+        text = export_population(view)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"The population cannot be written to {out}: {error}") from error
+    num_lines = text.count("\n")
+    console.print(f"{num_lines} programs and failures written to {out}", markup=False)
+
+
+def _load(
+    overrides: Sequence[str], models: ModelFlags, length: RunFlags, place: PlaceFlags
+) -> "LoadedConfig":
+    """The config file under the flags and the environment."""
+    from rookery.loops.evolve.config import EvolveConfig, Flags, read_config
+
+    check_flags(overrides, fields=EvolveConfig.model_fields, own=_OWN)
+    if place.distributed and place.executor not in (None, "ray"):
+        raise ConfigError(f"--distributed is --executor ray, and {place.executor} is named too.")
+    checkpoint = length.checkpoint
+    own = {
+        "executor": "ray" if place.distributed else place.executor,
+        "address": place.address,
+        "in_flight": place.in_flight,
+        "workers": place.workers,
+        "mode": place.mode,
+        "checkpoint": None if checkpoint is None else checkpoint.expanduser().absolute(),
+        "sandbox.backend": "none" if models.unsafe else None,
+        "budget.max_tokens": length.max_tokens,
+        "budget.max_usd": length.max_usd,
+        "budget.max_hours": length.max_hours,
+    }
+    words = [f"--rookery.{key}={value}" for key, value in own.items() if value is not None]
+    flags = Flags(
+        iterations=length.iterations,
+        target_score=length.target_score,
+        log_level=models.log_level,
+        api_base=models.api_base,
+        primary_model=models.primary_model,
+        secondary_model=models.secondary_model,
+        overrides=[*overrides, *words],
+    )
+    return read_config(models.config, environment=os.environ, flags=flags)
+
+
+def _goes_on(folder: Path, length: RunFlags) -> bool:
+    """With --resume, and with -i of a finished run."""
+    from rookery.compose.evolve import read_status
+
+    return length.resume or (length.iterations is not None and read_status(folder) == "finished")

@@ -1,0 +1,246 @@
+"""`run_evolve`: programs evolved by a language model, from files to the best one and its report.
+
+    outcome = run_evolve("initial_program.py", "evaluator.py", "config.yaml", max_iterations=50)
+    outcome.report.best.score, outcome.path / "best"
+
+The files are OpenEvolve's, unmodified. The output folder is the run's folder.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rookery.compose.evolve_inputs import (
+    EvolveRunConfig,
+    Problem,
+    open_executor,
+    read_inputs,
+    run_config,
+)
+from rookery.compose.evolve_log import IterationLines, log_file
+from rookery.compose.proposers import open_models
+from rookery.compose.running import OpenRun, Outcome, resumable, run_async
+from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.loops.evolve.checkpoints import list_checkpoints
+from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_config
+from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.loop import evolve
+from rookery.reports import EvolveReport
+from rookery.runs import Run, RunView
+from rookery.runs.extension import check_changes, find_changes
+from rookery.runs.run_folder import EVENTS
+from rookery.ui.display import Display
+from rookery.ui.evolve import render_evolve_page
+
+__all__ = ["finish_evolve", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
+
+MAY_CHANGE = (
+    "output",
+    "settings.checkpoint_interval",
+    "settings.early_stopping_patience",
+    "settings.llm.*",
+    "settings.log_dir",
+    "settings.log_level",
+    "settings.max_iterations",
+    "settings.rookery.adapters*",
+    "settings.rookery.address",
+    "settings.rookery.budget.*",
+    "settings.rookery.executor",
+    "settings.rookery.model_down_s",
+    "settings.rookery.target_score",
+    "settings.rookery.workers",
+    "warnings",
+)
+"""How far a run goes and where it runs; all else decides what it finds, and stays."""
+
+
+def run_evolve(
+    program: str | Path,
+    evaluator: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    output: str | Path | None = None,
+    **values: Any,
+) -> Outcome[EvolveReport]:
+    """Evolve a program, a file or a folder, under an evaluator of OpenEvolve.
+
+    `values` are keys of the config: `max_iterations=50, llm={"primary_model": "big"}`. The folder
+    of the outcome holds `best/`, the checkpoints, the report and its page.
+    """
+    file = Path(config) if isinstance(config, str | Path) else None
+    given = file if file is not None or not isinstance(config, Mapping) else config
+    loaded = read_config(given, environment=os.environ, flags=Flags(values=values))
+    problem = Problem(
+        program=Path(program),
+        evaluator=Path(evaluator),
+        output=None if output is None else Path(output),
+        config_file=file,
+    )
+    return start(problem, loaded, Display())
+
+
+def run_evolution(
+    initial_program: str | Path,
+    evaluator: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    iterations: int | None = None,
+    **options: Any,
+) -> Outcome[EvolveReport]:
+    """`run_evolve` with the names of OpenEvolve: `output_dir`, `target_score`, `checkpoint_path`.
+
+    Programs and evaluators are files: a function cannot go into the sandbox. `cleanup` changes
+    nothing, as the output is the run.
+    """
+    unknown = options.keys() - {"output_dir", "cleanup", "target_score", "checkpoint_path"}
+    if unknown:
+        raise ConfigError(f"run_evolution has no option {min(unknown)!r}.")
+    own = {
+        "target_score": options.get("target_score"),
+        "checkpoint": options.get("checkpoint_path"),
+    }
+    values: dict[str, Any] = {"rookery": {k: v for k, v in own.items() if v is not None}}
+    if iterations is not None:
+        values["max_iterations"] = iterations
+    output = options.get("output_dir")
+    return run_evolve(initial_program, evaluator, config, output=output, **values)
+
+
+def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[EvolveReport]:
+    """A new run in a folder that is new or empty."""
+    folder = problem.folder
+    _require_new(folder)
+    config = run_config(problem, loaded)
+    display.note(config.warnings)
+    return _finish(config, loaded.config, lambda: _create(folder, config), display)
+
+
+def go_on(
+    problem: Problem, loaded: LoadedConfig, display: Display, *, iterations: int | None
+) -> Outcome[EvolveReport]:
+    """The run in the folder, on to its end; `iterations` more if it is finished already.
+
+    Of a run that is not finished `iterations` are all there will be.
+    """
+    with Run.view(problem.folder) as view:
+        if view.kind != "evolve":
+            raise RunError(f"{problem.folder} is a run of kind {view.kind!r}: give another -o.")
+        total = _total(view, iterations)
+        settings = loaded.config.model_copy(update={"max_iterations": total})
+        config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
+        document = config.model_dump(mode="json")
+        # How many are in flight decides what a deterministic run finds.
+        is_steady = settings.rookery.mode == "steady"
+        may_change = (*MAY_CHANGE, *(["settings.rookery.in_flight"] if is_steady else []))
+        # Now, and not when it is opened: a command that is refused leaves the run as it was.
+        check_changes(find_changes(view.config, document), may_change=may_change)
+
+    @contextmanager
+    def reopen() -> Iterator[Run]:
+        with Run.open(problem.folder) as run:
+            run.extend(document, may_change=may_change)
+            yield run
+
+    return _finish(config, settings, reopen, display)
+
+
+def _total(view: RunView, iterations: int | None) -> int:
+    known = int(view.config["settings"]["max_iterations"])
+    if iterations is None:
+        return known
+    is_finished = view.status == "finished"
+    return iterations + (int(view.read_json("report.json")["num_iterations"]) if is_finished else 0)
+
+
+def finish_evolve(
+    config: EvolveRunConfig, open_run: OpenRun, display: Display
+) -> Outcome[EvolveReport]:
+    """Take a run to its end; keys of models are read from its config file and the environment."""
+    file = config.config_file
+    keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
+    settings = with_keys(config.settings, keeper, environment=os.environ)
+    return _finish(config, settings, open_run, display)
+
+
+def _finish(
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+) -> Outcome[EvolveReport]:
+    return run_async(_evolve(config, settings, open_run, display))
+
+
+async def _evolve(
+    config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
+) -> Outcome[EvolveReport]:
+    """What can be refused is refused before the run is made, and before a model is opened."""
+    inputs = await asyncio.to_thread(read_inputs, config, settings)
+    display.say(f"starting workers ({settings.executor})")
+    async with (
+        open_executor(settings, inputs.spec) as executor,
+        open_models(settings, display) as models,
+    ):
+        with open_run() as run, resumable(run.path, display), log_file(run.path, settings):
+            with display.bar("evolving", total=settings.max_iterations) as bar:
+                result = await evolve(
+                    settings,
+                    programs=inputs.programs,
+                    models=models,
+                    executor=executor,
+                    run=run,
+                    watcher=IterationLines(display, bar),
+                )
+            report = _with_warnings(result.report, inputs.warnings)
+            page = await asyncio.to_thread(render_evolve_page, report)
+            await asyncio.to_thread(run.write_json, "report.json", report.model_dump(mode="json"))
+            await asyncio.to_thread(run.write_text, "report.html", page)
+            await asyncio.to_thread(run.finish, "finished")
+    return Outcome(report, run.path)
+
+
+def _with_warnings(report: EvolveReport, warnings: Sequence[str]) -> EvolveReport:
+    new = tuple(warning for warning in warnings if warning not in report.warnings)
+    return report.model_copy(update={"warnings": (*new, *report.warnings)})
+
+
+def read_status(folder: Path) -> str | None:
+    """How the run in a folder stands; None where there is none, or none that can be read."""
+    try:
+        with Run.view(folder) as view:
+            return view.status
+    except RunError:
+        return None
+
+
+def _require_new(folder: Path) -> None:
+    """Say what to do with what is there, as OpenEvolve's users have old outputs."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise RunError(f"The output folder {folder} is a file: give another one with -o.")
+    if (folder / EVENTS).is_file():
+        status = read_status(folder)
+        if status is None:
+            return  # a run that was killed before it began can be begun again
+        how = "-i N does N more iterations" if status == "finished" else "--resume goes on with it"
+        raise RunError(f"{folder} already holds a run: {how}, -o starts a new one elsewhere.")
+    hint = ""
+    if checkpoints := list_checkpoints(folder):
+        hint = f" Its population can be the first one: --checkpoint {checkpoints[-1]}."
+    raise RunError(f"{folder} holds something else than a run: give another folder with -o.{hint}")
+
+
+@contextmanager
+def _create(folder: Path, config: EvolveRunConfig) -> Iterator[Run]:
+    """A run that ends before its first program has a score leaves nothing: it can be begun again
+    under the same name."""
+    document = config.model_dump(mode="json")
+    run = Run.create(folder.parent, kind="evolve", config=document, name=folder.name)
+    try:
+        with run:
+            yield run
+    except RookeryError:
+        if not (folder / "best").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,73 @@
+"""`check_evolve`: whether an evolution would start, found out without starting one."""
+
+import time
+from collections.abc import Mapping
+
+from rookery.compose.evolve_inputs import Problem, open_executor, read_inputs, run_config
+from rookery.compose.proposers import open_models
+from rookery.compose.running import run_async
+from rookery.errors import SandboxError
+from rookery.loops.evolve.config import LoadedConfig
+from rookery.loops.evolve.first_program import FirstProgram
+from rookery.ports import Executor, TextModel
+from rookery.sandbox import decode_outcome
+from rookery.types import Job, JobDone, Message, TextRequest
+from rookery.ui.display import Display
+
+__all__ = ["check_evolve"]
+
+ASKED = "Reply with the one word: ready"
+MAX_STAGES = 3
+MARGIN_S = 60.0
+"""Beyond the evaluator's own limits: then its worker is lost."""
+
+
+def check_evolve(problem: Problem, loaded: LoadedConfig, display: Display) -> list[str]:
+    """A line for the sandbox, each first program and each model. The first thing that does not
+    work is a RookeryError that says so."""
+    return run_async(_check(problem, loaded, display))
+
+
+async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> list[str]:
+    config = loaded.config
+    config = config.model_copy(update={"rookery": config.rookery.model_copy(update={"workers": 1})})
+    inputs = read_inputs(run_config(problem, loaded), config)
+    limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
+    display.note(inputs.warnings)
+    async with open_executor(config, inputs.spec) as executor:
+        lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
+        firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]
+        for number, program in enumerate(firsts):
+            lines.append(await _score(program, number, executor, limit_s=limit_s))
+        async with open_models(config, display) as models:
+            lines += await _ask(models)
+    return lines
+
+
+async def _score(program: FirstProgram, number: int, executor: Executor, *, limit_s: float) -> str:
+    payload = program.code.encode("utf-8", "surrogatepass")
+    job = Job(attempt=number, epoch=0, payload=payload, limit_s=limit_s)
+    ended = await executor.submit(job)
+    if not isinstance(ended, JobDone):
+        raise SandboxError(f"The first program could not be scored: {ended}.")
+    outcome = decode_outcome(ended.output)
+    if outcome.failure is not None:
+        failure = outcome.failure
+        told = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
+        raise SandboxError(
+            f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
+            f"a program that the evaluator can score.{told}"
+        )
+    metrics = ", ".join(f"{name} {value}" for name, value in outcome.metrics.items())
+    return f"first program: {metrics} ({ended.seconds:.1f} s)"
+
+
+async def _ask(models: Mapping[str, TextModel]) -> list[str]:
+    lines = []
+    request = TextRequest(messages=(Message(role="user", content=ASKED),), max_tokens=256)
+    for name, model in models.items():
+        begin = time.perf_counter()
+        reply = await model.reply(request)
+        seconds = time.perf_counter() - begin
+        lines.append(f"model {name}: {' '.join(reply.text.split())[:60]!r} ({seconds:.1f} s)")
+    return lines

@@ -1,0 +1,110 @@
+"""What an evolution starts from: its files, read and checked, and where its programs are scored."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rookery.config import Config
+from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
+from rookery.loops.evolve.checkpoints import read_checkpoint
+from rookery.loops.evolve.config import EvolveConfig, LoadedConfig
+from rookery.loops.evolve.evaluation_task import evaluation_spec
+from rookery.loops.evolve.first_program import FirstProgram, read_first_program
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.ports import Executor
+
+__all__ = [
+    "EvolveRunConfig",
+    "Inputs",
+    "Problem",
+    "open_executor",
+    "read_inputs",
+    "run_config",
+]
+
+OUTPUT = "openevolve_output"
+
+
+class EvolveRunConfig(Config):
+    """All that an evolve run is made from."""
+
+    program: Path
+    evaluator: Path
+    output: Path
+    config_file: Path | None = None
+    """Where the keys of models are read again: they are not written with the run."""
+    warnings: tuple[str, ...] = ()
+    """Of the config file."""
+    settings: EvolveConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What to evolve, and where to."""
+
+    program: Path
+    """A file or a folder."""
+    evaluator: Path
+    output: Path | None = None
+    """None: `openevolve_output` beside the program."""
+    config_file: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return (self.output or self.program.absolute().parent / OUTPUT).absolute()
+
+
+def run_config(problem: Problem, loaded: LoadedConfig) -> EvolveRunConfig:
+    """What the run is made from, with absolute paths."""
+    file = problem.config_file
+    return EvolveRunConfig(
+        program=problem.program.absolute(),
+        evaluator=problem.evaluator.absolute(),
+        output=problem.folder,
+        config_file=None if file is None else file.absolute(),
+        warnings=loaded.warnings,
+        settings=loaded.config,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Everything that can be refused before a worker starts or a model is asked."""
+
+    programs: Sequence[FirstProgram | ProgramRecord]
+    spec: WorkerSpec
+    warnings: tuple[str, ...]
+
+
+def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
+    """Read the programs, the checkpoint and the evaluator's folder."""
+    own = settings.rookery
+    paths = (config.program, *map(Path, own.first_programs))
+    firsts = [read_first_program(path, config=settings) for path in paths]
+    programs: list[FirstProgram | ProgramRecord] = [*firsts]
+    if own.checkpoint is not None:
+        programs += read_checkpoint(Path(own.checkpoint)).programs
+    spec = evaluation_spec(
+        settings, evaluator=config.evaluator, suffix=firsts[0].suffix, output=config.output
+    )
+    warnings = [warning for first in firsts for warning in first.warnings]
+    if own.sandbox.backend == "none":
+        warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
+    return Inputs(programs=programs, spec=spec, warnings=(*config.warnings, *warnings))
+
+
+@asynccontextmanager
+async def open_executor(config: EvolveConfig, spec: WorkerSpec) -> AsyncIterator[Executor]:
+    """Where evaluations run; one worker at least is ready."""
+    if config.executor == "ray":
+        async with open_ray(
+            spec, address=config.rookery.address, num_workers=config.workers
+        ) as executor:
+            yield executor
+    elif config.executor == "modal":
+        async with open_modal(spec, num_workers=config.workers) as executor:
+            yield executor
+    else:
+        async with open_local(spec, num_workers=config.workers) as executor:
+            yield executor

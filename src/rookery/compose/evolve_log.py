@@ -1,0 +1,83 @@
+"""What is said of an evolution while it runs: a line per iteration, here and in `logs/`."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rookery.errors import ConfigError
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.watcher import Iteration
+from rookery.ui.display import Bar, Display
+
+__all__ = ["IterationLines", "describe", "log_file"]
+
+MAX_CHARS = 100
+"""Of the sentence of a failure: a line of a log is read at a glance."""
+
+logger = logging.getLogger(__name__)
+
+
+class IterationLines:
+    """A Watcher."""
+
+    def __init__(self, display: Display, bar: Bar) -> None:
+        self._display = display
+        self._bar = bar
+        self._num_tokens = 0
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        self._num_tokens += iteration.tokens or 0
+        line = describe(iteration)
+        logger.info("%s", line)
+        self._display.say(line)
+        if iteration.series:
+            return  # the bar is of the evolution
+        self._bar.update(
+            name=f"best {iteration.best_score:.4g}",
+            done=iteration.num_decided,
+            total=iteration.num_iterations,
+            tokens=self._num_tokens,
+        )
+
+    def on_waiting(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        self._display.note([sentence])
+
+
+def describe(iteration: Iteration) -> str:
+    """`   12  0.73  best 0.73 *  big` or `   13  failed (timeout): It took ...  best 0.73`.
+
+    What a program or a model wrote cannot move the cursor or colour the terminal.
+    """
+    series = f"{iteration.series} " if iteration.series else ""
+    head = f"{series}{iteration.number:>5}"
+    best = f"best {iteration.best_score:.4g}"
+    if iteration.failure:
+        words = " ".join(iteration.message.split())[:MAX_CHARS]
+        reason = "".join(char for char in words if char.isprintable())
+        return f"{head}  failed ({iteration.failure}): {reason}  {best}"
+    score = "-" if iteration.score is None else f"{iteration.score:.4g}"
+    return f"{head}  {score}  {best}{' *' if iteration.is_best else ''}  {iteration.model}"
+
+
+@contextmanager
+def log_file(folder: Path, config: EvolveConfig) -> Iterator[None]:
+    """Everything that Rookery logs while it runs, in `logs/` as OpenEvolve keeps it."""
+    place = Path(config.log_dir).expanduser() if config.log_dir else folder / "logs"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(place / "evolve.log", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Logs cannot be kept in {place}: {error}") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger("rookery")
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(config.log_level)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+        handler.close()

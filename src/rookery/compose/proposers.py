@@ -1,0 +1,98 @@
+"""The models of an evolution, open for a block: APIs by `llm`, an engine of ours by `rookery`.
+
+    async with open_models(config, display) as models:
+        reply = await models["gpt-4o"].reply(request)
+
+Without an engine nothing here needs torch.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from rookery.errors import ConfigError
+from rookery.fleet.http.api import ExternalClientConfig, ExternalConfig
+from rookery.fleet.http.external_text import ExternalTextModel, open_text_model
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig
+from rookery.loops.evolve.config.llm import DEFAULT_API_BASE
+from rookery.ports import TextModel
+from rookery.ui.display import Display
+
+__all__ = ["open_models"]
+
+REASONING = ("o1", "o3", "o4-", "gpt-5", "gpt-oss-120b", "gpt-oss-20b")
+"""How the names of models begin that take max_completion_tokens, as OpenEvolve lists them."""
+NO_SEED = "generativelanguage.googleapis.com"
+"""An API that refuses requests with a seed."""
+
+
+@asynccontextmanager
+async def open_models(
+    config: EvolveConfig, display: Display
+) -> AsyncIterator[Mapping[str, TextModel]]:
+    """By name, those that propose and those that judge. No model is asked."""
+    by_name = _models_by_name(config)
+    if not config.llm.ensemble:
+        raise ConfigError(
+            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
+            "a model of your own."
+        )
+    own = config.rookery.engine_models
+    async with AsyncExitStack() as stack:
+        models: dict[str, TextModel] = {}
+        for name, model in by_name.items():
+            if name not in own:
+                models[name] = await stack.enter_async_context(_open_api_model(model, config))
+        if names := [name for name in by_name if name in own]:
+            from rookery.compose.engine_models import open_engine_models
+
+            opened = await stack.enter_async_context(open_engine_models(config.rookery, display))
+            models |= {name: opened[name] for name in names}
+        yield models
+
+
+def _models_by_name(config: EvolveConfig) -> dict[str, ModelConfig]:
+    """A model that is named twice, as primary and as secondary, is one model."""
+    judges = config.llm.judges if config.evaluator.use_llm_feedback else ()
+    models: dict[str, ModelConfig] = {}
+    for model in (*config.llm.ensemble, *judges):
+        name = model.name or ""
+        known = models.setdefault(name, model)
+        if known.api_base != model.api_base:
+            raise ConfigError(
+                f"The model {name!r} is named with two servers, {known.api_base} and "
+                f"{model.api_base}: models are told apart by name, give one of them another."
+            )
+    return models
+
+
+@asynccontextmanager
+async def _open_api_model(
+    model: ModelConfig, config: EvolveConfig
+) -> AsyncIterator[ExternalTextModel]:
+    name, url = model.name or "", model.api_base or DEFAULT_API_BASE
+    key = model.api_key.get_secret_value() if model.api_key is not None else ""
+    if not key and url.startswith(DEFAULT_API_BASE):
+        raise ConfigError(
+            f"{url} needs a key: export OPENAI_API_KEY=..., or name another server with --api-base."
+        )
+    settings = ExternalConfig(
+        url=url,
+        model=name,
+        api_key_env="",
+        requests_per_minute=None,
+        max_in_flight=config.rookery.in_flight + config.workers,
+        token_limit=(
+            "max_completion_tokens" if name.lower().startswith(REASONING) else "max_tokens"
+        ),
+        reasoning_effort=model.reasoning_effort,
+        takes_seed=NO_SEED not in url,
+        client=ExternalClientConfig(request_s=model.timeout or 60.0),
+    )
+    async with open_text_model(settings, api_key=key) as opened:
+        try:
+            await opened.check_key()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} Export OPENAI_API_KEY=..., or write llm.api_key: ${{VARIABLE}}."
+            ) from error
+        yield opened

@@ -1,0 +1,117 @@
+"""Simpler searches with as much to spend as the evolution: what it has to beat.
+
+best_of_n     every attempt is a child of the first program, and knows of no other
+sequential    every attempt is a child of the best program so far, one after the other
+
+They ask the same models and the same evaluator, are attempts of the run in series of their own,
+and end with the evolution's number of iterations or its tokens, whichever comes first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
+from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.first_programs import tell_first_programs
+from rookery.loops.evolve.hub import Hub
+from rookery.loops.evolve.parts import Providers, open_parts
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.search_state import SearchState, open_state, search_config
+from rookery.loops.evolve.stages import Evaluated
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.database import ProgramDatabase
+from rookery.search.programs.sampling import Plan
+from rookery.seeding import stream_seed
+
+__all__ = ["BASELINES", "Baseline", "BestOfN", "Sequential", "Start", "run_baselines"]
+
+
+class BestOfN(ProgramDatabase):
+    """Independent children of the best first program."""
+
+    def ask(self, attempt: int) -> Plan:
+        plan = super().ask(attempt)
+        firsts = [member for member in self.members.values() if member.record.attempt == 0]
+        parent = min(firsts, key=lambda member: member.rank)
+        return replace(
+            plan,
+            parent=parent.id,
+            parent_score=parent.score,
+            generation=1,
+            inspirations=(),
+            top=(),
+        )
+
+
+class Sequential(ProgramDatabase):
+    """A line of programs: each a child of the best before it."""
+
+    def ask(self, attempt: int) -> Plan:
+        plan, best = super().ask(attempt), self.best
+        assert best is not None
+        return replace(
+            plan,
+            parent=best.id,
+            parent_score=best.score,
+            generation=best.record.generation + 1,
+            inspirations=(),
+        )
+
+
+BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One baseline at its end."""
+
+    name: str
+    state: SearchState
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What every search of a run starts from."""
+
+    programs: Sequence[FirstProgram | ProgramRecord]
+    measured: Sequence[Evaluated]
+    seed: int
+    arms: tuple[Arm, ...]
+
+
+async def run_baselines(
+    config: EvolveConfig, providers: Providers, *, evolution: SearchState, start: Start
+) -> list[Baseline]:
+    """Those that the config names, one after the other; each resumes where it was."""
+    return [
+        await _run(name, _same_spending(config, evolution), providers, evolution, start)
+        for name in config.rookery.baselines
+    ]
+
+
+async def _run(
+    name: str, config: EvolveConfig, providers: Providers, evolution: SearchState, start: Start
+) -> Baseline:
+    # Of its own: a server that keeps to seeds would repeat the evolution's answers.
+    seed = stream_seed(start.seed, "baseline", name)
+    parts = await open_parts(config, providers, seed=seed)
+    database = BASELINES[name](search_config(config), seed=seed, arms=start.arms)
+    state = open_state(config, database=database, seed=seed, arms=start.arms)
+    if name == "sequential":
+        state.lag = 1
+    tell_first_programs(start.measured, start.programs, parts=parts, state=state)
+    hub = Hub(parts, state, num_attempts=evolution.num_decided, series=name)
+    await hub.run()
+    return Baseline(name=name, state=state, stop_reason=hub.stop_reason)
+
+
+def _same_spending(config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
+    """One island, and the tokens of the evolution where they are known."""
+    is_known = not evolution.spending.num_unreported and evolution.spending.tokens
+    budget = BudgetConfig(max_tokens=evolution.spending.tokens if is_known else None)
+    database = config.database.model_copy(update={"num_islands": 1})
+    own = config.rookery.model_copy(update={"budget": budget})
+    return config.model_copy(
+        update={"database": database, "rookery": own, "early_stopping_patience": None}
+    )

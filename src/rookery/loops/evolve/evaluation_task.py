@@ -1,0 +1,113 @@
+"""The task of workers that evaluate programs: a warm sandbox around one evaluator.
+
+    spec = evaluation_spec(config, evaluator=Path("evaluator.py"), suffix=".py")
+    async with open_local(spec, num_workers=8) as executor: ...
+
+A payload is a program's text, an output what `decode_outcome` reads. A machine without a sandbox
+refuses the task with the line that mends it, and its workers get no work.
+"""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rookery.config import Config, parse_config
+from rookery.errors import ConfigError
+from rookery.executors import WorkerSpec, pack_folder
+from rookery.executors.folder import IGNORED
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.source_files import split_files
+from rookery.runs.document import decode
+from rookery.sandbox import (
+    EvaluatorConfig,
+    Sandbox,
+    SandboxConfig,
+    encode_outcome,
+    open_sandbox,
+)
+
+__all__ = ["EvaluationSettings", "EvaluationTask", "evaluation_spec", "open_evaluation"]
+
+_MB = 2**20
+
+
+class EvaluationSettings(Config):
+    """What every worker needs to know."""
+
+    sandbox: SandboxConfig
+    evaluator: EvaluatorConfig
+    """Its file is relative to the folder that travels with the task."""
+
+
+def evaluation_spec(
+    config: EvolveConfig, *, evaluator: Path, suffix: str, output: Path | None = None
+) -> WorkerSpec:
+    """What workers hold: the evaluator's folder as it is now, and the limits of the config.
+
+    Hidden files, which may hold secrets, and the output of runs, `output` too, are left out.
+    """
+    if not evaluator.is_file():
+        raise ConfigError(f"There is no evaluator {evaluator}: give a Python file.")
+    settings = EvaluationSettings(
+        sandbox=_sandbox_config(config),
+        evaluator=EvaluatorConfig(
+            file=Path(evaluator.name),
+            timeout_s=config.evaluator.timeout,
+            cascade=config.evaluator.cascade_evaluation,
+            thresholds=config.evaluator.cascade_thresholds,
+            suffix=suffix,
+        ),
+    )
+    ignored = (*IGNORED, ".*", "openevolve_output", *([output.name] if output else []))
+    return WorkerSpec(
+        task="evaluation",
+        settings=settings.model_dump_json().encode(),
+        folder=pack_folder(evaluator.resolve().parent, ignored=ignored),
+    )
+
+
+def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
+    own = config.rookery.sandbox
+    memory_mb = config.evaluator.memory_limit_mb or own.memory_mb
+    backend = {"auto": None, "none": "unsafe"}.get(own.backend, own.backend)
+    return SandboxConfig.model_validate(
+        {
+            "backend": backend,
+            "memory_bytes": memory_mb * _MB,
+            "max_processes": own.processes,
+            "cpu_s": own.cpu_s,
+            "scratch_bytes": own.scratch_mb * _MB,
+            "output_bytes": own.output_mb * _MB,
+            "network": own.network,
+            "devices": own.devices,
+            "variables": own.variables,
+            "readable": own.read_paths,
+        }
+    )
+
+
+class EvaluationTask:
+    """One sandbox, for as long as its worker lives."""
+
+    def __init__(self, sandbox: Sandbox, stack: AsyncExitStack) -> None:
+        self.about = f"sandbox {sandbox.backend}"
+        self._sandbox = sandbox
+        self._stack = stack
+
+    async def run(self, payload: bytes) -> bytes:
+        code = payload.decode("utf-8", "surrogatepass")
+        return encode_outcome(await self._sandbox.evaluate(split_files(code) or code))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def open_evaluation(settings: bytes, folder: Path | None) -> EvaluationTask:
+    """Open the sandbox. A SandboxError says what this machine lacks."""
+    if folder is None:
+        raise ConfigError("An evaluation needs the evaluator's folder.")
+    document = decode(settings, what="The settings of the evaluation")
+    parsed = parse_config(EvaluationSettings, document, origin="the settings of the evaluation")
+    evaluator = parsed.evaluator.model_copy(update={"file": folder / parsed.evaluator.file})
+    async with AsyncExitStack() as stack:
+        sandbox = await stack.enter_async_context(open_sandbox(parsed.sandbox, evaluator))
+        return EvaluationTask(sandbox, stack.pop_all())

@@ -1,0 +1,289 @@
+"""The hub of a search: starts attempts, takes them through their stages, tells what became of them.
+
+    ask -> planned -> [model calls] -> generated -> [evaluations] -> evaluated -> tell
+
+| stage    | waits for                                        | at most                           |
+|----------|--------------------------------------------------|-----------------------------------|
+| ask      | room: fewer than `in_flight` model calls, and    | attempts in flight end            |
+|          | fewer than BACKLOG children per worker waiting   |                                   |
+| generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
+| evaluate | one of `workers` credits, then the executor      | `Job.limit_s`, twice lost: poison |
+| tell     | its turn (deterministic), then the disk          | attempts before it end            |
+
+Every stage is an event of the run before the next one begins. Tells are applied and submitted to
+the event log in one step, so that the order of events is the order in which the state changed:
+resuming is telling the same again. What was generated is never asked for again, what was evaluated
+never evaluated again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from rookery.concurrency import task_group
+from rookery.loops.evolve.budget import find_exhausted
+from rookery.loops.evolve.order import Order, SteadyOrder
+from rookery.loops.evolve.outputs import Outputs
+from rookery.loops.evolve.parts import Parts
+from rookery.loops.evolve.program_evaluator import Lease
+from rookery.loops.evolve.proposer import Child
+from rookery.loops.evolve.search_state import SearchState, program_id
+from rookery.loops.evolve.stages import (
+    Decision,
+    Evaluated,
+    Generated,
+    Planned,
+    Stages,
+    read_stages,
+    to_data,
+)
+from rookery.loops.evolve.watcher import Iteration
+from rookery.runs import Attempt, AttemptLog, AttemptState
+from rookery.search.programs.program import Member
+from rookery.search.programs.window import Ask, Tell, Window
+
+__all__ = ["Hub"]
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2
+"""Children per worker that wait for an evaluation: enough that no worker waits for the model, few
+enough that parents are not chosen long before their children count."""
+
+
+class Hub:
+    """One search of a run: the evolution, or a baseline under a series of its own."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        state: SearchState,
+        *,
+        num_attempts: int,
+        series: str = "",
+        outputs: Outputs | None = None,
+    ) -> None:
+        self._parts = parts
+        self._state = state
+        self._num_attempts = num_attempts
+        self._series = series
+        self._outputs = outputs
+        self._log = AttemptLog(parts.run, series=series)
+        # Credits: taken and given back by `_generate` and `_evaluate`.
+        self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
+        self._evaluations = asyncio.Semaphore(parts.config.workers)
+        self._num_generating = 0
+        self._num_waiting = 0
+        self._open: set[int] = set()
+        self._recorded: dict[int, Stages] = {}
+        self._num_recorded = 0
+        """Decisions of earlier sessions that were not told again yet; they come first."""
+        self._changed = asyncio.Event()
+        self._started = time.monotonic()
+        self._earlier_s = 0.0
+        self.stop_reason = ""
+
+    async def run(self) -> None:
+        """Take up where the run is, and go on until all attempts are decided or a rule stops it."""
+        self._recorded, decided = await asyncio.to_thread(
+            read_stages, self._parts.run, series=self._series
+        )
+        order = self._order(decided)
+        self._num_recorded = len(decided)
+        if not decided:
+            await self._note_resumed()
+        async with task_group() as group:
+            while True:
+                self._stop_if_due(order)
+                match order.next_step():
+                    case Ask(attempt=number):
+                        self._begin(number, order, group)
+                    case Tell(attempt=number, result=stages):
+                        await self._conclude(number, stages)
+                    case None:
+                        if not self._open:
+                            return
+                        await self._changed.wait()
+                        self._changed.clear()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Over all sessions."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    def _order(self, decided: list[int]) -> Order:
+        self._earlier_s = max(
+            (one.decision.elapsed_s for one in self._recorded.values() if one.decision),
+            default=self._state.elapsed_s,
+        )
+        if self._state.lag is not None:
+            return Window[Stages](width=self._state.lag, num_attempts=self._num_attempts)
+        return SteadyOrder(
+            num_attempts=self._num_attempts,
+            has_room=self._has_room,
+            decided={number: self._recorded.pop(number) for number in decided},
+            planned=list(self._recorded),
+        )
+
+    def _has_room(self) -> bool:
+        config = self._parts.config
+        is_backlog_full = self._num_waiting >= BACKLOG * config.workers
+        return self._num_generating < config.rookery.in_flight and not is_backlog_full
+
+    def _stop_if_due(self, order: Order) -> None:
+        num_begun = self._state.num_decided + len(self._open)
+        if num_begun >= self._num_attempts:
+            return
+        reason = self._state.stopping.reason or find_exhausted(
+            self._parts.config.rookery.budget,
+            self._state.spending,
+            num_told=self._state.num_decided,
+            num_open=len(self._open),
+            elapsed_s=self.elapsed_s,
+        )
+        if reason:
+            self.stop_reason = self.stop_reason or reason
+            order.stop()
+
+    def _begin(self, number: int, order: Order, group: asyncio.TaskGroup) -> None:
+        stages = self._recorded.pop(number, Stages())
+        self._open.add(number)
+        if stages.decision is not None:
+            order.decide(number, stages)
+            return
+        is_new = stages.planned is None
+        if is_new:
+            stages = replace(stages, planned=self._plan(number))
+        self._num_generating += stages.generated is None
+        work = self._attempt(number, stages, is_new=is_new, decide=order.decide)
+        group.create_task(work, name=f"attempt {number}")
+
+    def _plan(self, number: int) -> Planned:
+        return Planned(
+            plan=self._state.database.ask(number),
+            best_score=self._state.best.score,
+            num_decided=self._state.num_decided,
+        )
+
+    async def _attempt(
+        self, number: int, stages: Stages, *, is_new: bool, decide: Callable[[int, Stages], None]
+    ) -> None:
+        assert stages.planned is not None
+        if is_new:
+            await self._record(number, "planned", stages.planned)
+        child: Child | None = None
+        if stages.generated is None:
+            stages, child = await self._generate(number, stages)
+        if stages.evaluated is None and stages.failure is None:
+            stages = await self._evaluate(number, stages, child)
+        decide(number, stages)
+        self._changed.set()
+
+    async def _generate(self, number: int, stages: Stages) -> tuple[Stages, Child | None]:
+        planned, epoch = stages.planned, stages.epoch + 1
+        assert planned is not None
+        try:
+            async with self._model_calls:
+                await self._lease(number, "generation", epoch, stages.num_lost)
+                generated, child = await self._parts.proposer.generate(planned.plan)
+                await self._record(number, "generated", generated, epoch=epoch)
+        finally:
+            self._num_generating -= 1
+            self._changed.set()
+        return replace(stages, generated=generated, epoch=epoch), child
+
+    async def _evaluate(self, number: int, stages: Stages, child: Child | None) -> Stages:
+        assert stages.planned is not None and stages.generated is not None
+        self._num_waiting += 1
+        try:
+            await self._evaluations.acquire()
+        finally:
+            self._num_waiting -= 1
+            self._changed.set()
+        try:
+            if child is None:
+                plan = stages.planned.plan
+                child = await self._parts.proposer.read(plan, stages.generated)
+            assert child is not None, "an answer that was a child is one again"
+            lease = Lease(number, self._note_lease, epoch=stages.epoch, num_lost=stages.num_lost)
+            evaluated = await self._measure(stages.planned, child, lease)
+            await self._record(number, "evaluated", evaluated, epoch=lease.epoch)
+        finally:
+            self._evaluations.release()
+        return replace(stages, evaluated=evaluated, epoch=lease.epoch, num_lost=lease.num_lost)
+
+    async def _measure(self, planned: Planned, child: Child, lease: Lease) -> Evaluated:
+        repeated = self._state.find_repeated(lease.attempt, child.code_hash)
+        if repeated is not None:
+            return Evaluated(failure=repeated)
+        return await self._parts.evaluator.evaluate(
+            child, lease=lease, best_score=planned.best_score
+        )
+
+    async def _conclude(self, number: int, stages: Stages) -> None:
+        """Decide and tell. There is no wait between telling the state and submitting the event."""
+        self._open.discard(number)
+        decision = stages.decision or self._state.decide(stages, elapsed_s=self.elapsed_s)
+        if stages.evaluated is not None and stages.evaluated.program:
+            self._parts.store.add(program_id(number), stages.evaluated.program)
+        before = self._state.best
+        member = self._state.tell(number, stages, decision)
+        if stages.decision is None:
+            await self._record(number, "failed" if decision.failure else "committed", decision)
+            self._tell_watcher(number, stages, decision, member)
+        if self._outputs is not None:
+            is_best = self._state.best.id != before.id
+            await self._outputs.note(member, is_best=is_best, is_new=stages.decision is None)
+        if stages.decision is not None:
+            self._num_recorded -= 1
+            if not self._num_recorded:
+                await self._note_resumed()
+
+    async def _note_resumed(self) -> None:
+        if self._outputs is not None:
+            await self._outputs.note_resumed()
+
+    def _tell_watcher(
+        self, number: int, stages: Stages, decision: Decision, member: Member | None
+    ) -> None:
+        generated, evaluated, best = stages.generated, stages.evaluated, self._state.best
+        assert generated is not None
+        counts = (generated.prompt_tokens, generated.completion_tokens)
+        iteration = Iteration(
+            series=self._series,
+            number=number,
+            num_decided=self._state.num_decided,
+            num_iterations=self._num_attempts,
+            model=generated.model,
+            program=member.id if member else "",
+            score=member.score if member else None,
+            best_score=best.score,
+            is_best=member is not None and member.id == best.id,
+            failure=decision.failure.kind if decision.failure else "",
+            message=decision.failure.message if decision.failure else "",
+            tokens=None if None in counts else sum(count or 0 for count in counts),
+            evaluation_s=evaluated.seconds if evaluated else None,
+        )
+        said = f"{iteration.failure}: {iteration.message}" if member is None else member.id
+        logger.info("Iteration %d: %s, score %s", number, said, iteration.score)
+        self._parts.watcher.on_iteration(iteration)
+
+    async def _record(
+        self,
+        number: int,
+        state: AttemptState,
+        data: Planned | Generated | Evaluated | Decision,
+        *,
+        epoch: int = 0,
+    ) -> None:
+        attempt = Attempt(number=number, state=state, epoch=epoch, data=to_data(data))
+        await self._log.record([attempt])
+
+    async def _note_lease(self, lease: Lease) -> None:
+        await self._lease(lease.attempt, "evaluation", lease.epoch, lease.num_lost)
+
+    async def _lease(self, number: int, stage: str, epoch: int, num_lost: int) -> None:
+        data = {"stage": stage, "num_lost": num_lost}
+        await self._log.record([Attempt(number=number, state="leased", epoch=epoch, data=data)])

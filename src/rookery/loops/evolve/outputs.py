@@ -1,0 +1,237 @@
+"""The files of an evolution for people and for OpenEvolve: `best/`, `checkpoints/`, the trace.
+
+    async with open_outputs(parts...) as outputs:
+        await outputs.note(member, is_best=True, is_new=True)
+
+Written in a thread, in the order in which programs were told; the evolution waits only when more
+than QUEUE of them are due. After a crash what may be missing is written again.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rookery.concurrency import run_in_thread, task_group
+from rookery.loops.evolve.checkpoints import (
+    Checkpoint,
+    FeatureRange,
+    WriteOptions,
+    fill_best,
+    fill_checkpoint,
+)
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.prompts import Prompt
+from rookery.loops.evolve.search_state import SearchState
+from rookery.loops.evolve.trace import Step, TraceWriter, trace_entry
+from rookery.runs import Run
+from rookery.search.programs.database import DatabaseState
+from rookery.search.programs.program import Member
+
+__all__ = ["Outputs", "open_outputs"]
+
+QUEUE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    id: str
+    parent: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Due:
+    """A checkpoint of the population as it was."""
+
+    iteration: int
+    database: DatabaseState
+    best: str
+    large: set[str]
+    """Programs with an artifact that gets a file of its own."""
+
+
+_Item = _Traced | _Due
+
+
+class Outputs:
+    """Made by `open_outputs`."""
+
+    def __init__(
+        self,
+        config: EvolveConfig,
+        *,
+        run: Run,
+        store: ProgramStore,
+        state: SearchState,
+        suffix: str,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._store = store
+        self._state = state
+        self._suffix = suffix
+        self._trace: TraceWriter | None = None
+        # Set by `note` and `close`, cleared by `write_bests`, which writes what is the best then.
+        self._is_best_due = asyncio.Event()
+        self._is_closed = False
+        # Filled by `note`, drained by `write_all`; a full queue makes the evolution wait.
+        self._queue: asyncio.Queue[_Item | None] = asyncio.Queue(maxsize=QUEUE)
+        self._again: deque[_Traced] = deque(maxlen=QUEUE + config.evolution_trace.buffer_size + 1)
+        """The last programs that an earlier session told: their lines may be missing."""
+
+    async def note(self, member: Member | None, *, is_best: bool, is_new: bool) -> None:
+        """A decision was told; `member` is its program. Not `is_new`: an earlier session did."""
+        if is_new and is_best:
+            self._is_best_due.set()
+        if member is not None and self._config.evolution_trace.enabled:
+            await self._note_trace(member, is_new=is_new)
+        if self._state.num_decided % self._config.checkpoint_interval == 0:
+            await self._note_checkpoint()
+
+    async def ensure_best(self) -> None:
+        """There is a best program from the first one on, before any model is asked."""
+        if not (self._run.path / "best").exists():
+            await self._write_best()
+
+    async def note_resumed(self) -> None:
+        """All that earlier sessions told was told again."""
+        self._is_best_due.set()
+        while self._again:
+            await self._queue.put(self._again.popleft())
+
+    async def _note_trace(self, member: Member, *, is_new: bool) -> None:
+        ancestor = self._state.ancestors[member.id]
+        assert ancestor.parent is not None
+        item = _Traced(id=member.id, parent=ancestor.parent, answer=ancestor.answer)
+        if not is_new:
+            self._again.append(item)
+            return
+        await self._queue.put(item)
+
+    async def _note_checkpoint(self) -> None:
+        number = self._state.num_decided
+        if (self._run.path / "checkpoints" / f"checkpoint_{number}").exists():
+            return
+        await self._queue.put(self._checkpoint_now())
+
+    def _checkpoint_now(self) -> _Due:
+        state = self._state.database.state
+        ids = [member.id for member in state.population.members]
+        return _Due(
+            iteration=self._state.num_decided,
+            database=state,
+            best=self._state.best.id,
+            large={id for id in ids if self._state.ancestors[id].has_large_artifacts},
+        )
+
+    async def close(self) -> None:
+        """A checkpoint of the end, then wait until all is written."""
+        self._is_closed = True
+        self._is_best_due.set()
+        await self._note_checkpoint()
+        await self._queue.put(None)
+
+    async def write_bests(self) -> None:
+        """Until `close`. Apart from the rest: a checkpoint may take seconds."""
+        while not self._is_closed:
+            await self._is_best_due.wait()
+            self._is_best_due.clear()
+            await self._write_best()
+
+    async def _write_best(self) -> None:
+        program = await run_in_thread(self._store.get, self._state.best.id)
+        options = self._options()
+        await run_in_thread(
+            self._run.write_folder,
+            "best",
+            lambda folder: fill_best(folder, program, options=options),
+        )
+
+    async def write_all(self) -> None:
+        """Until `close`."""
+        if self._config.evolution_trace.enabled:
+            self._trace = await run_in_thread(
+                TraceWriter, self._run.path, config=self._config.evolution_trace
+            )
+        try:
+            while (item := await self._queue.get()) is not None:
+                await run_in_thread(self._write, item)
+        finally:
+            if self._trace is not None:
+                await run_in_thread(self._trace.close)
+
+    def _write(self, item: _Item) -> None:
+        match item:
+            case _Traced() if self._trace is not None:
+                self._trace.append(self._trace_entry(item))
+            case _Due():
+                self._write_checkpoint(item)
+
+    def _options(self) -> WriteOptions:
+        return WriteOptions(
+            suffix=self._suffix,
+            saved_at=time.time(),
+            with_prompts=self._config.database.log_prompts,
+            max_inline_bytes=self._config.database.artifact_size_threshold,
+        )
+
+    def _trace_entry(self, item: _Traced) -> dict[str, object]:
+        kept = self._store.get_document(item.answer)
+        step = Step(
+            parent=self._store.get(item.parent),
+            child=self._store.get(item.id),
+            prompt=Prompt(system=kept["system"], user=kept["user"], template=kept["template"]),
+            answer=kept["answer"],
+        )
+        return trace_entry(step, config=self._config.evolution_trace)
+
+    def _write_checkpoint(self, due: _Due) -> None:
+        name = f"checkpoints/checkpoint_{due.iteration}"
+        place = self._run.path / name
+        ids = [member.id for member in due.database.population.members]
+        files = {id: self._store.path(id) for id in ids if id not in due.large}
+        checkpoint = self._checkpoint(due)
+        options = self._options()
+        self._run.write_folder(
+            name,
+            lambda folder: fill_checkpoint(
+                folder, checkpoint, place=place, options=options, files=files
+            ),
+        )
+
+    def _checkpoint(self, due: _Due) -> Checkpoint:
+        population = due.database.population
+        members = {member.id: member for member in population.members}
+        bests = [
+            min(island.members, key=lambda id: members[id].rank, default=None)
+            for island in population.islands
+        ]
+        return Checkpoint(
+            programs=[self._store.get_whole(id) for id in (due.best, *due.large - {due.best})],
+            islands=[island.members for island in population.islands],
+            grids=[island.cells for island in population.islands],
+            archive=population.archive,
+            best_id=due.best,
+            island_best_ids=bests,
+            iteration=due.iteration,
+            island_generations=[island.num_children for island in population.islands],
+            last_migration_generation=population.last_migration,
+            feature_ranges={
+                name: FeatureRange(min=low, max=high)
+                for name, (low, high) in population.bounds.items()
+            },
+        )
+
+
+@asynccontextmanager
+async def open_outputs(outputs: Outputs) -> AsyncIterator[Outputs]:
+    """Write in the background; when the block ends all is written."""
+    async with task_group() as group:
+        group.create_task(outputs.write_all(), name="outputs")
+        group.create_task(outputs.write_bests(), name="best")
+        yield outputs
+        await outputs.close()

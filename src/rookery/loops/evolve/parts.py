@@ -1,0 +1,108 @@
+"""What the searches of a run are made of: the models, the evaluator, the programs on disk."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rookery.errors import ConfigError
+from rookery.loops.evolve.config import EvolveConfig, ModelConfig
+from rookery.loops.evolve.endpoint import Endpoint
+from rookery.loops.evolve.judges import Judge, Judges
+from rookery.loops.evolve.program_evaluator import ProgramEvaluator
+from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.prompts import Prompts
+from rookery.loops.evolve.proposer import Proposer
+from rookery.loops.evolve.watcher import Watcher
+from rookery.ports import Executor, TextModel
+from rookery.runs import Run
+from rookery.search.programs.bandit import Arm
+
+__all__ = ["Parts", "Providers", "list_arms", "open_parts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Providers:
+    """What the caller of the loop provides."""
+
+    models: Mapping[str, TextModel]
+    executor: Executor
+    run: Run
+    watcher: Watcher
+    language: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one search uses. Programs are found by id in `store`, which is its own."""
+
+    config: EvolveConfig
+    run: Run
+    store: ProgramStore
+    proposer: Proposer
+    evaluator: ProgramEvaluator
+    watcher: Watcher
+
+
+def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Arm, ...]:
+    """The models that propose programs, with their weights."""
+    weights = {model.name: model.weight for model in config.llm.ensemble}
+    judges = {model.name for model in config.llm.judges}
+    names = [name for name in models if name in weights or name not in judges]
+    if missing := [name for name in weights if name not in models]:
+        raise ConfigError(f"The config names the model {missing[0]!r}, and it was not opened.")
+    if not any(weights.get(name, 1.0) > 0 for name in names):
+        raise ConfigError("An evolution needs a model with a weight above 0 to ask.")
+    return tuple(Arm(name=name, weight=weights.get(name, 1.0)) for name in names)
+
+
+async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -> Parts:
+    """Reads the templates; nobody is asked yet."""
+    language = providers.language
+    store = ProgramStore(providers.run.blobs)
+    prompts = await asyncio.to_thread(Prompts, config, language=language, seed=seed)
+    endpoints = _endpoints(config, providers)
+    judges = _open_judges(config, endpoints, prompts, seed)
+    return Parts(
+        config=config,
+        run=providers.run,
+        store=store,
+        proposer=Proposer(
+            store=store,
+            prompts=prompts,
+            rules=config.answer_rules(language),
+            arms=endpoints,
+            seed=seed,
+            with_prompts=config.database.log_prompts,
+        ),
+        evaluator=ProgramEvaluator(config, executor=providers.executor, store=store, judges=judges),
+        watcher=providers.watcher,
+    )
+
+
+def _endpoints(config: EvolveConfig, providers: Providers) -> dict[str, Endpoint]:
+    named = {model.name: model for model in (*config.llm.judges, *config.llm.ensemble)}
+    return {
+        name: Endpoint(
+            model,
+            named.get(name) or config.llm.complete(ModelConfig(name=name)),
+            down_s=config.rookery.model_down_s,
+            on_waiting=providers.watcher.on_waiting,
+        )
+        for name, model in providers.models.items()
+    }
+
+
+def _open_judges(
+    config: EvolveConfig, endpoints: Mapping[str, Endpoint], prompts: Prompts, seed: int
+) -> Judges | None:
+    if not config.evaluator.use_llm_feedback:
+        return None
+    models = config.llm.judges or tuple(ModelConfig(name=name) for name in endpoints)
+    for model in models:
+        if model.name not in endpoints:
+            raise ConfigError(f"The config names the judge {model.name!r}, and it was not opened.")
+    judges = tuple(
+        Judge(endpoint=endpoints[str(model.name)], weight=model.weight) for model in models
+    )
+    weight = config.evaluator.llm_feedback_weight
+    return Judges(judges, prompts=prompts, weight=weight, seed=seed)

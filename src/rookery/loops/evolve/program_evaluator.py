@@ -1,0 +1,196 @@
+"""From a program to what was measured of it: jobs on the executor, judges, confirmation.
+
+    evaluated = await evaluator.evaluate(child, lease=lease, best_score=0.4)
+
+| what a job ends with        | then                                                          |
+|-----------------------------|---------------------------------------------------------------|
+| an outcome                  | it counts; an evaluator that raised may be tried again        |
+| a lost worker               | submitted again with the next epoch; twice: failure `poison`  |
+| an error of the task        | submitted again; twice: failure `evaluation`                  |
+| it was cancelled            | the executor is closing: ExecutorError, the run can resume    |
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rookery.concurrency import run_in_thread
+from rookery.errors import ExecutorError
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.judges import Judgement, Judges
+from rookery.loops.evolve.program_store import ProgramStore, has_large, keep_artifacts
+from rookery.loops.evolve.proposer import Child
+from rookery.loops.evolve.stages import AttemptFailure, Evaluated
+from rookery.ports import Executor
+from rookery.sandbox import Metric, Outcome, decode_outcome
+from rookery.search.programs.program import numeric_metrics, score_of
+from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
+
+__all__ = ["Lease", "ProgramEvaluator"]
+
+MAX_LOST = 2
+"""Workers that one program may end before it is taken for the cause."""
+MAX_ERRORS = 2
+GRACE_S = 180.0
+"""For a sandbox that has to be opened anew, over the evaluator's own time limits."""
+NUM_STAGES = 3
+NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to evaluate one attempt; every job takes the next epoch."""
+
+    attempt: int
+    note: Callable[["Lease"], Awaitable[None]]
+    """Makes the lease durable."""
+    epoch: int = 0
+    num_lost: int = 0
+
+    async def renew(self) -> int:
+        """The epoch of the next job."""
+        self.epoch += 1
+        await self.note(self)
+        return self.epoch
+
+
+class ProgramEvaluator:
+    """Evaluates programs, as many at a time as it is called."""
+
+    def __init__(
+        self,
+        config: EvolveConfig,
+        *,
+        executor: Executor,
+        store: ProgramStore,
+        judges: Judges | None,
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._store = store
+        self._judges = judges
+        self._features = config.database.feature_dimensions
+        own = config.evaluator
+        self._limit_s = own.timeout * NUM_STAGES + GRACE_S
+        self._num_tries = 1 if own.cascade_evaluation else 1 + own.max_retries
+
+    async def evaluate(self, child: Child, *, lease: Lease, best_score: float | None) -> Evaluated:
+        """Score a program and store it; one above `best_score` is scored again, as often as
+        `confirm` says, and has the means of all times."""
+        outcomes = await self._score_enough(child, lease, best_score)
+        if isinstance(outcomes, AttemptFailure):
+            return Evaluated(failure=outcomes, num_lost=lease.num_lost)
+        judgement: Judgement | None = None
+        if self._judges is not None:
+            judged = await self._judges.judge(child.program.code, attempt=lease.attempt)
+            if isinstance(judged, AttemptFailure):
+                return Evaluated(failure=judged, num_lost=lease.num_lost)
+            judgement = judged
+        return await run_in_thread(self._keep, child, outcomes, judgement, lease.num_lost)
+
+    def _keep(
+        self,
+        child: Child,
+        outcomes: Sequence[Outcome],
+        judgement: Judgement | None,
+        num_lost: int,
+    ) -> Evaluated:
+        """Store the program with all that is known of it; waits for the disk."""
+        own = self._config.evaluator
+        metrics = _mean_metrics(outcomes)
+        artifacts = dict(outcomes[0].artifacts) if own.enable_artifacts else {}
+        if self._judges is not None and judgement is not None:
+            metrics, artifacts = self._judges.merge(metrics, artifacts, judgement)
+        program = replace(
+            child.program,
+            timestamp=time.time(),
+            metrics=metrics,
+            artifacts=keep_artifacts(artifacts, max_bytes=own.max_artifact_storage),
+        )
+        scores = [self._score(outcome) for outcome in outcomes] if len(outcomes) > 1 else []
+        usage = judgement.usage if judgement is not None else NOTHING
+        return Evaluated(
+            program=self._store.put(program),
+            metrics=numeric_metrics(metrics),
+            code=child.summary,
+            code_hash=child.code_hash,
+            has_large_artifacts=has_large(
+                program.artifacts, max_bytes=self._config.database.artifact_size_threshold
+            ),
+            scores=tuple(score for score in scores if score is not None),
+            seconds=sum(outcome.seconds for outcome in outcomes),
+            num_lost=num_lost,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+        )
+
+    async def _score_enough(
+        self, child: Child, lease: Lease, best_score: float | None
+    ) -> list[Outcome] | AttemptFailure:
+        payload = child.program.code.encode("utf-8", "surrogatepass")
+        first = await self._run(payload, lease)
+        if isinstance(first, AttemptFailure):
+            return first
+        outcomes = [first]
+        score = self._score(first)
+        if best_score is None or score is None or score <= best_score:
+            return outcomes
+        for number in range(1, self._config.rookery.confirm + 1):
+            again = await self._run(payload, lease)
+            if isinstance(again, AttemptFailure):
+                message = f"Scored again, time {number}: {again.message}"
+                return AttemptFailure(kind=again.kind, message=message)
+            outcomes.append(again)
+        return outcomes
+
+    async def _run(self, payload: bytes, lease: Lease) -> Outcome | AttemptFailure:
+        """One outcome that counts."""
+        num_tries = num_errors = 0
+        while True:
+            epoch = await lease.renew()
+            job = Job(attempt=lease.attempt, epoch=epoch, payload=payload, limit_s=self._limit_s)
+            ended = await self._executor.submit(job)
+            match ended:
+                case JobDone():
+                    outcome = await run_in_thread(decode_outcome, ended.output)
+                    num_tries += 1
+                    if outcome.failure is None:
+                        return outcome
+                    if outcome.failure.kind != "error" or num_tries >= self._num_tries:
+                        return _failure(outcome)
+                case WorkerLost():
+                    lease.num_lost += 1
+                    if lease.num_lost >= MAX_LOST:
+                        return AttemptFailure(
+                            kind="poison",
+                            message=f"{lease.num_lost} workers ended on it. {ended.reason}",
+                        )
+                case JobFailed():
+                    num_errors += 1
+                    if num_errors >= MAX_ERRORS:
+                        return AttemptFailure(kind="evaluation", message=ended.error[-1000:])
+                case JobCancelled():
+                    raise ExecutorError(f"The evaluation was cancelled. {ended.reason}")
+
+    def _score(self, outcome: Outcome) -> float | None:
+        return score_of(numeric_metrics(outcome.metrics), features=self._features)
+
+
+def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+    """Numbers that all outcomes have as means; all else as it was the first time."""
+    first, *others = outcomes
+    metrics = dict(first.metrics)
+    numbers = [numeric_metrics(outcome.metrics) for outcome in outcomes]
+    for name in numbers[0] if others else ():
+        if all(name in found for found in numbers):
+            metrics[name] = sum(found[name] for found in numbers) / len(numbers)
+    return metrics
+
+
+def _failure(outcome: Outcome) -> AttemptFailure:
+    failure = outcome.failure
+    assert failure is not None
+    place = f" ({outcome.stage})" if outcome.stage.startswith("stage") else ""
+    reason = " ".join(failure.reason.split())[:1000]
+    name = f"{failure.type}: " if failure.type and failure.type not in reason else ""
+    return AttemptFailure(kind=failure.kind, message=f"{name}{reason}{place}")

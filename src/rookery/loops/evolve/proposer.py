@@ -1,0 +1,153 @@
+"""From a plan to a child program: the prompt, the model's answer, what is read from it.
+
+    generated, child = await proposer.generate(7, plan)       # asks the model
+    child = await proposer.read(7, plan, generated)           # an answer that was paid before
+
+Prompts are built and answers read in threads: both may be long.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rookery.concurrency import run_in_thread
+from rookery.loops.evolve.answers import AnswerFailure, AnswerRules, read_answer
+from rookery.loops.evolve.endpoint import Endpoint, ModelFailed
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.program_store import ProgramStore
+from rookery.loops.evolve.prompts import Prompt, Prompts, ShownPrograms
+from rookery.loops.evolve.search_state import program_id
+from rookery.loops.evolve.stages import AttemptFailure, Generated
+from rookery.search.programs.novelty import code_hash
+from rookery.search.programs.program import CodeSummary, summarize
+from rookery.search.programs.sampling import Plan
+from rookery.seeding import stream_seed
+from rookery.types import TextReply
+
+__all__ = ["Child", "Proposer", "make_child", "seed_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A program that is to be evaluated: its record has no metrics yet."""
+
+    program: ProgramRecord
+    summary: CodeSummary
+    code_hash: str
+
+
+def _as_prompts(exchange: Mapping[str, str]) -> dict[str, object]:
+    """As OpenEvolve's program files have them."""
+    prompt = {
+        "system": exchange["system"],
+        "user": exchange["user"],
+        "responses": [exchange["answer"]],
+    }
+    return {exchange["template"]: prompt}
+
+
+def make_child(program: ProgramRecord) -> Child:
+    """Takes milliseconds for a long program: call it in a thread."""
+    return Child(
+        program=program,
+        summary=summarize(program.code),
+        code_hash=code_hash(program.code, language=program.language),
+    )
+
+
+def seed_of(seed: int, *keys: int | str) -> int:
+    """The seed of a request: APIs take no more than 31 bits."""
+    return stream_seed(seed, *keys) & 0x7FFF_FFFF
+
+
+class Proposer:
+    """Asks the arm that a plan names."""
+
+    def __init__(
+        self,
+        *,
+        store: ProgramStore,
+        prompts: Prompts,
+        rules: AnswerRules,
+        arms: Mapping[str, Endpoint],
+        seed: int,
+        with_prompts: bool,
+    ) -> None:
+        """`with_prompts`: programs keep the prompt and the answer that they came from."""
+        self._store = store
+        self._prompts = prompts
+        self._rules = rules
+        self._arms = arms
+        self._seed = seed
+        self._with_prompts = with_prompts
+
+    async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
+        """Ask for a child. A model that does not answer, or answers without a child, is a failure
+        in Generated; a model that is down for too long raises."""
+        prompt = await run_in_thread(self._build, plan)
+        arm = self._arms[plan.arm]
+        seed = seed_of(self._seed, "answer", plan.attempt)
+        request = arm.request(system=prompt.system, user=prompt.user, seed=seed)
+        try:
+            reply = await arm.reply(request)
+        except ModelFailed as error:
+            failure = AttemptFailure(kind="model", message=str(error))
+            return Generated(model=plan.arm, failure=failure), None
+        return await run_in_thread(self._keep, plan, prompt, reply)
+
+    async def read(self, plan: Plan, generated: Generated) -> Child | None:
+        """The child of an answer of an earlier session."""
+        return await run_in_thread(self._read_kept, plan, generated.answer)
+
+    def _build(self, plan: Plan) -> Prompt:
+        top = [self._store.get(id) for id in plan.top]
+        num_previous = self._prompts.num_top_programs
+        shown = ShownPrograms(
+            previous=top[:num_previous],
+            top=top,
+            inspirations=[self._store.get(id) for id in plan.inspirations],
+        )
+        return self._prompts.build(self._store.get(plan.parent), shown=shown, attempt=plan.attempt)
+
+    def _keep(self, plan: Plan, prompt: Prompt, reply: TextReply) -> tuple[Generated, Child | None]:
+        exchange = {
+            "system": prompt.system,
+            "user": prompt.user,
+            "template": prompt.template,
+            "answer": reply.text,
+        }
+        digest = self._store.put_document(exchange)
+        found = self._read(plan, exchange)
+        usage = reply.usage
+        generated = Generated(
+            answer=digest,
+            model=reply.model,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            failure=found if isinstance(found, AttemptFailure) else None,
+        )
+        return generated, found if isinstance(found, Child) else None
+
+    def _read_kept(self, plan: Plan, digest: str) -> Child | None:
+        found = self._read(plan, self._store.get_document(digest))
+        return found if isinstance(found, Child) else None
+
+    def _read(self, plan: Plan, exchange: Mapping[str, str]) -> Child | AttemptFailure:
+        parent = self._store.get(plan.parent)
+        found = read_answer(exchange["answer"], parent=parent, rules=self._rules)
+        if isinstance(found, AnswerFailure):
+            return AttemptFailure(kind=found.kind.value, message=found.message)
+        return make_child(
+            ProgramRecord(
+                id=program_id(plan.attempt),
+                code=found.code,
+                language=self._rules.language,
+                parent_id=plan.parent,
+                generation=plan.generation,
+                iteration=plan.attempt,
+                island=plan.island,
+                changes=found.changes,
+                changes_description=found.changes_description,
+                parent_metrics=parent.metrics,
+                prompts=_as_prompts(exchange) if self._with_prompts else {},
+            )
+        )

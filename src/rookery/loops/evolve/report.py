@@ -1,0 +1,194 @@
+"""The report of an evolution, made of its state when it ended. Reads programs: call in a thread."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rookery.loops.evolve.answers import code_diff
+from rookery.loops.evolve.baselines import Baseline
+from rookery.loops.evolve.budget import price
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.parts import Parts
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.loops.evolve.search_state import SearchState, Spending, search_config
+from rookery.reports.evolve import (
+    ArmRecord,
+    BaselineRecord,
+    CellRecord,
+    CurvePoint,
+    EvolveReport,
+    FailureRecord,
+    ProgramRow,
+    TokensRecord,
+)
+from rookery.search.programs.program import Member, numeric_metrics, score_of
+
+__all__ = ["FinishedSearch", "make_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSearch:
+    """An evolution at its end."""
+
+    state: SearchState
+    stop_reason: str
+    elapsed_s: float
+
+
+def make_report(
+    parts: Parts, search: FinishedSearch, baselines: Sequence[Baseline], *, seed: int
+) -> EvolveReport:
+    """All that the page and the terminal show."""
+    config, state = parts.config, search.state
+    population = state.database.state.population
+    by_id = {member.id: member for member in population.members}
+    line = list(_winning_line(parts, state))
+    return EvolveReport(
+        run=parts.run.name,
+        models=_models(state),
+        seed=seed,
+        mode=config.rookery.mode,
+        language=line[-1].language,
+        feature_dimensions=config.database.feature_dimensions,
+        bins=search_config(config).bins,
+        num_iterations=state.num_decided,
+        num_committed=state.num_committed,
+        num_failed=state.num_decided - state.num_committed,
+        num_islands=config.database.num_islands,
+        num_programs=len(by_id),
+        stop_reason=search.stop_reason,
+        first=_row(parts.store.get(state.first_best), state, config),
+        best=_row(line[-1], state, config).model_copy(update={"code": line[-1].code}),
+        winning_line=_rows_with_diffs(line, state, config),
+        curve=_curve(state),
+        cells=tuple(
+            CellRecord(island=number, cell=cell, program=id, score=by_id[id].score)
+            for number, island in enumerate(population.islands)
+            for cell, id in island.cells.items()
+        ),
+        front=tuple(_member_row(by_id[id]) for id in population.front),
+        objectives=config.rookery.pareto,
+        failures=_failures(state),
+        num_demoted=state.num_demoted,
+        staleness={str(lag): count for lag, count in sorted(state.staleness.items())},
+        tokens=_tokens(state.spending),
+        usd=price(state.spending, config.rookery.budget),
+        seconds=search.elapsed_s,
+        evaluation_seconds=state.spending.evaluation_s,
+        num_workers_lost=state.spending.num_lost,
+        baselines=tuple(_baseline(baseline) for baseline in baselines),
+        warnings=tuple(_warnings(config, state)),
+    )
+
+
+def _winning_line(parts: Parts, state: SearchState) -> Iterator[ProgramRecord]:
+    """From the first program to the best."""
+    ids, id = [state.best.id], state.ancestors[state.best.id].parent
+    while id is not None:
+        ids.append(id)
+        id = state.ancestors[id].parent
+    return (parts.store.get(id) for id in reversed(ids))
+
+
+def _rows_with_diffs(
+    line: Sequence[ProgramRecord], state: SearchState, config: EvolveConfig
+) -> tuple[ProgramRow, ...]:
+    rows = [_row(line[0], state, config)]
+    for parent, child in pairwise(line):
+        diff = code_diff(parent.code, child.code)
+        rows.append(_row(child, state, config).model_copy(update={"diff": diff}))
+    return tuple(rows)
+
+
+def _row(program: ProgramRecord, state: SearchState, config: EvolveConfig) -> ProgramRow:
+    metrics = numeric_metrics(program.metrics)
+    return ProgramRow(
+        id=program.id,
+        iteration=program.iteration,
+        generation=program.generation,
+        island=program.island or 0,
+        parent=program.parent_id or "",
+        score=score_of(metrics, features=config.database.feature_dimensions),
+        metrics=dict(metrics),
+        model=state.ancestors[program.id].model,
+        changes=program.changes,
+    )
+
+
+def _member_row(member: Member) -> ProgramRow:
+    record = member.record
+    return ProgramRow(
+        id=record.id,
+        iteration=record.attempt,
+        generation=record.generation,
+        island=record.island,
+        parent=record.parent or "",
+        score=member.score,
+        metrics=dict(record.metrics),
+        model=record.arm,
+    )
+
+
+def _models(state: SearchState) -> tuple[ArmRecord, ...]:
+    return tuple(
+        ArmRecord(
+            name=arm.name,
+            weight=arm.weight,
+            num_plays=arm.num_plays,
+            gain=arm.gain,
+            cost=arm.cost,
+        )
+        for arm in state.database.state.arms
+    )
+
+
+def _curve(state: SearchState) -> tuple[CurvePoint, ...]:
+    return tuple(
+        CurvePoint(
+            iteration=point.attempt,
+            num_decided=point.num_decided,
+            best=point.score,
+            program=point.program,
+        )
+        for point in state.curve
+    )
+
+
+def _failures(state: SearchState) -> tuple[FailureRecord, ...]:
+    ordered = sorted(state.failures.items(), key=lambda pair: (-pair[1].count, pair[0]))
+    return tuple(
+        FailureRecord(
+            kind=kind,
+            count=failure.count,
+            first_iteration=failure.attempt,
+            first_message=failure.message,
+        )
+        for kind, failure in ordered
+    )
+
+
+def _tokens(spending: Spending) -> TokensRecord:
+    if spending.num_unreported:
+        return TokensRecord()
+    return TokensRecord(prompt=spending.prompt_tokens, completion=spending.completion_tokens)
+
+
+def _baseline(baseline: Baseline) -> BaselineRecord:
+    state = baseline.state
+    return BaselineRecord(
+        name=baseline.name,
+        best=state.best.score,
+        num_iterations=state.num_decided,
+        num_failed=state.num_decided - state.num_committed,
+        tokens=_tokens(state.spending),
+        note=baseline.stop_reason,
+    )
+
+
+def _warnings(config: EvolveConfig, state: SearchState) -> Iterator[str]:
+    if config.rookery.sandbox.backend == "none":
+        yield "Generated programs ran without a sandbox (unsafe): they could do what you may do."
+    if state.spending.num_unreported:
+        yield f"{state.spending.num_unreported} answers came without a count of their tokens."
+    if state.num_decided and not state.num_committed:
+        yield "No iteration gave a program that could be scored."

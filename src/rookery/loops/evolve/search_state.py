@@ -1,0 +1,273 @@
+"""What an evolution knows: the database, what repeats, when to stop, and the sums of its report.
+
+    state = open_state(config, database=None, seed=42, arms=arms)
+    state.tell_first("first1", evaluated, island=0)
+    decision = state.decide(stages, elapsed_s=12.5)       # changes nothing
+    state.tell(7, stages, decision)
+
+A function of what was told, in that order: telling the same again gives the same state. Costs do
+not grow with the number of attempts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from rookery.config import parse_config
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.stages import AttemptFailure, Decision, Evaluated, Generated, Stages
+from rookery.search.programs.bandit import Arm
+from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
+from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex
+from rookery.search.programs.program import Member, ProgramRecord
+from rookery.search.programs.stopping import Stopping, StoppingConfig, advance
+
+__all__ = [
+    "Ancestor",
+    "FailureCount",
+    "Improvement",
+    "SearchState",
+    "Spending",
+    "open_state",
+    "program_id",
+    "search_config",
+]
+
+
+def program_id(attempt: int) -> str:
+    """The id of the program that an attempt gives."""
+    return f"p{attempt}"
+
+
+def search_config(config: EvolveConfig) -> DatabaseConfig:
+    """OpenEvolve's section `database` as the search reads it."""
+    own, prompt = config.database, config.prompt
+    document = {
+        "population_size": own.population_size,
+        "archive_size": own.archive_size,
+        "num_islands": own.num_islands,
+        "feature_dimensions": own.feature_dimensions,
+        "feature_bins": own.feature_bins,
+        "migration_interval": own.migration_interval,
+        "migration_rate": own.migration_rate,
+        "diversity_reference_size": own.diversity_reference_size,
+        "objectives": config.rookery.pareto,
+        "sampling": {
+            "exploration_ratio": own.exploration_ratio,
+            "exploitation_ratio": own.exploitation_ratio,
+            "elite_selection_ratio": own.elite_selection_ratio,
+            "num_inspirations": prompt.num_top_programs,
+            "num_top": prompt.num_top_programs + prompt.num_diverse_programs,
+        },
+        "bandit": {"policy": "ucb" if config.rookery.bandit else "weights"},
+    }
+    return parse_config(DatabaseConfig, document, origin="the section database")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestor:
+    """What is kept of every program, for the line of the best one."""
+
+    parent: str | None
+    attempt: int
+    model: str = ""
+    answer: str = ""
+    has_large_artifacts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """A new best program."""
+
+    attempt: int
+    num_decided: int
+    score: float
+    program: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """Failures of one kind, and the first of them."""
+
+    count: int
+    attempt: int
+    message: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Spending:
+    """What was paid for the attempts told so far."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_unreported: int = 0
+    """Attempts with an answer whose tokens the model did not report."""
+    evaluation_s: float = 0.0
+    num_lost: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, stage: Generated | Evaluated) -> None:
+        if stage.prompt_tokens is None or stage.completion_tokens is None:
+            self.num_unreported += 1
+        self.prompt_tokens += stage.prompt_tokens or 0
+        self.completion_tokens += stage.completion_tokens or 0
+        if isinstance(stage, Evaluated):
+            self.evaluation_s += stage.seconds
+            self.num_lost += stage.num_lost
+
+
+@dataclass(slots=True)
+class SearchState:
+    """One search: the evolution, or a baseline."""
+
+    database: ProgramDatabase
+    stopping_config: StoppingConfig
+    lag: int | None = None
+    """Deterministic: how many attempts back an attempt looks. None: it sees what was told."""
+    novelty: NoveltyIndex = field(default_factory=lambda: NoveltyIndex(NoveltyConfig()))
+    stopping: Stopping = field(default_factory=Stopping)
+    ancestors: dict[str, Ancestor] = field(default_factory=dict)
+    curve: list[Improvement] = field(default_factory=list)
+    failures: dict[str, FailureCount] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
+    spending: Spending = field(default_factory=Spending)
+    first_best: str = ""
+    num_decided: int = 0
+    num_committed: int = 0
+    num_demoted: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def best(self) -> Member:
+        best = self.database.best
+        assert best is not None, "first programs are told before anything else"
+        return best
+
+    def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
+        """Take in a program that the evolution starts from."""
+        assert evaluated.code is not None
+        record = ProgramRecord(
+            id=id, attempt=0, island=island, metrics=evaluated.metrics, code=evaluated.code
+        )
+        self.spending.add(evaluated)
+        is_large = evaluated.has_large_artifacts
+        ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
+        self._take_in(record, evaluated, ancestor)
+        self.first_best = self.best.id
+
+    def find_repeated(self, attempt: int, code_hash: str) -> AttemptFailure | None:
+        """Whether the child's evaluation can be left out, as it repeats a program that this
+        attempt may know of."""
+        repeated = self.novelty.find(code=code_hash)
+        if repeated is None:
+            return None
+        known_since = self.ancestors[repeated.of].attempt
+        if self.lag and known_since > max(0, attempt - self.lag):
+            return None
+        return _repetition(repeated.of)
+
+    def decide(self, stages: Stages, *, elapsed_s: float) -> Decision:
+        """What becomes of an attempt that ended, given all that was told before."""
+        failure, evaluated = stages.failure, stages.evaluated
+        if failure is None:
+            assert evaluated is not None
+            repeated = self.novelty.find(code=evaluated.code_hash)
+            problem = self.database.problem_with(evaluated.metrics)
+            if repeated is not None:
+                failure = _repetition(repeated.of)
+            elif problem is not None:
+                failure = AttemptFailure(kind="no_score", message=problem)
+        return Decision(failure=failure, elapsed_s=elapsed_s)
+
+    def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
+        """Take in how an attempt ended; its program, if it gave one."""
+        planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
+        assert planned is not None and generated is not None
+        self.staleness[self.num_decided - planned.num_decided] += 1
+        self.num_decided += 1
+        self.elapsed_s = max(self.elapsed_s, decision.elapsed_s)
+        self.spending.add(generated)
+        if evaluated is not None:
+            self.spending.add(evaluated)
+            self.num_demoted += _is_demoted(evaluated, planned.best_score)
+        plan = planned.plan
+        cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
+        if decision.failure is not None:
+            self._count_failure(attempt, decision.failure)
+            self.database.tell_failure(plan.arm, cost=cost)
+            return None
+        assert evaluated is not None and evaluated.code is not None
+        record = ProgramRecord(
+            id=program_id(attempt),
+            attempt=attempt,
+            island=plan.island,
+            metrics=evaluated.metrics,
+            code=evaluated.code,
+            parent=plan.parent,
+            parent_score=plan.parent_score,
+            generation=plan.generation,
+            arm=plan.arm,
+            cost=cost,
+        )
+        self.num_committed += 1
+        ancestor = Ancestor(
+            parent=plan.parent,
+            attempt=attempt,
+            model=plan.arm,
+            answer=generated.answer,
+            has_large_artifacts=evaluated.has_large_artifacts,
+        )
+        return self._take_in(record, evaluated, ancestor)
+
+    def _take_in(self, record: ProgramRecord, evaluated: Evaluated, ancestor: Ancestor) -> Member:
+        before = self.database.best
+        member = self.database.tell(record)
+        self.novelty.add(record.id, code=evaluated.code_hash)
+        self.ancestors[record.id] = ancestor
+        self.stopping = advance(self.stopping, member, config=self.stopping_config)
+        if before is None or member.score > before.score:
+            self.curve.append(
+                Improvement(
+                    attempt=record.attempt,
+                    num_decided=self.num_decided,
+                    score=member.score,
+                    program=record.id,
+                )
+            )
+        return member
+
+    def _count_failure(self, attempt: int, failure: AttemptFailure) -> None:
+        known = self.failures.get(failure.kind)
+        if known is None:
+            known = FailureCount(count=0, attempt=attempt, message=failure.message)
+        self.failures[failure.kind] = replace(known, count=known.count + 1)
+
+
+def open_state(
+    config: EvolveConfig, *, database: ProgramDatabase | None, seed: int, arms: tuple[Arm, ...]
+) -> SearchState:
+    """The state of an evolution to which nothing was told."""
+    return SearchState(
+        database or ProgramDatabase(search_config(config), seed=seed, arms=arms),
+        StoppingConfig(
+            patience=config.early_stopping_patience,
+            threshold=config.convergence_threshold,
+            metric=config.early_stopping_metric,
+            target_score=config.rookery.target_score,
+        ),
+        lag=config.lag if config.rookery.mode == "deterministic" else None,
+    )
+
+
+def _repetition(id: str) -> AttemptFailure:
+    return AttemptFailure(kind="repeated", message=f"It is the same program as {id}.")
+
+
+def _is_demoted(evaluated: Evaluated, best_score: float) -> bool:
+    """Whether it was the best when it was scored first, and is not by its mean."""
+    if not evaluated.scores or evaluated.failure is not None:
+        return False
+    mean = sum(evaluated.scores) / len(evaluated.scores)
+    return evaluated.scores[0] > best_score >= mean

@@ -1,0 +1,158 @@
+"""The report of an evolution of programs: what `report.json` of an evolve run holds.
+
+report = parse_evolve_report(json.loads(path.read_text()))
+report.best.score           # None when nothing was measured
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from rookery.reports.record import Measured, Record, Text, parse_record
+from rookery.types import Json
+
+__all__ = [
+    "ArmRecord",
+    "BaselineRecord",
+    "CellRecord",
+    "CurvePoint",
+    "EvolveReport",
+    "FailureRecord",
+    "ProgramRow",
+    "TokensRecord",
+    "parse_evolve_report",
+]
+
+
+class CurvePoint(Record):
+    """A new best score, and when it was found. Between two points the best did not change."""
+
+    iteration: int = 0
+    """0 for a first program."""
+    num_decided: int = 0
+    """Iterations decided by then: the axis of a curve in the order of commits."""
+    best: Measured = None
+    program: Text = ""
+
+
+class CellRecord(Record):
+    """A cell of an island's feature grid and the program that holds it."""
+
+    island: int = 0
+    cell: Text = ""
+    """One bin for each feature dimension: "3-7"."""
+    program: Text = ""
+    score: Measured = None
+
+
+class ProgramRow(Record):
+    """One program."""
+
+    id: Text = ""
+    iteration: int = 0
+    generation: int = 0
+    island: int = 0
+    parent: Text = ""
+    score: Measured = None
+    metrics: dict[Text, Measured] = Field(default_factory=dict)
+    model: Text = ""
+    changes: Text = ""
+    """What the model said it changed, in short."""
+    diff: Text = ""
+    """Unified, against its parent; empty for a first program."""
+    code: Text = ""
+    """Only of the best program."""
+
+
+class FailureRecord(Record):
+    """Iterations that gave no program, for one reason."""
+
+    kind: Text = ""
+    count: int = 0
+    first_iteration: int = 0
+    first_message: Text = ""
+
+
+class TokensRecord(Record):
+    """Tokens paid for; missing when a model does not report them."""
+
+    prompt: int | None = None
+    completion: int | None = None
+
+
+class ArmRecord(Record):
+    """One model or adapter of the ensemble."""
+
+    name: Text = ""
+    weight: Measured = None
+    num_plays: int = 0
+    gain: Measured = None
+    """Improvements of the score over the parent, summed."""
+    cost: Measured = None
+    """Tokens."""
+
+
+class BaselineRecord(Record):
+    """A simpler search with as much to spend."""
+
+    name: Text = ""
+    best: Measured = None
+    num_iterations: int = 0
+    num_failed: int = 0
+    tokens: TokensRecord = TokensRecord()
+    note: Text = ""
+
+
+class EvolveReport(Record):
+    """Everything the page and the table show."""
+
+    kind: Literal["evolve"] = "evolve"
+    run: Text = ""
+    models: tuple[ArmRecord, ...] = ()
+    seed: int | None = None
+    mode: Text = ""
+    language: Text = ""
+    feature_dimensions: tuple[Text, ...] = ()
+    bins: tuple[int, ...] = ()
+    """Of the feature dimensions, in their order."""
+    num_iterations: int = 0
+    """Decided: committed and failed."""
+    num_committed: int = 0
+    num_failed: int = 0
+    num_islands: int = 0
+    num_programs: int = 0
+    """Kept in the population."""
+    stop_reason: Text = ""
+    """Why it ended before all iterations were done; empty when they were."""
+    first: ProgramRow | None = None
+    """The best of the programs that the evolution started from."""
+    best: ProgramRow | None = None
+    winning_line: tuple[ProgramRow, ...] = ()
+    """From the first program to the best, each the parent of the next."""
+    curve: tuple[CurvePoint, ...] = ()
+    cells: tuple[CellRecord, ...] = ()
+    front: tuple[ProgramRow, ...] = ()
+    """Programs that no other beats in every objective; empty without objectives."""
+    objectives: tuple[Text, ...] = ()
+    failures: tuple[FailureRecord, ...] = ()
+    """Most frequent first."""
+    num_demoted: int = 0
+    """Programs that looked like the best and did not when they were scored again."""
+    staleness: dict[Text, int] = Field(default_factory=dict)
+    """Iterations decided between the plan of an iteration and its decision -> how many."""
+    tokens: TokensRecord = TokensRecord()
+    usd: Measured = None
+    """By the prices of the config; missing when there are none."""
+    seconds: Measured = None
+    """Over all sessions of the run."""
+    evaluation_seconds: Measured = None
+    """Summed over all evaluations."""
+    num_workers_lost: int = 0
+    baselines: tuple[BaselineRecord, ...] = ()
+    warnings: tuple[Text, ...] = ()
+
+
+def parse_evolve_report(document: Mapping[str, Json]) -> EvolveReport:
+    """Read a report, or raise a RunError that names the first value that does not fit."""
+    return parse_record(EvolveReport, document, kind="an evolve")

@@ -1,0 +1,169 @@
+"""`rookery evolve`: what is refused before any model is asked, and what a run leaves."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from driving import Command
+from scripted import Scripted, serve_scripted
+
+PROGRAM = """# EVOLVE-BLOCK-START
+def solve():
+    return 0.25
+# EVOLVE-BLOCK-END
+"""
+EVALUATOR = """import runpy
+
+def evaluate(path):
+    return {"combined_score": runpy.run_path(path)["solve"]()}
+"""
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Scripted]:
+    with serve_scripted("--latency", 0) as scripted:
+        yield scripted
+
+
+@pytest.fixture(autouse=True)
+def problem(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a problem, which is the current one."""
+    folder = place / "problem"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("OPENAI_API_KEY", "OPENAI_API_BASE"):
+        monkeypatch.delenv(name, raising=False)
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "evaluator.py").write_text(EVALUATOR)
+    return folder
+
+
+RUN = ("evolve", "run", "program.py", "evaluator.py", "--unsafe")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("evolve", "run", "none.py", "evaluator.py"), "There is no program"),
+        (("evolve", "run", "program.py", "none.py"), "There is no evaluator"),
+        ((*RUN, "-i", "many"), "many"),
+        ((*RUN, "-i", "-3"), "max_iterations"),
+        ((*RUN, "-l", "LOUD"), "LOUD"),
+        ((*RUN, "--mode", "fast"), "fast"),
+        ((*RUN, "--distributed", "--executor", "local"), "--distributed is --executor ray"),
+        ((*RUN, "--rezume"), "Did you mean --resume?"),
+        ((*RUN, "--database.num_islnds", "3"), "did you mean database.num_islands?"),
+        ((*RUN, "--resume"), "There is no run"),
+        ((*RUN, "--checkpoint", "nowhere"), "is not a checkpoint"),
+        ((*RUN, "-o", "program.py"), "is a file: give another one with -o"),
+        ((*RUN, "-c", "none.yaml"), "none.yaml"),
+    ],
+)
+def test_bad_words_are_refused(
+    refused: Command, model: Scripted, words: tuple[str, ...], said: str
+) -> None:
+    before = model.stats()["calls"]
+    assert said in refused(*words, *model.flags).words
+    assert model.stats()["calls"] == before
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("program.py", "", "is empty"),
+        ("program.py", "# EVOLVE-BLOCK-START\nx = 1\n", "EVOLVE-BLOCK"),
+        (
+            "evaluator.py",
+            "def score(path): return {}\n",
+            "has no function `evaluate(program_path)`",
+        ),
+        ("config.yaml", "max_iterations: many\n", "max_iterations"),
+        ("config.yaml", "llm: {api_key: '${NO_SUCH_KEY}'}\n", "NO_SUCH_KEY is not set"),
+        ("config.yaml", "rookery: {confirm: often}\n", "confirm"),
+    ],
+)
+def test_bad_files_are_refused(
+    refused: Command, problem: Path, model: Scripted, file: str, text: str, said: str
+) -> None:
+    (problem / "config.yaml").write_text("max_iterations: 3\n")
+    (problem / file).write_text(text)
+    before = model.stats()["calls"]
+    assert said in refused(*RUN, "-c", "config.yaml", *model.flags).words
+    assert model.stats()["calls"] == before
+
+
+def test_a_model_and_a_key_are_needed(refused: Command) -> None:
+    assert "No model is named" in refused(*RUN, "--api-base", "http://127.0.0.1:9/v1").words
+    assert "needs a key: export OPENAI_API_KEY" in refused(*RUN, "--primary-model", "big").words
+
+
+def test_torn_and_foreign_checkpoints_are_refused(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "foreign" / "programs").mkdir(parents=True)
+    torn = problem / "old" / "checkpoints" / "checkpoint_5"
+    (torn / "programs").mkdir(parents=True)
+    (torn / "metadata.json").write_text(json.dumps({"islands": [["gone"]]}))
+    for name in ("foreign", torn):
+        ended = refused(*RUN, "--checkpoint", name, *model.flags)
+        assert "is not whole" in ended.words
+
+
+def test_an_old_output_is_not_overwritten(refused: Command, problem: Path, model: Scripted) -> None:
+    (problem / "openevolve_output" / "checkpoints" / "checkpoint_7").mkdir(parents=True)
+    ended = refused(*RUN, *model.flags)
+    assert "give another folder with -o" in ended.words
+    assert "--checkpoint" in ended.words and "checkpoint_7" in ended.words
+
+
+def test_a_cluster_that_is_not_there_is_refused(refused: Command, model: Scripted) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    ended = refused(*RUN, "--executor", "ray", "--address", "127.0.0.1:9", *model.flags)
+    assert "nothing answers there" in ended.words
+
+
+def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scripted) -> None:
+    before = model.stats()["calls"]
+    ended = rookery("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
+    assert ended.code == 0, ended
+    assert "first program: combined_score 0.25" in ended.words
+    assert "model scripted: 'There is no program" in ended.words
+    assert model.stats()["calls"] == before + 1
+    assert not (problem / "openevolve_output").exists()
+
+
+def test_check_says_why_the_first_program_fails(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "program.py").write_text("def solve(): raise ValueError('far off')\n")
+    ended = refused("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
+    assert "The first program fails (error)" in ended.words and "far off" in ended.words
+
+
+def test_a_first_program_that_fails_is_refused(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "program.py").write_text("def solve(): return 'high'\n")
+    before = model.stats()["calls"]
+    assert "first program" in refused(*RUN, *model.flags).words
+    assert model.stats()["calls"] == before
+
+
+def test_a_finished_run_is_extended_under_its_own_config(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    first = rookery(*RUN, "-i", 3, "--in-flight", 2, *model.flags)
+    assert first.code == 0 and "Better than the first program by" in first.words, first
+    best = problem / "openevolve_output" / "best" / "best_program.py"
+    assert f"best {best.parent}" in first.words and "return" in best.read_text()
+    other = rookery(*RUN, "-i", 2, "--in-flight", 2, "--random-seed", 7, *model.flags)
+    assert other.code == 2 and "random_seed is 42 there, 7 here" in other.words
+    more = rookery(*RUN, "-i", 2, "--in-flight", 3, "--workers", 2, *model.flags)
+    assert more.code == 0 and "of 5" in more.words, more
+    population = problem / "population.jsonl"
+    assert rookery("evolve", "export", "openevolve_output", population).code == 0
+    lines = [json.loads(line) for line in population.read_text().splitlines()]
+    assert [line.get("iteration") for line in lines].count(None) == 1 and len(lines) == 6
+    again = rookery(*RUN, *model.flags)
+    assert again.code == 2 and "-i N does N more iterations" in again.words

@@ -1,0 +1,203 @@
+"""`run_evolve` from Python: a run, its keys, what may change when it goes on, what it leaves."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from scripted import Scripted, serve_scripted
+
+import rookery
+from rookery.compose.evolve_log import describe
+from rookery.compose.proposers import open_models
+from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.fleet.http.external_text import ExternalTextModel
+from rookery.loops.evolve.config import EvolveConfig, read_config
+from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.watcher import Iteration
+from rookery.runs import Run
+from rookery.ui.display import Display
+
+PROGRAM = "# EVOLVE-BLOCK-START\ndef solve():\n    return 0.25\n# EVOLVE-BLOCK-END\n"
+EVALUATOR = """import runpy
+
+def evaluate(path):
+    return {"combined_score": runpy.run_path(path)["solve"]()}
+"""
+UNSAFE = {"sandbox": {"backend": "none"}, "workers": 1, "in_flight": 4}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Scripted]:
+    with serve_scripted("--latency", 0) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("OPENAI_API_KEY", "OPENAI_API_BASE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "evaluator.py").write_text(EVALUATOR)
+    return tmp_path
+
+
+def document(model: Scripted) -> dict[str, object]:
+    return {"llm": {"api_base": model.url, "primary_model": "scripted"}, "rookery": UNSAFE}
+
+
+def test_a_run_leaves_the_best_program_a_report_and_a_page(problem: Path, model: Scripted) -> None:
+    config = document(model) | {"no_such_key": 1}
+    outcome = rookery.run_evolve("program.py", "evaluator.py", config, max_iterations=6)
+    assert outcome.path == problem / "openevolve_output"
+    assert outcome.report.num_iterations == 6
+    assert outcome.report.best is not None and (outcome.report.best.score or 0) > 0.25
+    assert "no_such_key is not a key and changes nothing" in outcome.report.warnings
+    assert any(warning.startswith("unsafe") for warning in outcome.report.warnings)
+    written = json.loads((outcome.path / "report.json").read_text())
+    assert written["warnings"] == list(outcome.report.warnings)
+    assert "unsafe" in (outcome.path / "report.html").read_text()
+    assert len((outcome.path / "logs" / "evolve.log").read_text().splitlines()) >= 6
+    again = rookery.resume(outcome.path)
+    assert again.report.best == outcome.report.best
+
+
+def test_the_names_of_openevolve_work(problem: Path, model: Scripted) -> None:
+    outcome = rookery.run_evolution(
+        initial_program="program.py",
+        evaluator="evaluator.py",
+        config=document(model),
+        iterations=5,
+        output_dir="theirs",
+        target_score=2.0,
+    )
+    assert outcome.path == problem / "theirs" and outcome.report.num_iterations == 5
+    checkpoint = problem / "theirs" / "checkpoints" / "checkpoint_5"
+    more = rookery.run_evolution(
+        "program.py", "evaluator.py", document(model), 2,
+        output_dir="more", checkpoint_path=str(checkpoint),
+    )  # fmt: skip
+    assert more.report.num_programs > 3
+    with pytest.raises(ConfigError, match="no option 'island_selector'"):
+        rookery.run_evolution("program.py", "evaluator.py", island_selector=len)
+
+
+def test_a_first_program_that_fails_leaves_nothing_and_asks_nobody(
+    problem: Path, model: Scripted
+) -> None:
+    (problem / "program.py").write_text("def solve(): return float('nan')\n")
+    before = model.stats()["calls"]
+    for _ in range(2):
+        with pytest.raises(RookeryError, match="first program"):
+            rookery.run_evolve("program.py", "evaluator.py", document(model))
+        assert not (problem / "openevolve_output").exists()
+    assert model.stats()["calls"] == before
+
+
+def test_keys_are_not_written_and_are_read_again(problem: Path, model: Scripted) -> None:
+    config = document(model)
+    config["llm"] = {"api_base": model.url, "models": [{"name": "scripted", "api_key": "hush"}]}
+    (problem / "config.yaml").write_text(json.dumps(config))
+    outcome = rookery.run_evolve(
+        "program.py", "evaluator.py", "config.yaml", max_iterations=2, output="out"
+    )
+    files = [path for path in outcome.path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hush" in path.read_bytes()]
+    with Run.view(outcome.path) as view:
+        assert view.config["config_file"] == str(problem / "config.yaml")
+        kept = EvolveConfig.model_validate(view.config["settings"])
+    [before] = kept.llm.ensemble
+    assert before.api_key is None
+    keeper = read_config(problem / "config.yaml", environment={}).config
+    [after] = with_keys(kept, keeper, environment={}).llm.ensemble
+    assert after.api_key is not None and after.api_key.get_secret_value() == "hush"
+    [other] = with_keys(kept, None, environment={"OPENAI_API_KEY": "mine"}).llm.ensemble
+    assert other.api_key is not None and other.api_key.get_secret_value() == "mine"
+
+
+async def test_models_that_are_named_twice_are_one_and_two_servers_are_refused() -> None:
+    url = "http://127.0.0.1:9/v1"
+    llm = {"api_base": url, "primary_model": "big", "secondary_model": "big"}
+    config = read_config({"llm": llm}, environment={}).config
+    async with open_models(config, Display(is_quiet=True)) as models:
+        assert list(models) == ["big"]
+    models_ = [{"name": "big"}, {"name": "big", "api_base": "http://127.0.0.1:8/v1"}]
+    config = read_config({"llm": {"api_base": url, "models": models_}}, environment={}).config
+    with pytest.raises(ConfigError, match="two servers"):
+        async with open_models(config, Display(is_quiet=True)):
+            pass
+
+
+async def test_what_each_api_takes_is_known(problem: Path) -> None:
+    google = "https://generativelanguage.googleapis.com/v1beta/openai/"
+    llm = {
+        "api_base": "http://127.0.0.1:9/v1",
+        "timeout": 7,
+        "models": [{"name": "gpt-5-mini", "reasoning_effort": "low"}, {"name": "plain"}],
+    }
+    config = read_config({"llm": llm}, environment={}).config
+    async with open_models(config, Display(is_quiet=True)) as models:
+        mini, plain = models["gpt-5-mini"], models["plain"]
+        assert isinstance(mini, ExternalTextModel) and isinstance(plain, ExternalTextModel)
+        assert mini.config.token_limit == "max_completion_tokens"
+        assert mini.config.reasoning_effort == "low" and mini.config.client.request_s == 7
+        assert plain.config.token_limit == "max_tokens" and plain.config.takes_seed
+    del llm["models"]
+    named = llm | {"api_base": google, "primary_model": "gemini"}
+    config = read_config({"llm": named}, environment={}).config
+    assert "google" in (config.llm.ensemble[0].api_base or "")
+
+
+async def test_a_server_that_wants_a_key_is_refused_with_what_to_do() -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no key"}}, status=401)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    llm = {"api_base": f"http://127.0.0.1:{port}/v1", "primary_model": "big"}
+    config = read_config({"llm": llm}, environment={}).config
+    try:
+        with pytest.raises(ConfigError, match=r"wants one.*Export OPENAI_API_KEY"):
+            async with open_models(config, Display(is_quiet=True)):
+                pass
+    finally:
+        await runner.cleanup()
+
+
+def test_a_run_killed_before_it_began_is_begun_again(problem: Path, model: Scripted) -> None:
+    folder = problem / "openevolve_output"
+    folder.mkdir()
+    for name in ("run.lock", "events.db"):
+        (folder / name).touch()
+    outcome = rookery.run_evolve("program.py", "evaluator.py", document(model), max_iterations=1)
+    assert outcome.report.num_iterations == 1
+    with pytest.raises(RunError, match="-i N does N more"):
+        rookery.run_evolve("program.py", "evaluator.py", document(model), max_iterations=1)
+
+
+def test_an_engine_brings_its_models() -> None:
+    own = {"engine": {"model": "smollm2"}, "adapters": {"poet": "poet"}}
+    config = read_config({"rookery": own}, environment={}).config
+    assert [model.name for model in config.llm.ensemble] == ["base", "poet"]
+    assert config.rookery.adapters["poet"] == str(Path("poet").absolute())
+    llm = {"models": [{"name": "poet", "weight": 3.0}, {"name": "big"}]}
+    config = read_config({"rookery": own, "llm": llm}, environment={}).config
+    assert [model.name for model in config.llm.ensemble] == ["poet", "big"]
+
+
+def test_the_line_of_an_iteration() -> None:
+    common = {"num_decided": 2, "num_iterations": 9, "model": "big", "best_score": 0.5}
+    good = Iteration(number=12, score=0.5, is_best=True, **common)  # type: ignore[arg-type]
+    assert describe(good) == "   12  0.5  best 0.5 *  big"
+    bad = Iteration(
+        number=3, failure="error", message="a\n\x1b[31mred", series="sequential",
+        **common,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert describe(bad) == "sequential     3  failed (error): a [31mred  best 0.5"

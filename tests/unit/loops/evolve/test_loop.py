@@ -1,0 +1,87 @@
+"""The evolve loop on a toy: it improves, writes its files, counts failures, obeys its limits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from loops.evolve.toy import (
+    decided_states,
+    evolve_toy,
+    read_best,
+    toy_config,
+)
+
+from rookery.loops.evolve.checkpoints import read_checkpoint
+
+
+async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
+    config = toy_config(max_iterations=60, evolution_trace={"enabled": True})
+    result = await evolve_toy(tmp_path, config)
+    report = result.report
+    assert report.first is not None and report.best is not None
+    assert report.first.score == pytest.approx(0.01)
+    assert (report.best.score or 0) > 0.05
+    assert report.num_iterations == 60
+    assert report.num_committed + report.num_failed == 60
+    assert report.winning_line[0].id == "first1"
+    assert report.winning_line[-1].id == report.best.id == result.best.id
+    assert "+x = " in report.winning_line[-1].diff
+    assert sum(report.staleness.values()) == 60
+    scores = [point.best for point in report.curve if point.best is not None]
+    assert (
+        len(scores) == len(report.curve)
+        and scores == sorted(scores)
+        and scores[-1] == report.best.score
+    )
+    folder = tmp_path / "toy"
+    assert read_best(tmp_path)["id"] == report.best.id
+    assert (folder / "best" / "best_program.py").read_text() == result.best.code
+    checkpoint = read_checkpoint(folder / "checkpoints" / "checkpoint_60")
+    assert checkpoint.best_id == report.best.id
+    assert len(checkpoint.programs) == report.num_programs
+    assert json.loads((folder / "report.json").read_text())["kind"] == "evolve"
+    lines = (folder / "evolution_trace.jsonl").read_text().splitlines()
+    assert len(lines) == report.num_committed
+    assert all(json.loads(line)["llm_response"] for line in lines)
+
+
+async def test_every_attempt_goes_through_its_states_once(tmp_path: Path) -> None:
+    await evolve_toy(tmp_path, toy_config())
+    states = decided_states(tmp_path)
+    assert sorted(states) == list(range(1, 21))
+    for recorded in states.values():
+        assert recorded[:2] == ["planned", "generated"]
+        assert recorded[-1] in {"committed", "failed"}
+        assert len(set(recorded)) == len(recorded)
+
+
+async def test_checkpoints_keep_prompts_and_large_artifacts(tmp_path: Path) -> None:
+    config = toy_config(
+        max_iterations=10, database={"num_islands": 1, "artifact_size_threshold": 5}
+    )
+    await evolve_toy(tmp_path, config)
+    folder = tmp_path / "toy" / "checkpoints" / "checkpoint_10"
+    checkpoint = read_checkpoint(folder)
+    children = [program for program in checkpoint.programs if program.parent_id]
+    assert children
+    for program in checkpoint.programs:
+        assert str(program.artifacts["note"]).startswith("x was")
+        assert (folder / "artifacts" / program.id / "note").is_file()
+        assert bool(program.prompts) == bool(program.parent_id)
+    small = toy_config(max_iterations=10, database={"num_islands": 1})
+    await evolve_toy(tmp_path / "small", small)
+    folder = tmp_path / "small" / "toy" / "checkpoints" / "checkpoint_10"
+    for program in read_checkpoint(folder).programs:
+        assert str(program.artifacts["note"]).startswith("x was")
+        if program.parent_id:
+            assert "x = " in program.prompts["full_rewrite_user"]["responses"][0]
+    assert not (folder / "artifacts").exists()
+
+
+async def test_iterations_are_in_the_log(tmp_path: Path) -> None:
+    await evolve_toy(tmp_path, toy_config(max_iterations=5))
+    lines = (tmp_path / "toy" / "logs" / "evolve.log").read_text().splitlines()
+    assert len([line for line in lines if "Iteration " in line]) == 5
+    quiet = toy_config(max_iterations=5, log_level="ERROR", log_dir=str(tmp_path / "elsewhere"))
+    await evolve_toy(tmp_path / "quiet", quiet)
+    assert (tmp_path / "elsewhere" / "evolve.log").read_text() == ""

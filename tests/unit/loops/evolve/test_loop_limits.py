@@ -1,0 +1,334 @@
+"""What an evolution obeys: budgets, targets, confirmation, back-pressure, baselines, judges."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from loops.evolve.toy import (
+    FIRST,
+    ToyExecutor,
+    decided_states,
+    evolve_toy,
+    number_in,
+    open_toy_run,
+    propose,
+    propose_new,
+    toy_config,
+    toy_model,
+)
+
+from rookery.errors import ConfigError
+from rookery.loops.evolve.checkpoints import read_checkpoint
+from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
+from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.loop import EvolveResult, evolve
+from rookery.loops.evolve.program import ProgramRecord
+from rookery.ports import TextModel
+from rookery.sandbox import Outcome
+from rookery.testing import FakeTextModel
+from rookery.types import Job, JobOutcome, TextReply, TextRequest, TokenUsage
+
+
+class CountingModel:
+    """Every reply costs 60 prompt and 40 completion tokens; or does not say what it costs."""
+
+    def __init__(self, *, is_reported: bool = True) -> None:
+        self._is_reported = is_reported
+        self.num_calls = 0
+
+    async def reply(self, request: TextRequest) -> TextReply:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        usage = TokenUsage(prompt_tokens=60, completion_tokens=40) if self._is_reported else None
+        return TextReply(text=propose(request), finish_reason="stop", model="toy", usage=usage)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {"max_tokens": 2000},
+        {
+            "max_usd": 2.0,
+            "usd_per_million_prompt_tokens": 1000.0,
+            "usd_per_million_answer_tokens": 1000.0,
+        },
+    ],
+)
+async def test_a_budget_ends_the_run_before_it_spends_more(
+    tmp_path: Path, budget: dict[str, float]
+) -> None:
+    model = CountingModel()
+    config = toy_config(max_iterations=1000, rookery={"budget": budget})
+    report = (await evolve_toy(tmp_path, config, model=model)).report
+    assert 14 <= model.num_calls <= 20
+    assert "allows no further iteration" in report.stop_reason
+    assert report.tokens.prompt == 60 * model.num_calls
+    assert report.usd is None or report.usd <= 2.0
+    assert sorted(decided_states(tmp_path)) == list(range(1, model.num_calls + 1))
+
+
+async def test_hours_end_the_run(tmp_path: Path) -> None:
+    config = toy_config(max_iterations=100_000, rookery={"budget": {"max_hours": 0.5 / 3600}})
+    report = (await evolve_toy(tmp_path, config)).report
+    assert 0 < report.num_iterations < 100_000
+    assert "hours" in report.stop_reason
+
+
+async def test_a_budget_of_tokens_needs_a_model_that_counts_them(tmp_path: Path) -> None:
+    config = toy_config(rookery={"budget": {"max_tokens": 10**9}, "in_flight": 1})
+    report = (await evolve_toy(tmp_path, config, model=CountingModel(is_reported=False))).report
+    assert "does not report its tokens" in report.stop_reason
+    assert report.num_iterations < 20
+    assert report.tokens.prompt is None
+
+
+def test_a_budget_of_money_needs_prices() -> None:
+    with pytest.raises(ValueError, match="max_usd needs prices"):
+        BudgetConfig(max_usd=1.0)
+
+
+async def test_a_target_ends_the_run(tmp_path: Path) -> None:
+    config = toy_config(max_iterations=1000, rookery={"target_score": 0.05})
+    report = (await evolve_toy(tmp_path, config)).report
+    assert "reached the target" in report.stop_reason
+    assert report.num_iterations < 1000
+    assert report.best is not None and (report.best.score or 0) >= 0.05
+    assert sorted(decided_states(tmp_path)) == list(range(1, report.num_iterations + 1))
+
+
+async def test_patience_ends_the_run(tmp_path: Path) -> None:
+    def outcome(code: str) -> Outcome:
+        return Outcome(metrics={"combined_score": 0.5}, artifacts={}, seconds=0.0, output_tail="")
+
+    config = toy_config(max_iterations=100, early_stopping_patience=5)
+    result = await evolve_toy(
+        tmp_path, config, model=toy_model(propose_new), executor=ToyExecutor(outcome)
+    )
+    assert "did not improve" in result.report.stop_reason
+    assert 5 <= result.report.num_iterations < 20
+
+
+class NoisyEvaluator:
+    """The second program of all has 0.9 the first time and 0.1 after that; others 0.3."""
+
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+
+    def __call__(self, code: str) -> Outcome:
+        self.times[code] += 1
+        score = 0.3
+        if code != FIRST.code and code == list(self.times)[1]:
+            score = 0.9 if self.times[code] == 1 else 0.1
+        metrics = {"combined_score": score}
+        return Outcome(metrics=metrics, artifacts={}, seconds=1.0, output_tail="")
+
+
+async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
+    evaluator = NoisyEvaluator()
+    config = toy_config(max_iterations=3, rookery={"confirm": 3, "in_flight": 1, "workers": 1})
+    result = await evolve_toy(
+        tmp_path, config, model=toy_model(propose_new), executor=ToyExecutor(evaluator)
+    )
+    noisy = list(evaluator.times)[1]
+    assert evaluator.times[noisy] == 4
+    assert [times for code, times in evaluator.times.items() if code != noisy] == [1, 1, 1]
+    assert result.report.num_demoted == 0
+    assert result.best.metrics["combined_score"] == pytest.approx(0.3)
+    config = toy_config(max_iterations=1, rookery={"confirm": 4, "in_flight": 1, "workers": 1})
+    result = await evolve_toy(
+        tmp_path / "four",
+        config,
+        model=toy_model(propose_new),
+        executor=ToyExecutor(NoisyEvaluator()),
+    )
+    assert result.report.num_demoted == 1
+    assert result.best.id == "first1"
+
+
+async def test_children_wait_in_a_bounded_number(tmp_path: Path) -> None:
+    """Evaluations are far slower than the model: proposals stop."""
+    model = toy_model(propose_new)
+    most_ahead = 0
+
+    class Slow(ToyExecutor):
+        num_done = 0
+
+        async def submit(self, job: Job) -> JobOutcome:
+            nonlocal most_ahead
+            ended = await super().submit(job)
+            self.num_done += 1
+            most_ahead = max(most_ahead, len(model.requests) - self.num_done)
+            return ended
+
+    executor = Slow(delay_s=lambda job: 0.02)
+    config = toy_config(max_iterations=60, rookery={"in_flight": 4, "workers": 2})
+    await evolve_toy(tmp_path, config, model=model, executor=executor)
+    assert executor.most_running == 2
+    assert most_ahead <= 2 + 2 * 2 + 4
+
+
+async def test_model_calls_in_flight_are_bounded(tmp_path: Path) -> None:
+    class Slow:
+        num_running = 0
+        most_running = 0
+
+        async def reply(self, request: TextRequest) -> TextReply:
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+            await asyncio.sleep(0.005)
+            self.num_running -= 1
+            return await toy_model().reply(request)
+
+    for mode in ("steady", "deterministic"):
+        model = Slow()
+        config = toy_config(max_iterations=30, rookery={"mode": mode, "lag": 20, "in_flight": 5})
+        await evolve_toy(tmp_path / mode, config, model=model)
+        assert model.most_running == 5
+
+
+async def evolve_with(
+    folder: Path,
+    config: EvolveConfig,
+    *,
+    programs: list[FirstProgram | ProgramRecord],
+    models: Mapping[str, TextModel],
+) -> EvolveResult:
+    with open_toy_run(folder, config) as run:
+        return await evolve(
+            config, programs=programs, models=models, executor=ToyExecutor(), run=run
+        )
+
+
+async def test_several_first_programs_each_have_an_island(tmp_path: Path) -> None:
+    second = FirstProgram(code="x = 40\n", language="python", suffix=".py")
+    config = toy_config(max_iterations=10)
+    result = await evolve_with(
+        tmp_path, config, programs=[FIRST, second], models={"toy": toy_model()}
+    )
+    assert result.report.first is not None and result.report.first.id == "first2"
+    cells = {cell.program: cell.island for cell in result.report.cells}
+    assert cells.get("first1", 0) == 0 and cells.get("first2", 1) == 1
+
+
+async def test_a_checkpoint_is_a_first_population(tmp_path: Path) -> None:
+    config = toy_config(max_iterations=20)
+    before = await evolve_toy(tmp_path / "old", config)
+    checkpoint = read_checkpoint(tmp_path / "old" / "toy" / "checkpoints" / "checkpoint_20")
+    failed = ProgramRecord(id="bad", code="x = 987654\n", metrics={"error": 0.0, "timeout": True})
+    result = await evolve_with(
+        tmp_path / "new",
+        config,
+        programs=[failed, *checkpoint.programs],
+        models={"toy": toy_model()},
+    )
+    assert result.report.first is not None and before.report.best is not None
+    assert result.report.first.score == before.report.best.score
+    new = read_checkpoint(tmp_path / "new" / "toy" / "checkpoints" / "checkpoint_20")
+    assert failed.code not in [program.code for program in new.programs if not program.parent_id]
+    assert result.report.num_iterations == 20
+
+
+async def test_objectives_give_a_front(tmp_path: Path) -> None:
+    config = toy_config(rookery={"pareto": ("combined_score", "x")})
+    report = (await evolve_toy(tmp_path, config)).report
+    assert report.objectives == ("combined_score", "x")
+    assert report.front
+    assert all({"combined_score", "x"} <= set(row.metrics) for row in report.front)
+
+
+async def test_all_models_of_the_ensemble_are_asked_by_their_weights(tmp_path: Path) -> None:
+    models = {name: FakeTextModel(propose, name=name) for name in ("a", "b", "c")}
+    llm = {
+        "models": [{"name": "a", "weight": 3.0}, {"name": "b"}, {"name": "c", "weight": 0.0}],
+        "temperature": 0.25,
+    }
+    config = toy_config(max_iterations=40, llm=llm)
+    report = (await evolve_with(tmp_path, config, programs=[FIRST], models=models)).report
+    num_plays = {arm.name: arm.num_plays for arm in report.models}
+    assert num_plays["a"] > num_plays["b"] > num_plays["c"] == 0
+    assert sum(num_plays.values()) == 40
+    assert {request.temperature for request in models["a"].requests} == {0.25}
+
+
+async def test_a_model_that_was_not_opened_is_refused(tmp_path: Path) -> None:
+    config = toy_config(llm={"models": [{"name": "big"}]})
+    with pytest.raises(ConfigError, match="'big'"):
+        await evolve_toy(tmp_path, config)
+
+
+async def test_baselines_spend_as_much(tmp_path: Path) -> None:
+    model = CountingModel()
+    config = toy_config(rookery={"baselines": ("best_of_n", "sequential")})
+    report = (await evolve_toy(tmp_path, config, model=model)).report
+    assert [row.name for row in report.baselines] == ["best_of_n", "sequential"]
+    for row in report.baselines:
+        assert row.num_iterations == 20
+        assert row.best is not None and row.best >= 0.01
+        assert row.tokens.prompt == report.tokens.prompt
+    assert model.num_calls == 60
+    again = CountingModel()
+    repeated = (await evolve_toy(tmp_path, config, model=again)).report
+    assert again.num_calls == 0
+    assert repeated.baselines == report.baselines
+    assert not report.stop_reason and not report.baselines[0].note
+
+
+async def test_best_of_n_asks_for_children_of_the_first_program_alone(tmp_path: Path) -> None:
+    model = toy_model()
+    config = toy_config(max_iterations=10, rookery={"baselines": ("best_of_n",)})
+    await evolve_toy(tmp_path, config, model=model)
+    for request in model.requests[10:]:
+        user = request.messages[-1].content
+        assert "x = 1\n" in user and user.count("x = ") == 1
+
+
+async def test_judges_change_the_score(tmp_path: Path) -> None:
+    judge = FakeTextModel(lambda request: json.dumps({"clarity": 1.0}), name="judge")
+    models = {"toy": toy_model(propose_new), "judge": judge}
+    config = toy_config(
+        max_iterations=3,
+        evaluator={"use_llm_feedback": True},
+        llm={"models": [{"name": "toy"}], "evaluator_models": [{"name": "judge"}]},
+    )
+    result = await evolve_with(tmp_path, config, programs=[FIRST], models=models)
+    assert len(judge.requests) == 4
+    assert result.report.first is not None
+    assert result.report.first.metrics["combined_score"] == pytest.approx(0.7 * 0.01 + 0.3)
+    assert result.report.first.metrics["llm_clarity"] == pytest.approx(0.1)
+
+
+async def test_a_judge_that_says_nothing_is_a_failure(tmp_path: Path) -> None:
+    answers = iter(['{"clarity": 1.0}'])
+    judge = FakeTextModel(lambda request: next(answers, "I cannot say."), name="judge")
+    models = {"toy": toy_model(propose_new), "judge": judge}
+    config = toy_config(
+        max_iterations=2,
+        evaluator={"use_llm_feedback": True},
+        llm={"models": [{"name": "toy"}], "evaluator_models": [{"name": "judge"}]},
+    )
+    report = (await evolve_with(tmp_path, config, programs=[FIRST], models=models)).report
+    assert [(failure.kind, failure.count) for failure in report.failures] == [("judge", 2)]
+
+
+async def test_artifacts_are_kept_up_to_their_limit(tmp_path: Path) -> None:
+    def outcome(code: str) -> Outcome:
+        return Outcome(
+            metrics={"combined_score": 0.001 * (number_in(code) % 1000)},
+            artifacts={"small": "fine", "large": "y" * 500},
+            seconds=0.0,
+            output_tail="",
+        )
+
+    config = toy_config(max_iterations=1, evaluator={"max_artifact_storage": 100})
+    result = await evolve_toy(tmp_path, config, executor=ToyExecutor(outcome))
+    assert result.best.artifacts["small"] == "fine"
+    assert "large (500 bytes)" in str(result.best.artifacts["left_out"])
+
+
+async def test_a_run_without_a_sandbox_says_so(tmp_path: Path) -> None:
+    config = toy_config(max_iterations=1, rookery={"sandbox": {"backend": "none"}})
+    report = (await evolve_toy(tmp_path, config)).report
+    assert any("without a sandbox" in warning for warning in report.warnings)

@@ -1,0 +1,125 @@
+"""The evolve loop on worker processes with real evaluators, without a sandbox."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loops.evolve.toy import FIRST, open_toy_run, propose_new, toy_config, toy_model
+
+from rookery.errors import ConfigError, ExecutorError
+from rookery.executors import open_local
+from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.evaluation_task import evaluation_spec, open_evaluation
+from rookery.loops.evolve.loop import EvolveResult, evolve
+from rookery.sandbox import decode_outcome
+from rookery.testing import FakeTextModel
+from rookery.types import TextRequest
+
+EVALUATOR = """
+import os
+import limits
+
+def evaluate(path):
+    text = open(path).read()
+    if "EXIT" in text:
+        os._exit(1)
+    if "NAN" in text:
+        return {"combined_score": float("nan")}
+    if "TEXT" in text:
+        return "good"
+    if "LOOP" in text:
+        while True:
+            pass
+    x = {}
+    exec(text, x)
+    return {"combined_score": min(1.0, x["x"] / limits.HIGHEST)}
+"""
+
+ANSWERS = {
+    1: "x = 7  # NAN",
+    2: "x = 2  # TEXT",
+    3: "x = 3  # LOOP",
+    4: "x = 4\nraise ValueError('no')",
+    5: "x = 50",
+    6: "x = ",
+    7: "x = 8  # EXIT",
+}
+
+
+def unsafe_config(**values: object) -> EvolveConfig:
+    return toy_config(
+        rookery={"sandbox": {"backend": "none"}, "in_flight": 2, "workers": 2},
+        evaluator={"timeout": 1.0},
+        **values,
+    )
+
+
+@pytest.fixture
+def evaluator(tmp_path: Path) -> Path:
+    """An evaluator with a module beside it, which travels along."""
+    folder = tmp_path / "task"
+    folder.mkdir()
+    (folder / "limits.py").write_text("HIGHEST = 100\n")
+    (folder / "evaluator.py").write_text(EVALUATOR)
+    return folder / "evaluator.py"
+
+
+async def evolve_local(
+    folder: Path, config: EvolveConfig, evaluator: Path, model: FakeTextModel
+) -> EvolveResult:
+    spec = await asyncio.to_thread(evaluation_spec, config, evaluator=evaluator, suffix=".py")
+    async with open_local(spec, num_workers=2) as executor:
+        with open_toy_run(folder, config) as run:
+            return await evolve(
+                config, programs=[FIRST], models={"toy": model}, executor=executor, run=run
+            )
+
+
+async def test_real_workers_score_programs_and_report_their_failures(
+    tmp_path: Path, evaluator: Path
+) -> None:
+    order = iter(range(1, 8))
+
+    def reply(_: TextRequest) -> str:
+        return f"```python\n{ANSWERS[next(order)]}\n```"
+
+    config = unsafe_config(max_iterations=7)
+    result = await evolve_local(tmp_path, config, evaluator, FakeTextModel(reply, name="toy"))
+    kinds = {failure.kind: failure.count for failure in result.report.failures}
+    assert kinds == {"not_finite": 1, "not_a_dict": 1, "timeout": 1, "error": 2, "crash": 1}
+    assert result.best.code.strip() == "x = 50"
+    assert result.best.metrics == {"combined_score": 0.5}
+    assert result.report.num_committed == 1
+    assert any("without a sandbox" in warning for warning in result.report.warnings)
+
+
+async def test_an_evaluator_that_cannot_be_imported_ends_before_any_model_call(
+    tmp_path: Path, evaluator: Path
+) -> None:
+    await asyncio.to_thread(evaluator.write_text, "import nothing_of_that_name\n")
+    model = toy_model(propose_new)
+    with pytest.raises(ExecutorError, match="nothing_of_that_name"):
+        await evolve_local(tmp_path, unsafe_config(), evaluator, model)
+    assert not model.requests
+
+
+async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
+    (tmp_path / "evaluator.py").write_text(
+        "import os\n"
+        "def evaluate(path):\n"
+        "    return {'combined_score': float(len(os.listdir(path)))}\n"
+    )
+    spec = evaluation_spec(unsafe_config(), evaluator=tmp_path / "evaluator.py", suffix=".py")
+    task = await open_evaluation(spec.settings, tmp_path)
+    try:
+        code = "--- file: a.py ---\nx = 1\n\n--- file: b.py ---\ny = 2\n"
+        outcome = decode_outcome(await task.run(code.encode()))
+    finally:
+        await task.close()
+    assert task.about == "sandbox unsafe"
+    assert outcome.metrics == {"combined_score": 2.0}
+
+
+def test_a_missing_evaluator_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no evaluator"):
+        evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", suffix=".py")
