@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,32 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(
         assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
     assert clockless(report) == clockless(expected)
     assert num_kills == 3
+
+
+@pytest.mark.parametrize("name", ["append_many_blocking", "write_folder"])
+async def test_a_cancelled_run_is_closed_when_its_threads_have_written(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The first answers, and the winner."""
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        written = write(*args)
+        ended.set()
+        return written
+
+    with _run(tmp_path, "a") as run:
+        write = getattr(run, name)
+        monkeypatch.setattr(run, name, write_late)
+        task = asyncio.ensure_future(genome(run))
+        assert await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set(), "nothing is written into a closed run"
 
 
 async def test_a_run_whose_children_come_out_otherwise_is_refused_before_it_asks(
