@@ -1,6 +1,5 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rookery.compose.running import (
     resumable,
     run_async,
 )
+from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, open_engine
@@ -142,8 +142,8 @@ async def _evaluate(
             with open_run() as run, resumable(run.path, display):
                 report = await _measure(run, config, inputs, engine, models, display)
                 document = report.model_dump(mode="json", exclude_none=True)
-                await asyncio.to_thread(run.write_json, "report.json", document)
-                await asyncio.to_thread(run.finish, "finished")
+                await run_in_thread(run.write_json, "report.json", document)
+                await run_in_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

@@ -24,6 +24,7 @@ from rookery.compose.evolve_inputs import (
 from rookery.compose.evolve_log import IterationLines, log_file
 from rookery.compose.proposers import open_models
 from rookery.compose.running import OpenRun, Outcome, resumable, run_async
+from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.loops.evolve.checkpoints import list_checkpoints
 from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_config
@@ -193,9 +194,9 @@ async def _evolve(
                 )
             report = _with_warnings(result.report, inputs.warnings)
             page = await asyncio.to_thread(render_evolve_page, report)
-            await asyncio.to_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-            await asyncio.to_thread(run.write_text, "report.html", page)
-            await asyncio.to_thread(run.finish, "finished")
+            await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
+            await run_in_thread(run.write_text, "report.html", page)
+            await run_in_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

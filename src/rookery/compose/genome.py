@@ -17,6 +17,7 @@ from rookery.compose.running import (
     resumable,
     run_async,
 )
+from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_engine
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
@@ -106,8 +107,8 @@ async def _evolve(
             with open_run() as run, resumable(run.path, display):
                 result = await _search(run, config, inputs, engine, founders, display)
                 page = await asyncio.to_thread(render_genome_page, result.report)
-                await asyncio.to_thread(run.write_text, "report.html", page)
-                await asyncio.to_thread(run.finish, "finished")
+                await run_in_thread(run.write_text, "report.html", page)
+                await run_in_thread(run.finish, "finished")
     return Outcome(result.report, run.path)
 
 

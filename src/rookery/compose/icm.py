@@ -19,6 +19,7 @@ from rookery.compose.running import (
     resumable,
     run_async,
 )
+from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
@@ -113,8 +114,8 @@ async def _label(
                     bench = replace(bench, tune=_tuner(run, config, engine, inputs.folder))
                 result = await _search(run, config, inputs, bench, display)
                 page = await asyncio.to_thread(render_icm_page, result.report)
-                await asyncio.to_thread(run.write_text, "report.html", page)
-                await asyncio.to_thread(run.finish, "finished")
+                await run_in_thread(run.write_text, "report.html", page)
+                await run_in_thread(run.finish, "finished")
     return Outcome(result.report, run.path)
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rookery.concurrency import together
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
 from rookery.rollout.asking import Asking
@@ -181,7 +181,7 @@ class TasksetEvaluator:
             news = dict(zip(missing, asked, strict=True))
             if self._log is not None and news:
                 # In a thread: the next block's requests need not wait for the disk.
-                await asyncio.to_thread(self._keep, self._log, questions, news)
+                await run_in_thread(self._keep, self._log, questions, news)
             for key, rollouts in (found | news).items():
                 answers[key].set_result(rollouts)
         finally:

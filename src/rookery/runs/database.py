@@ -119,9 +119,11 @@ def _prepare(connection: sqlite3.Connection, path: Path, form: FileFormat, *, cr
 
 
 @contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of the block, durable at its end, or nothing."""
-    connection.execute("BEGIN IMMEDIATE")
+def transaction(
+    connection: sqlite3.Connection, *, begin: str = "BEGIN IMMEDIATE"
+) -> Iterator[None]:
+    """All of the block, durable at its end, or nothing; "BEGIN" for one that only reads."""
+    connection.execute(begin)
     try:
         yield
         connection.execute("COMMIT")

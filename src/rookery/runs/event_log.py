@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
-from rookery.errors import RunError
+from rookery.errors import RunError, boundary
 from rookery.runs.database import connect, damage, open_writer, sqlite_boundary, transaction
 from rookery.runs.document import canonical, encode, is_utf8
 from rookery.runs.events import COLUMNS, EVENTS_FORMAT, Event, EventView, NewEvent, read_event
@@ -62,7 +62,7 @@ class EventLog(EventView):
         The same kind and key again gives the first event and stores nothing; with another payload
         it is a RunError, as one of the two would be lost, unless the event says `first_wins`.
         """
-        return self._group.submit(news)
+        return self._group.submit(list(news))
 
     def append(self, kind: str, payload: Mapping[str, object], *, key: str = "") -> Event:
         """Store one event and wait for the disk: not in an event loop."""
@@ -132,19 +132,26 @@ def _check_no_gaps(writer: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_new(new: NewEvent) -> str:
-    """The payload as text, or a RunError that names what is wrong with the event."""
-    if not KIND.fullmatch(new.kind):
+    """The payload as text, or a RunError that names what is wrong with the event.
+
+    Nothing else may be raised: it would end the thread that writes, and with it the run.
+    """
+    if not isinstance(new.kind, str) or not KIND.fullmatch(new.kind):
         raise RunError(
             f"Got the event kind {new.kind!r}: a kind is a noun such as 'evaluation' or "
             "'island/migration', in letters, digits, '_', '-' and '/'."
         )
-    if not is_utf8(new.key):
+    if not isinstance(new.key, str) or not is_utf8(new.key):
         raise RunError(f"Got the key {new.key!r} of a {new.kind!r}: a key is text that has UTF-8.")
-    text = encode(dict(new.payload), what=f"The payload of a {new.kind!r} event")
+    what = f"The payload of a {new.kind!r} event"
+    if not isinstance(new.payload, Mapping):
+        raise RunError(f"{what} is {type(new.payload).__name__}: a payload is a dict.")
+    with boundary(RunError, what):  # a dict that another thread changes, a mapping of the caller's
+        text = encode(dict(new.payload), what=what)
     if len(text) > PAYLOAD_CHARACTERS:
         raise RunError(
-            f"The payload of a {new.kind!r} event has {len(text):,} characters, the most is "
-            f"{PAYLOAD_CHARACTERS:,}: store it with blobs.put_bytes and write its digest."
+            f"{what} has {len(text):,} characters, the most is {PAYLOAD_CHARACTERS:,}: store it "
+            "with blobs.put_bytes and write its digest."
         )
     return text
 

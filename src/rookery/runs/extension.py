@@ -21,10 +21,10 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, prefix: str = "") -> Changes:
-    """The values that differ. A key that only `new` has is none: it came with a newer version."""
+    """The values that differ. A key that one of them lacks counts as None there."""
     changes: Changes = {}
-    for name, before in old.items():
-        key, after = f"{prefix}{name}", new.get(name)
+    for name in {**old, **new}:  # in their order
+        key, before, after = f"{prefix}{name}", old.get(name), new.get(name)
         if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
             before, after = _by_index(before), _by_index(after)
         if isinstance(before, Mapping) and isinstance(after, Mapping):

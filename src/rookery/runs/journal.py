@@ -13,7 +13,8 @@
 
 The event log never shrinks; the journal holds only what is newer than the last snapshot. Appends
 share their waits for the disk (see `group_commit`). A kill between the snapshot's event and the cut
-leaves entries that `entries(after=...)` passes over.
+leaves entries that `entries(after=...)` passes over. A cut goes in slices, and appends are stored
+between them.
 """
 
 import asyncio
@@ -49,6 +50,14 @@ ENTRY_BYTES = 500_000_000
 PAGE_BYTES = 1 << 24
 """Entries are read in pages of about this size, so that replaying needs little memory."""
 
+SLICE_BYTES = 1 << 21
+"""A cut drops entries in slices of about this size (or of one larger entry), and gives the space
+back in others: about 20 ms each, for which appends wait."""
+SLICE_ENTRIES = 1000
+SLICE_PAGES = SLICE_BYTES // 4096
+LOG_BYTES = 1 << 20
+"""What SQLite keeps of the write-ahead log after it was copied into the file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -59,8 +68,18 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Drop:
+    """A slice of the entries up to a number; its result are the numbers that were dropped."""
+
     through: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrink:
+    """A slice of the free space; its result is empty when there was none."""
+
+
+_Item = Sequence[bytes] | _Drop | _Shrink
 
 
 class Journal:
@@ -71,17 +90,16 @@ class Journal:
         self._reader = reader
         self._reading = threading.Lock()
         self._writer = writer
-        self._group: GroupCommit[Sequence[bytes] | _Cut, list[int]] = GroupCommit(
-            self._commit, name=str(path)
-        )
+        self._group: GroupCommit[_Item, list[int]] = GroupCommit(self._commit, name=str(path))
 
     @classmethod
-    def open(cls, path: Path) -> "Journal":
+    def open(cls, path: Path, *, create: bool = True) -> "Journal":
         """Open or make the file; what a crash left half-written is dropped. Waits for the disk."""
         with sqlite_boundary(path):
-            writer = open_writer(path, JOURNAL_FORMAT, create=True)
+            writer = open_writer(path, JOURNAL_FORMAT, create=create)
             try:
                 _check_no_gaps(writer, path)
+                writer.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
                 return cls(path, connect(path, mode="ro"), writer)
             except BaseException:  # Ctrl-C too: nobody else could close it
                 writer.close()
@@ -94,6 +112,8 @@ class Journal:
     async def append_many(self, data: Sequence[bytes]) -> list[int]:
         """Store all of them, or none."""
         for one in data:
+            if not isinstance(one, bytes):
+                raise RunError(f"Got an entry that is {type(one).__name__}: an entry is bytes.")
             if len(one) > ENTRY_BYTES:
                 raise RunError(
                     f"An entry of {len(one):,} bytes is too large for a journal, the most is "
@@ -102,25 +122,41 @@ class Journal:
         return await asyncio.wrap_future(self._group.submit(list(data)))
 
     async def cut(self, *, through: int) -> None:
-        """Drop the entries up to this number, which a durable snapshot contains."""
-        await asyncio.wrap_future(self._group.submit(_Cut(through)))
+        """Drop the entries up to this number, which a durable snapshot contains.
+
+        Appends go on meanwhile. What a cancelled or killed cut leaves, the next one drops.
+        """
+        while await asyncio.wrap_future(self._group.submit(_Drop(through))):
+            pass
+        while await asyncio.wrap_future(self._group.submit(_Shrink())):
+            pass
 
     def entries(self, *, after: int) -> Iterator[Entry]:
-        """The entries behind number `after`, in order. A RunError when some of them were cut."""
-        first, last = self._span()
-        if after + 1 < first and after < last:
-            raise RunError(
-                f"{self._path} was cut through entry {first - 1}, and the entries behind {after} "
-                "are asked for: load a newer snapshot."
-            )
-        while page := self._page(after):
+        """The entries behind number `after`, in order. A RunError when some of them were cut, also
+        while they are read, and when the journal ends before `after`."""
+        while True:
+            page, last = self._page(after)
+            if after > last:
+                raise RunError(
+                    f"{self._path} ends at entry {last}, and the entries behind {after} are asked "
+                    "for: it is older than the snapshot. Restore the run directory from a copy."
+                )
+            if after == last:
+                return
+            if not page or page[0].seq != after + 1:
+                cut = page[0].seq - 1 if page else last
+                raise RunError(
+                    f"{self._path} was cut through entry {cut}, and the entries behind {after} "
+                    "are asked for: load a newer snapshot."
+                )
             yield from page
             after = page[-1].seq
 
     @property
     def last_seq(self) -> int:
         """The number of the newest entry, be it cut or not; 0 before the first."""
-        return self._span()[1]
+        with self._reading, sqlite_boundary(self._path):
+            return _last_seq(self._reader)
 
     def close(self) -> None:
         """Store what still waits. Idempotent."""
@@ -129,45 +165,68 @@ class Journal:
             self._reader.close()
             self._writer.close()
 
-    def _span(self) -> tuple[int, int]:
-        """The numbers of the first entry there is, or would be, and of the last ever given."""
-        query = """SELECT (SELECT min(seq) FROM entries),
-            coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'entries'), 0)"""
-        with self._reading, sqlite_boundary(self._path):
-            first, last = self._reader.execute(query).fetchone()
-        return (last + 1 if first is None else first), last
-
-    def _page(self, after: int) -> list[Entry]:
+    def _page(self, after: int) -> tuple[list[Entry], int]:
+        """The next entries, and the number of the last ever given when they were read."""
         query = "SELECT seq, data FROM entries WHERE seq > ? ORDER BY seq"
         page: list[Entry] = []
         num_bytes = 0
-        with self._reading, sqlite_boundary(self._path):
+        # One transaction: both are of the same moment. Short, as it keeps the log from shrinking.
+        with self._reading, sqlite_boundary(self._path), transaction(self._reader, begin="BEGIN"):
+            last = _last_seq(self._reader)
             cursor = self._reader.execute(query, (after,))
             for seq, data in cursor:
                 page.append(Entry(seq=seq, data=data))
                 num_bytes += len(data)
                 if num_bytes >= PAGE_BYTES:
                     break
-            cursor.close()  # an open read would keep the write-ahead log from shrinking
-        return page
+            cursor.close()
+        return page, last
 
-    def _commit(self, items: Sequence[Sequence[bytes] | _Cut]) -> list[list[int] | RunError]:
+    def _commit(self, items: Sequence[_Item]) -> list[list[int] | RunError]:
         with sqlite_boundary(self._path):
             with transaction(self._writer):
-                outcomes: list[list[int] | RunError] = [self._apply(item) for item in items]
-            if any(isinstance(item, _Cut) for item in items):
-                # As a script: `execute` ends after the first page that is given back.
-                self._writer.executescript("PRAGMA incremental_vacuum")
-                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                outcomes = [self._apply(item) for item in items]
+            if any(isinstance(item, _Shrink) for item in items):
+                # As a script: `execute` ends after the first page that is given back. Passive: a
+                # reader in another process is not waited for.
+                self._writer.executescript(
+                    f"PRAGMA incremental_vacuum({SLICE_PAGES}); PRAGMA wal_checkpoint(PASSIVE)"
+                )
         return outcomes
 
-    def _apply(self, item: Sequence[bytes] | _Cut) -> list[int]:
+    def _apply(self, item: _Item) -> list[int] | RunError:
         run = self._writer.execute
-        if isinstance(item, _Cut):
-            run("DELETE FROM entries WHERE seq <= ?", (item.through,))
-            return []
+        if isinstance(item, _Drop):
+            last = _last_seq(self._writer)
+            if item.through > last:
+                return RunError(
+                    f"Got a cut of {self._path} through entry {item.through}: the last is {last}."
+                )
+            return self._drop(item.through)
+        if isinstance(item, _Shrink):
+            num_free: int = run("PRAGMA freelist_count").fetchone()[0]
+            return [num_free] if num_free else []
         insert = "INSERT INTO entries (data) VALUES (?)"
         return [run(insert, (data,)).lastrowid or 0 for data in item]
+
+    def _drop(self, through: int) -> list[int]:
+        query = "SELECT seq, length(data) FROM entries WHERE seq <= ? ORDER BY seq LIMIT ?"
+        dropped: list[int] = []
+        num_bytes = 0
+        for seq, size_bytes in self._writer.execute(query, (through, SLICE_ENTRIES)).fetchall():
+            num_bytes += size_bytes
+            if dropped and num_bytes > SLICE_BYTES:
+                break
+            dropped.append(seq)
+        if dropped:
+            self._writer.execute("DELETE FROM entries WHERE seq <= ?", (dropped[-1],))
+        return dropped
+
+
+def _last_seq(connection: sqlite3.Connection) -> int:
+    query = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'entries'), 0)"
+    last: int = connection.execute(query).fetchone()[0]
+    return last
 
 
 def _check_no_gaps(writer: sqlite3.Connection, path: Path) -> None:

@@ -55,7 +55,7 @@ from rookery.runs.run_view import CREATED, FINISHED, OPENED, Outcome, RunView
 
 __all__ = ["Run"]
 
-EXTENDED = "run/extended"
+EXTENDED, JOURNAL_MADE = "run/extended", "run/journal"
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +158,29 @@ class Run(RunView):
     def submit(self, news: Sequence[NewEvent]) -> "Future[list[Event]]":
         """Have events stored, all or none, without waiting; the future ends when they are durable.
         Whoever submits looks at the future sooner or later: it may end with a RunError."""
-        for new in news:
+        for new in (news := list(news)):
             if new.kind.startswith("run/"):
                 raise RunError(f"Got the kind {new.kind!r}: kinds in run/ are written by the run.")
         self._lock.check()
         return self._log.submit(news)
 
     def open_journal(self) -> Journal:
-        """The run's journal, closed with the run. Waits for the disk the first time."""
+        """The run's journal, closed with the run. Waits for the disk the first time.
+
+        A lost one is refused: a new one would count from 1 again, and a snapshot that names a
+        higher number would pass over its entries.
+        """
         self._lock.check()
         if self._journal is None:
-            self._journal = Journal.open(self.path / JOURNAL)
+            path = self.path / JOURNAL
+            is_known = self.get(JOURNAL_MADE, JOURNAL_MADE) is not None
+            if is_known and not path.exists():
+                raise RunError(
+                    f"{path} is lost, and with it what was accepted since the last snapshot: "
+                    "restore the run directory from a copy, or start a new run."
+                )
+            self._journal = Journal.open(path, create=not is_known)
+            self._log.append(JOURNAL_MADE, {}, key=JOURNAL_MADE)
         return self._journal
 
     def extend(self, config: Mapping[str, Any], *, may_change: Collection[str]) -> Changes:

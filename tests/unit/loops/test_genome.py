@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fleet.stub import Stub, serve
 from loops.evolution import Genome, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
-from rookery.errors import AdapterError, ConfigError, TaskError
+from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
 from rookery.loops.genome.stages.ga import GaStage, run_ga
@@ -30,7 +33,9 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
+from rookery.types import Adapter
 from rookery.weights import read_adapter
+from rookery.weights.merge import merge
 from rookery.weights.perturb import spread
 
 
@@ -156,6 +161,58 @@ async def test_a_run_killed_anywhere_resumes_to_the_same_report(
         assert sum(1 for _ in run.events("rollout")) == total, "nothing was asked twice"
     assert clockless(report) == clockless(expected)
     assert num_kills == 3
+
+
+@pytest.mark.parametrize("name", ["append_many_blocking", "write_folder"])
+async def test_a_cancelled_run_is_closed_when_its_threads_have_written(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The first answers, and the winner."""
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(30)
+        written = write(*args)
+        ended.set()
+        return written
+
+    with _run(tmp_path, "a") as run:
+        write = getattr(run, name)
+        monkeypatch.setattr(run, name, write_late)
+        task = asyncio.ensure_future(genome(run))
+        assert await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set(), "nothing is written into a closed run"
+
+
+async def test_a_run_whose_children_come_out_otherwise_is_refused_before_it_asks(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _run(tmp_path, "a") as run:
+        await genome(run)
+        num_rollouts = run.counts()["rollout"]
+
+    def merge_elsewhere(*args: Any, **options: Any) -> Adapter:
+        """As a float kernel that rounds otherwise."""
+        made = merge(*args, **options)
+        factors = {
+            name: replace(lora, b=torch.nextafter(lora.b, torch.full_like(lora.b, 9)))
+            for name, lora in made.factors.items()
+        }
+        return replace(made, factors=factors)
+
+    monkeypatch.setattr("rookery.loops.genome.adapter_builder.merge", merge_elsewhere)
+    with (
+        Run.open(run.path) as run,
+        pytest.raises(RunError, match=r"version of candidate g\d+-.* depend on the CPU"),
+    ):
+        await genome(run)
+    with Run.view(run.path) as view:
+        assert view.counts()["rollout"] == num_rollouts, "nothing was asked"
 
 
 @pytest.mark.parametrize(

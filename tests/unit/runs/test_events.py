@@ -2,16 +2,17 @@
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.errors import RunError
-from rookery.runs import EventLog, EventView, NewEvent
+from rookery.runs import EventLog, EventView, NewEvent, Run
 
 payloads = st.dictionaries(
     st.text(max_size=3),
@@ -124,6 +125,50 @@ def test_bad_kinds_are_refused(log: EventLog, kind: str) -> None:
 def test_bad_keys_are_refused(log: EventLog) -> None:
     with pytest.raises(RunError, match="UTF-8"):
         log.append("label", {}, key="\ud800")
+
+
+class Broken(Mapping[str, object]):
+    """A mapping whose values cannot be read."""
+
+    def __getitem__(self, key: str) -> object:
+        raise RuntimeError(f"no value of {key}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"payload": None}, "is NoneType: a payload is a dict"),
+        ({"payload": [1, 2]}, "is list: a payload is a dict"),
+        ({"payload": Broken()}, "The payload of a 'label' event: no value of a"),
+        ({"key": 3}, "Got the key 3"),
+        ({"kind": 3}, "Got the event kind 3"),
+    ],
+)
+@pytest.mark.parametrize("num_beside", [0, 1])
+def test_a_malformed_event_is_refused_alone(
+    log: EventLog, change: dict[str, Any], words: str, num_beside: int
+) -> None:
+    bad = NewEvent(**{"kind": "label", "payload": {}, **change})
+    before = log.submit([NewEvent(kind="x", payload={})])
+    refused = log.submit([NewEvent(kind="y", payload={})] * num_beside + [bad])
+    after = log.submit([NewEvent(kind="x", payload={})])
+    with pytest.raises(RunError, match=words):
+        refused.result()
+    assert [event.seq for event in before.result() + after.result()] == [1, 2]
+    assert log.append("x", {}).seq == 3 and log.counts() == {"x": 3}
+
+
+def test_events_may_come_from_a_generator(log: EventLog, tmp_path: Path) -> None:
+    assert len(log.append_many(NewEvent(kind="x", payload={}) for _ in range(3))) == 3  # type: ignore[arg-type]
+    with Run.create(tmp_path, kind="x", config={}, name="r") as run:
+        run.append_many_blocking(NewEvent(kind="x", payload={}) for _ in range(3))  # type: ignore[arg-type]
+        assert run.counts()["x"] == 3
 
 
 def test_reading_pages_filters_and_continues(log: EventLog) -> None:

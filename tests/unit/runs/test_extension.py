@@ -40,6 +40,8 @@ def test_a_finished_run_is_extended_and_keeps_what_it_has(tmp_path: Path) -> Non
         ({"steps": 200, "engine": {"a": 2}}, r"engine\.a is 1 there, 2 here"),
         ({"stages": []}, r"stages is \[\{.*there, \[\] here"),
         ({"seed": True}, r"seed is 1 there, true here"),
+        ({"floors": {"math": 0.9}}, r"floors is null there, .*0\.9.* here"),
+        ({"engine": {"a": 1, "b": 2}}, r"engine\.b is null there, 2 here"),
     ],
 )
 def test_another_config_is_refused_and_nothing_changes(
@@ -56,7 +58,9 @@ def test_a_loop_that_names_nothing_cannot_be_extended(tmp_path: Path) -> None:
         run.extend({**CONFIG, "steps": 200}, may_change=())
 
 
-def test_a_new_key_is_not_a_change_and_a_lost_one_is() -> None:
-    assert find_changes({"a": 1}, {"a": 1, "b": 2}) == {}
+def test_a_new_key_and_a_lost_one_are_changes() -> None:
+    assert find_changes({"a": 1}, {"a": 1, "b": 2}) == {"b": (None, 2)}
+    assert find_changes({"a": {}}, {"a": {"b": 2}}) == {"a.b": (None, 2)}
+    assert find_changes({"a": 1}, {"a": 1, "b": None}) == {}
     assert find_changes({"a": 1, "b": 2}, {"a": 1}) == {"b": (2, None)}
     assert find_changes({"a": [1, [2, 3]]}, {"a": [1, [2, 4]]}) == {"a.1.1": (3, 4)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -57,12 +58,78 @@ async def test_the_file_shrinks_behind_a_snapshot(tmp_path: Path) -> None:
     empty = size_bytes()
     sizes = []
     for _ in range(3):
-        last = (await journal.append_many([os.urandom(10_000)] * 100))[-1]
-        assert size_bytes() > 1_000_000
+        last = (await journal.append_many([os.urandom(100_000)] * 100))[-1]
+        assert size_bytes() > 10_000_000
         await journal.cut(through=last)
+        await journal.append(b"")  # ends what SQLite keeps of the write-ahead log
         sizes.append(size_bytes())
-    assert max(sizes) < empty + 100_000
+    assert max(sizes) < empty + 1_200_000
     journal.close()
+
+
+async def test_appends_are_stored_while_a_journal_is_cut(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    last = (await journal.append_many([b"x" * 1_000_000] * 40))[-1]
+    cut = asyncio.create_task(journal.cut(through=last))
+    num_beside = 0
+    while not cut.done():
+        await journal.append(b"y")
+        num_beside += 1
+    assert num_beside > 10, "40 MB are 20 slices"
+    assert [e.seq for e in journal.entries(after=last)] == [last + 1 + i for i in range(num_beside)]
+    journal.close()
+
+
+async def test_a_cut_waits_for_no_reader(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    last = (await journal.append_many([b"x" * 1000] * 50))[-1]
+    reader = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM entries").fetchone() == (50,)
+    async with asyncio.timeout(5):  # SQLite would wait 10 s
+        await journal.cut(through=last)
+    reader.close()
+    journal.close()
+
+
+async def test_a_cut_while_entries_are_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.runs.journal.PAGE_BYTES", 1)  # one entry is a page
+    journal = Journal.open(tmp_path / "journal.db")
+    await journal.append_many([b"x"] * 9)
+    for start, through in ((0, 5), (5, 9)):
+        entries = journal.entries(after=start)
+        assert next(entries).seq == start + 1
+        await journal.cut(through=through)
+        words = f"was cut through entry {through}, and the entries behind {start + 1} are"
+        with pytest.raises(RunError, match=words):
+            next(entries)
+    journal.close()
+
+
+async def test_numbers_beyond_the_last_entry_are_refused(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    await journal.append_many([b"x"] * 3)
+    with pytest.raises(RunError, match="ends at entry 3, and the entries behind 4"):
+        next(journal.entries(after=4))
+    with pytest.raises(RunError, match="through entry 4: the last is 3"):
+        await journal.cut(through=4)
+    with pytest.raises(RunError, match="an entry is bytes"):
+        await journal.append(["x"])  # type: ignore[arg-type]
+    assert await journal.append(b"y") == 4
+    journal.close()
+
+
+async def test_a_lost_journal_is_refused(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="tink", name="poet", config={}) as run:
+        await run.open_journal().append(b"x")
+    with Run.open(run.path) as run:
+        assert run.open_journal().last_seq == 1
+    (run.path / "journal.db").unlink()
+    with Run.open(run.path) as run, pytest.raises(RunError, match=r"journal\.db is lost"):
+        run.open_journal()
+    assert not (run.path / "journal.db").exists()
 
 
 KILLED = """

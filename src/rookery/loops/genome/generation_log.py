@@ -1,11 +1,12 @@
 """What a run remembers of its search, and tells whoever watches: one record per generation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
+from rookery.loops.genome.repetition import check_repeated
 from rookery.loops.genome.search_evaluator import Measured
 from rookery.reports import GenerationRecord
 from rookery.rollout import TasksetEvaluator
@@ -121,24 +122,29 @@ class GenerationLog:
 
     async def record_emitters(self, states: Mapping[str, Mapping[str, Json]]) -> None:
         """Where emitters stand after the last generation. Keyed as generations are: a resumed run
-        whose emitters learnt something else would be refused."""
+        whose emitters learnt something else is refused."""
         number = len(self.generations) - 1
-        await self._run.append_many(
+        await self._append(
             [
                 NewEvent(kind="emitter", key=f"{number}/{name}", payload=dict(state))
                 for name, state in states.items()
             ]
         )
 
+    async def _append(self, news: Sequence[NewEvent]) -> None:
+        for new in news:
+            check_repeated(self._run, new.kind, new.key, new.payload)
+        await self._run.append_many(news)
+
     async def _write(self, generation: GenerationRecord, measured: Mapping[str, Measured]) -> None:
-        """Events are keyed: a resumed run that came out otherwise would be refused."""
+        """Events are keyed: a resumed run that comes out otherwise is refused."""
         news = [
             NewEvent(kind="candidate", key=name, payload=self._describe(name, result))
             for name, result in measured.items()
         ]
         key = str(generation.generation)
         last = NewEvent(kind="generation", key=key, payload=generation.model_dump(mode="json"))
-        await self._run.append_many([*news, last])
+        await self._append([*news, last])
         values = {"genome/best": generation.best, "genome/mean": generation.mean}
         values["genome/num_tokens"] = float(generation.num_tokens)
         self._run.log_metrics(

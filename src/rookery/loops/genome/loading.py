@@ -23,6 +23,7 @@ from rookery.errors import (
     RookeryError,
     boundary,
 )
+from rookery.loops.genome.repetition import check_repeated
 from rookery.ports import Adapters
 from rookery.runs import Run
 from rookery.types import Adapter, ModelRef
@@ -71,6 +72,8 @@ class CandidateLoader:
                 async with self._making:
                     adapter = await asyncio.to_thread(_make, name, make)
                 version = adapter.version
+                if phase == "search":  # before anything is asked of it
+                    check_repeated(self._run, "candidate", name, {"version": version})
                 return await self._adapters.load(adapter)
             except (EngineDownError, FleetDownError):
                 raise

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rookery.concurrency import run_in_thread
 from rookery.errors import TaskError
 from rookery.loops.genome.checks import check_inputs, check_tasks
 from rookery.loops.genome.config import GenomeConfig
@@ -75,7 +76,7 @@ async def evolve(
     with parts.log.phase("report"):
         rows = await parts.final.report(entries, parts.split("report"), seed=config.seed)
     ending = Ending(searched=searched, population=tuple(population), choice=choice, rows=rows)
-    report = await asyncio.to_thread(write_report, parts, ending)
+    report = await run_in_thread(write_report, parts, ending)
     return GenomeResult(winner=parts.builder.adapter(choice.ranked[0]), report=report)
 
 

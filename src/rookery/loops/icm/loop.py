@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
@@ -109,9 +110,9 @@ async def label(
     found = await make_report(batches, config=config, model=bench.model, gold=truth, store=store)
     records = label_records(batches)
     names = config.data.labels
-    await asyncio.to_thread(write_exports, run, records, labels=names, config=config.exports)
+    await run_in_thread(write_exports, run, records, labels=names, config=config.exports)
     report = found.model_copy(update={"run": run.name, "seconds": run.worked_s})
-    await asyncio.to_thread(_write_report, run, report)
+    await run_in_thread(_write_report, run, report)
     labels = {r.item.id: None if r.label is None else names[r.label] for r in records}
     return IcmResult(labels=labels, report=report)
 
