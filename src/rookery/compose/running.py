@@ -4,14 +4,13 @@ import asyncio
 import logging
 import os
 import shlex
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from rookery.compose.stopping import run_stoppable
+from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -140,37 +139,7 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
         asyncio.get_running_loop()
     except RuntimeError:
         return run_stoppable(work)
-    return _run_in_thread(work)
-
-
-def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-    outcome: list[Result | BaseException] = []
-
-    def live() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            try:
-                outcome.append(runner.run(_await(task)))
-            except BaseException as error:  # noqa: BLE001 - belongs to the caller
-                outcome.append(error)
-
-    thread = threading.Thread(target=live, name="rookery-run")
-    thread.start()
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    [result] = outcome
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-async def _await(task: "asyncio.Task[Result]") -> Result:
-    return await task
+    return run_stoppable_in_thread(work)
 
 
 def quiet_libraries() -> None:
