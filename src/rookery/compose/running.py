@@ -20,6 +20,7 @@ __all__ = [
     "Given",
     "OpenRun",
     "Outcome",
+    "merge",
     "new_run",
     "quiet_libraries",
     "read_config",
@@ -58,7 +59,8 @@ def read_config(
     """A config from a file, a document or a config, with keyword values laid over it.
 
     Paths in a file are relative to it, all others to the current folder. A mapping given for a
-    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`.
+    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
+    of another `type` replaces the section: the keys of a type are its own.
     """
     assert issubclass(model, Config)
     if isinstance(given, str | Path):
@@ -66,24 +68,31 @@ def read_config(
         config = parse_config(model, read_document(path), origin=str(path))
         config = config.from_folder(path.parent)
     elif isinstance(given, Mapping):
-        document = _merge(given, values)
+        document = merge(given, values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
-        config = given
+        config = given.from_folder(Path.cwd())
     if not values:
         return config
-    document = _merge(config.model_dump(mode="json"), values)
+    document = merge(config.model_dump(mode="json"), values)
     return parse_config(model, document, origin="the config").from_folder(Path.cwd())
 
 
-def _merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with values laid over it, section by section."""
     merged = dict(document)
     for key, value in values.items():
         own = merged.get(key)
-        if isinstance(own, Mapping) and isinstance(value, Mapping):
-            value = _merge(own, value)
+        if isinstance(own, Mapping) and isinstance(value, Mapping) and not _is_other(own, value):
+            value = merge(own, value)
         merged[key] = value
     return merged
+
+
+def _is_other(own: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a section is to be of another type. One that names none is an embedded engine: all
+    other sections with types must name theirs."""
+    return "type" in value and value["type"] != own.get("type", "embedded")
 
 
 def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
