@@ -9,7 +9,7 @@ An external API is no engine, as it takes no adapters: `open_sampler` opens any 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -26,7 +26,9 @@ __all__ = [
     "AnySamplerConfig",
     "EngineChoice",
     "SamplerChoice",
+    "engine_from_folder",
     "find_model",
+    "local_model",
     "model_folder",
     "open_engine",
     "open_sampler",
@@ -37,6 +39,7 @@ OnLaunch = Callable[[LaunchProgress], None]
 """Told how far each server is that is being started."""
 AnyEngineConfig = EngineConfig | FleetConfig
 AnySamplerConfig = EngineConfig | FleetConfig | ExternalConfig
+SamplerConfig = TypeVar("SamplerConfig", bound=AnySamplerConfig)
 
 
 def _is_embedded_unless_told(value: Any) -> Any:
@@ -104,6 +107,32 @@ def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
         )
         raise ConfigError(f"{keeper}: write tokenizer, the model's folder or Hugging Face id.")
     return resolve_model(model)
+
+
+def local_model(name: str, folder: Path) -> str:
+    """A model folder as an absolute path, found from `folder` or else from the current one.
+
+    Other names, such as Hugging Face ids, stay as they are.
+    """
+    if not name or name.lower() == "smollm2":
+        return name
+    for start in (folder, Path.cwd()):
+        path = start / Path(name).expanduser()
+        if path.is_dir():
+            return str(path.parent.resolve() / path.name)  # a link keeps its name
+    return name
+
+
+def engine_from_folder(config: SamplerConfig, folder: Path) -> SamplerConfig:
+    """The config with the folder of its model taken from the folder of the config's file."""
+    if isinstance(config, EngineConfig):
+        return config.model_copy(update={"model": local_model(config.model, folder)})
+    if isinstance(config, FleetConfig) and config.launch is not None:
+        model = local_model(config.launch.model, folder)
+        return config.model_copy(
+            update={"launch": config.launch.model_copy(update={"model": model})}
+        )
+    return config
 
 
 def resolve_smollm2(model: str) -> str:

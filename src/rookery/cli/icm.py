@@ -20,6 +20,6 @@ icm = make_loop_app(
         "rookery icm run configs/icm_reviews.yaml",
         "rookery icm run mine.yaml --data.path claims.jsonl --num-chains 4",
     ),
-    paths=("data.path", "data.gold.path"),
+    paths=("data.path", "data.gold.path", "iterate.sft.init_from"),
     load=_load,
 )

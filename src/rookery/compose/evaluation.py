@@ -19,7 +19,7 @@ from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, open_engine
-from rookery.errors import TaskError
+from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.ports import Engine
 from rookery.reports import Estimate, EvaluationReport, ModelRow
@@ -53,7 +53,7 @@ class EvaluationConfig(Config):
 
 
 def evaluate(
-    model: str,
+    model: str | Path,
     taskset: str | Path,
     *,
     adapters: Sequence[str | Path] = (),
@@ -67,6 +67,9 @@ def evaluate(
     `evaluate("smollm2", "tasks.jsonl", adapters=["out/poet"])`; `values` are split, limit, device,
     dtype and fleet (its config).
     """
+    if isinstance(adapters, str | Path):
+        raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
+    model = str(model)
     given = {
         "model": model if model.lower() == "smollm2" else _anchored(model),
         "taskset": _anchored(str(taskset)),

@@ -42,9 +42,10 @@ from rookery.runs import Run
 from rookery.slots import load_model
 from rookery.tasks.template import load_template
 from rookery.train.sft import sft
-from rookery.types import Datum, ModelRef
+from rookery.types import Adapter, Datum, ModelRef
 from rookery.ui.display import Display
 from rookery.ui.icm import render_icm_page
+from rookery.weights import read_adapter
 
 __all__ = ["finish_icm", "run_icm"]
 
@@ -83,13 +84,17 @@ class _Inputs:
     folder: Path
     """Of the model: its tokenizer."""
     encoder: Encoder
+    init: Adapter | None
+    """What training starts from; None: a new adapter."""
 
 
 def _read_inputs(config: IcmConfig) -> _Inputs:
     items = read_items(config.data)
     read_gold(config.data, items)
     folder = model_folder(config.engine, tokenizer=config.tokenizer)
-    return _Inputs(items, folder, load_encoder(folder))
+    start = None if config.iterate is None else config.iterate.sft.init_from
+    init = None if start is None else read_adapter(start)
+    return _Inputs(items, folder, load_encoder(folder), init)
 
 
 async def _label(
@@ -108,10 +113,13 @@ async def _label(
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
             )
             check_batches(config, inputs.items, bench=bench)
+            if inputs.init is not None:
+                engine = cast(Engine, sampler)  # the config refuses to iterate on an API
+                await engine.unload(await engine.load(inputs.init))  # refuses one of another model
             with open_run() as run, resumable(run.path, display):
                 if config.iterate is not None:
-                    engine = cast(Engine, sampler)  # the config refuses to iterate on an API
-                    bench = replace(bench, tune=_tuner(run, config, engine, inputs.folder))
+                    tune = _tuner(run, config, cast(Engine, sampler), inputs)
+                    bench = replace(bench, tune=tune)
                 result = await _search(run, config, inputs, bench, display)
                 page = await asyncio.to_thread(render_icm_page, result.report)
                 await run_in_thread(run.write_text, "report.html", page)
@@ -154,7 +162,7 @@ async def _search(
         )
 
 
-def _tuner(run: Run, config: IcmConfig, engine: Engine, folder: Path) -> Tuner:
+def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tuner:
     """Training in this process, beside the engine; a resumed run finds what it trained before."""
     assert config.iterate is not None
     settings = config.iterate.sft
@@ -162,11 +170,12 @@ def _tuner(run: Run, config: IcmConfig, engine: Engine, folder: Path) -> Tuner:
 
     async def tune(data: Sequence[Datum]) -> ModelRef:
         adapter = await sft(
-            load_model(folder, device=device),
+            load_model(inputs.folder, device=device),
             data,
             settings,
             name="icm",
             base=engine.base.version,
+            init=inputs.init,
             checkpoints=run.path / "training",
         )
         return await engine.load(adapter)

@@ -1,7 +1,6 @@
 """Goes on with any run that was interrupted, by the kind that it is."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,20 @@ Parts = tuple[type[Config], Callable[[Any, OpenRun, Display], Outcome[Any]]]
 
 
 def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
-    """Go on with the run in a folder from where its event log ends; nothing is done twice."""
-    with Run.open(Path(path)) as run:
+    """Go on with the run in a folder from where its event log ends; nothing is done twice.
+
+    The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
+    """
+    with Run.view(Path(path)) as run:
         if run.kind not in KINDS:
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
             )
         model, finish = KINDS[run.kind]()
+        place = run.path.absolute()
         config = parse_config(model, run.config, origin=str(run.path / "config.json"))
-        return finish(config, lambda: nullcontext(run), Display(is_quiet=not progress))
+        run.require_free()
+    return finish(config, lambda: Run.open(place), Display(is_quiet=not progress))
 
 
 def _evaluation() -> Parts:

@@ -4,14 +4,13 @@ import asyncio
 import logging
 import os
 import shlex
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from rookery.compose.stopping import run_stoppable
+from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -21,6 +20,7 @@ __all__ = [
     "Given",
     "OpenRun",
     "Outcome",
+    "merge",
     "new_run",
     "quiet_libraries",
     "read_config",
@@ -59,7 +59,8 @@ def read_config(
     """A config from a file, a document or a config, with keyword values laid over it.
 
     Paths in a file are relative to it, all others to the current folder. A mapping given for a
-    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`.
+    section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
+    of another `type` replaces the section: the keys of a type are its own.
     """
     assert issubclass(model, Config)
     if isinstance(given, str | Path):
@@ -67,24 +68,31 @@ def read_config(
         config = parse_config(model, read_document(path), origin=str(path))
         config = config.from_folder(path.parent)
     elif isinstance(given, Mapping):
-        document = _merge(given, values)
+        document = merge(given, values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
-        config = given
+        config = given.from_folder(Path.cwd())
     if not values:
         return config
-    document = _merge(config.model_dump(mode="json"), values)
+    document = merge(config.model_dump(mode="json"), values)
     return parse_config(model, document, origin="the config").from_folder(Path.cwd())
 
 
-def _merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def merge(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with values laid over it, section by section."""
     merged = dict(document)
     for key, value in values.items():
         own = merged.get(key)
-        if isinstance(own, Mapping) and isinstance(value, Mapping):
-            value = _merge(own, value)
+        if isinstance(own, Mapping) and isinstance(value, Mapping) and not _is_other(own, value):
+            value = merge(own, value)
         merged[key] = value
     return merged
+
+
+def _is_other(own: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a section is to be of another type. One that names none is an embedded engine: all
+    other sections with types must name theirs."""
+    return "type" in value and value["type"] != own.get("type", "embedded")
 
 
 def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> OpenRun:
@@ -140,37 +148,7 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
         asyncio.get_running_loop()
     except RuntimeError:
         return run_stoppable(work)
-    return _run_in_thread(work)
-
-
-def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-    outcome: list[Result | BaseException] = []
-
-    def live() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            try:
-                outcome.append(runner.run(_await(task)))
-            except BaseException as error:  # noqa: BLE001 - belongs to the caller
-                outcome.append(error)
-
-    thread = threading.Thread(target=live, name="rookery-run")
-    thread.start()
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    [result] = outcome
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-async def _await(task: "asyncio.Task[Result]") -> Result:
-    return await task
+    return run_stoppable_in_thread(work)
 
 
 def quiet_libraries() -> None:

@@ -2,15 +2,15 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from rookery.compose.evaluation import Split
-from rookery.compose.running import quiet_libraries, run_async
+from rookery.compose.running import merge, quiet_libraries, run_async
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
-from rookery.errors import AdapterError
+from rookery.errors import AdapterError, ConfigError
 from rookery.model_names import loadable_model
 from rookery.slots import load_model
 from rookery.tasks.taskset import load_taskset_file
@@ -24,8 +24,8 @@ __all__ = ["base_name", "run_sft"]
 
 
 def run_sft(
-    model: str,
-    taskset: str,
+    model: str | Path,
+    taskset: str | Path,
     out: str | Path,
     *,
     config: SftConfig | None = None,
@@ -37,18 +37,24 @@ def run_sft(
     """Train a LoRA adapter on the answers of a taskset and write it to `out`, a PEFT folder.
 
     `run_sft("smollm2", "generated:label-kind", "out/kind", steps=40)`; `values` are keys of the
-    training config. A training that was interrupted goes on when it is called again.
+    training config, laid over `config` where both are given. A training that was interrupted goes
+    on when it is called again.
     """
-    settings = config or parse_config(SftConfig, values, origin="the training config")
+    if split not in get_args(Split):
+        raise ConfigError(f"split is {split!r}; it should be one of {', '.join(get_args(Split))}.")
+    document = merge({} if config is None else config.model_dump(mode="json"), values)
+    settings = parse_config(SftConfig, document, origin="the training config")
     place = Path(out)
     _require_place(place)
     quiet_libraries()
     display = Display(is_quiet=not progress)
-    return run_async(_train(model, taskset, place, settings, split, device, display))
+    return run_async(_train(str(model), str(taskset), place, settings, split, device, display))
 
 
 def _require_place(out: Path) -> None:
     """Refuse a path that `write_adapter` would refuse after the training."""
+    if out.name in ("", ".."):
+        raise AdapterError(f"{out} has no name for an adapter; give a path such as out/poet.")
     nearest = next(folder for folder in out.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise AdapterError(f"{out} cannot be made: {nearest} is a file. Give another path.")

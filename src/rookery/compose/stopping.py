@@ -11,12 +11,13 @@ Cancelled work closes what it opened: servers end, and the run is left interrupt
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Stopped", "run_stoppable", "stop_signals"]
+__all__ = ["Stopped", "run_stoppable", "run_stoppable_in_thread", "stop_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Result = TypeVar("Result")
@@ -48,44 +49,94 @@ def stop_signals() -> Iterator[None]:
 
 
 def run_stoppable(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run the work in an event loop. The first signal cancels it; then Stopped is raised."""
+    """Run the work in an event loop. The first signal cancels it; when it has ended, Stopped is
+    raised, and the handlers are as before."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+    with _cancelled_by_signals(loop, task, kills=SIGNALS):
+        return _run_loop(loop, task)
+
+
+def run_stoppable_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    """The same in a thread of its own, for a thread whose event loop runs already: a notebook.
+
+    There a second Ctrl-C waits too, as it would kill the notebook; a second SIGTERM kills.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+    ended: Future[Result] = Future()
+
+    def live() -> None:
+        try:
+            result = _run_loop(loop, task)
+        except BaseException as error:  # noqa: BLE001 - belongs to the caller
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    thread = threading.Thread(target=live, name="rookery-run")
+    with _cancelled_by_signals(loop, task, kills=(signal.SIGTERM,)):
+        thread.start()
+        try:
+            return _outcome(ended)
+        finally:
+            thread.join()
+
+
+def _outcome(ended: "Future[Result]") -> Result:
+    """The outcome of the thread, and not before: its run is open until then."""
+    while not ended.done():
+        with suppress(KeyboardInterrupt):  # of a handler that was set after ours
+            wait([ended])
+    return ended.result()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Result]") -> Result:
+    async def end() -> Result:
+        return await task
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(end())
+
+
+@contextmanager
+def _cancelled_by_signals(
+    loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Any]", *, kills: Collection[int]
+) -> Iterator[None]:
+    """The first signal in the block cancels the task; a second one, of `kills`, kills."""
     if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(work)
+        yield  # only the main thread is told of signals
+        return
     received: list[int] = []
-    try:
-        return asyncio.run(_stoppable(work, received))
-    except asyncio.CancelledError:
-        if received:
-            raise Stopped(received[0]) from None
-        raise
-
-
-async def _stoppable(work: Coroutine[Any, Any, Result], received: list[int]) -> Result:
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
 
     def stop(number: int, _: FrameType | None) -> None:
         received.append(number)
-        _kill_next_time()
-        loop.call_soon_threadsafe(task.cancel)
+        if len(received) == 1:
+            _kill_next_time(kills)
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as Ctrl-C is for a job in the background of a shell
             signal.signal(number, stop)
     try:
-        return await work
-    finally:
+        yield
+    except asyncio.CancelledError:
         if not received:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Stopped(received[0])
 
 
 def _raise(number: int, _: FrameType | None) -> NoReturn:
-    _kill_next_time()
+    _kill_next_time(SIGNALS)
     raise Stopped(number)
 
 
-def _kill_next_time() -> None:
-    for number in SIGNALS:
+def _kill_next_time(numbers: Collection[int]) -> None:
+    for number in numbers:
         signal.signal(number, signal.SIG_DFL)

@@ -23,7 +23,7 @@ from pathlib import Path
 from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary
 
-__all__ = ["Owner", "RunLock", "is_locked", "read_owner"]
+__all__ = ["Owner", "RunLock", "is_locked", "read_owner", "require_free"]
 
 ATTEMPTS = 40
 """A reader that asks whether a run is locked holds the lock for microseconds: try again."""
@@ -131,6 +131,15 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def require_free(path: Path) -> None:
+    """Raise the RunError of `RunLock.acquire` when another process holds the lock; change nothing.
+
+    For those who take the lock later, and need to know now.
+    """
+    if is_locked(path):
+        raise RunError(_refusal(path))
 
 
 def read_owner(path: Path) -> Owner | None:

@@ -16,7 +16,7 @@ from rookery.runs.blobs import BlobView
 from rookery.runs.disk import disk_boundary
 from rookery.runs.document import decode
 from rookery.runs.events import Event, EventView
-from rookery.runs.lock import is_locked
+from rookery.runs.lock import is_locked, require_free
 from rookery.runs.metrics import MetricsRow, read_metrics
 from rookery.runs.run_folder import CONFIG, LOCK, METRICS, check_name
 
@@ -66,6 +66,10 @@ class RunView:
             outcome: Outcome = ending.payload["outcome"]
             return outcome
         return "running" if had_owner or is_locked(lock) else "interrupted"
+
+    def require_free(self) -> None:
+        """Raise the RunError that `Run.open` would, when a process owns the run."""
+        require_free(self.path / LOCK)
 
     @property
     def ending(self) -> Event | None:

@@ -48,7 +48,7 @@ def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
     for line in ("labels   ", "exports  ", "report   "):
         assert f"{line}{folder}/" in ended.out, "a path is never folded"
     assert "95 % interval" in ended.out and "golden few-shot" in ended.out
-    assert "loading tiny" in ended.err and "frustrated" in ended.err.splitlines()[-1]
+    assert f"loading {config / 'tiny'}" in ended.err and "frustrated" in ended.err.splitlines()[-1]
     assert max(map(len, ended.out.split("verdict")[0].splitlines())) <= 80
     names = {path.name for path in folder.iterdir()}
     assert {"labels.jsonl", "sft.jsonl", "pairs.jsonl", "soft.jsonl", "report.json"} <= names

@@ -84,6 +84,28 @@ def test_a_kind_that_nobody_knows(rookery: Command, place: Path) -> None:
     assert ended.code == 2 and "is a run of kind 'opera', which this version cannot" in ended.err
 
 
+def test_a_resume_that_cannot_start_leaves_the_run_as_it_is(
+    rookery: Command, two_runs: Path
+) -> None:
+    (two_runs / "tasks.jsonl").rename(two_runs / "moved.jsonl")
+    assert rookery("runs", "resume", "first").code == 2
+    with Run.create(two_runs / "runs", kind="opera", name="x", config={}) as run:
+        run.finish()
+    assert rookery("runs", "resume", "x").code == 2
+    for name in ("first", "x"):
+        with Run.view(two_runs / "runs" / name) as view:
+            assert view.status == "finished" and view.last("run/opened") is None
+
+
+def test_a_run_in_use_is_refused_before_anything_is_loaded(
+    rookery: Command, two_runs: Path
+) -> None:
+    (two_runs / "tasks.jsonl").unlink()
+    with Run.open(two_runs / "runs/first"):
+        ended = rookery("runs", "resume", "first")
+    assert ended.code == 2 and "is in use by process" in ended.err
+
+
 def test_a_run_resumes_from_another_folder(
     rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

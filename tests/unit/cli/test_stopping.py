@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from driving import Command, write_rows
 
+from rookery.compose.running import run_async
 from rookery.compose.stopping import Stopped, run_stoppable, stop_signals
 from rookery.runs import Run
 
@@ -135,6 +137,58 @@ def test_work_is_cancelled_and_the_handlers_come_back(number: signal.Signals) ->
         with pytest.raises(Stopped, match=number.name) as stopped:
             run_stoppable(work())
         assert has_cleaned and stopped.value.code == 128 + number
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_script_that_goes_on_has_its_own_handlers_again(number: signal.Signals) -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(Stopped):
+            run_stoppable(work())
+        after = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]],
+    ids=["ctrl-c", "sigterm", "ctrl-c twice"],
+)
+def test_a_notebook_waits_for_the_end_of_cancelled_work(numbers: list[signal.Signals]) -> None:
+    first, *later = numbers
+    has_closed = False
+
+    async def work() -> None:
+        nonlocal has_closed
+        try:
+            os.kill(os.getpid(), first)
+            await asyncio.sleep(60)
+        finally:
+            for number in later:
+                os.kill(os.getpid(), number)
+            await asyncio.sleep(0.2)  # time for a caller that does not wait to return
+            has_closed = True
+
+    async def cell() -> None:
+        with pytest.raises(Stopped, match=first.name):
+            run_async(work())
+        assert has_closed
+        assert not [thread for thread in threading.enumerate() if thread.name == "rookery-run"]
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    loop = asyncio.new_event_loop()  # as in a notebook, whose loop handles no signals
+    try:
+        loop.run_until_complete(cell())
+    finally:
+        loop.close()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 

@@ -6,11 +6,17 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rookery
 from rookery.compose.running import read_config, run_async
-from rookery.errors import ConfigError, RunError
+from rookery.embedded import EngineConfig
+from rookery.errors import AdapterError, ConfigError, RunError
+from rookery.fleet import FleetConfig
 from rookery.loops.genome import GenomeConfig
+from rookery.loops.genome.founders import RandomInit
+from rookery.loops.icm import IcmConfig
+from rookery.train.sft import SftConfig
 
 CONFIG = """\
 engine: {model: ../tiny}
@@ -21,7 +27,7 @@ finals: {num_finalists: 2, num_voters: 2, random_search: false}
 """
 ICM = """\
 engine: {model: tiny}
-data: {path: items.jsonl, labels: [w90, w91]}
+data: {path: items.jsonl, prompt: "{{ a }}", labels: [w90, w91]}
 search: {iterations: 4}
 num_chains: 1
 """
@@ -83,6 +89,78 @@ def test_paths_of_a_file_are_its_own_and_those_of_keywords_are_where_the_caller_
     document = {"init": init, "tasksets": [{"type": "jsonl", "path": "tasks.jsonl"}]}
     made = read_config(GenomeConfig, document, {"seed": 7})
     assert made.seed == 7 and made.init.path == place / "here"  # type: ignore[union-attr]
+
+
+def test_a_section_of_another_type_replaces_the_one_there(config: Path) -> None:
+    fleet = {"type": "fleet", "urls": ["http://127.0.0.1:9"]}
+    values = {"engine": fleet, "init": {"type": "random", "count": 2}}
+    loaded = read_config(GenomeConfig, config, values)
+    assert loaded.engine == FleetConfig(urls=("http://127.0.0.1:9",))
+    assert isinstance(loaded.init, RandomInit)
+    document = {**yaml.safe_load(CONFIG), "engine": {"model": "m"}}
+    assert read_config(GenomeConfig, document, {"engine": fleet}).engine == loaded.engine
+    same = read_config(GenomeConfig, document, {"engine": {"type": "embedded", "max_rows": 3}})
+    assert same.engine == EngineConfig(model="m", max_rows=3)
+
+
+@pytest.mark.parametrize("where", ["configs", "."], ids=["of the file", "of the caller"])
+def test_a_model_folder_is_found_from_anywhere(place: Path, where: str) -> None:
+    (place / "configs").mkdir(exist_ok=True)
+    model = "../tiny" if where == "configs" else "tiny"
+    path = place / "configs/g.yaml"
+    path.write_text(CONFIG.replace("../tiny", model) + f"tokenizer: {model}\n")
+    loaded = read_config(GenomeConfig, path, {})
+    assert loaded.engine == EngineConfig(model=str(place / "tiny"))
+    assert loaded.tokenizer == str(place / "tiny")
+    launch = {"type": "fleet", "launch": {"model": "tiny"}}
+    fleet = read_config(GenomeConfig, path, {"engine": launch, "tokenizer": "Qwen/Qwen3-0.6B"})
+    assert isinstance(fleet.engine, FleetConfig) and fleet.engine.launch is not None
+    assert fleet.engine.launch.model == str(place / "tiny")
+    assert fleet.tokenizer == "Qwen/Qwen3-0.6B"
+
+
+def test_a_labelling_keeps_its_paths_as_they_were_meant(place: Path) -> None:
+    (place / "configs").mkdir()
+    path = place / "configs/i.yaml"
+    path.write_text(
+        ICM.replace("model: tiny", "model: ../tiny") + "iterate: {sft: {init_from: ../a}}\n"
+    )
+    loaded = read_config(IcmConfig, path, {})
+    assert loaded.engine == EngineConfig(model=str(place / "tiny"))
+    assert loaded.iterate is not None
+    assert loaded.iterate.sft.init_from == (place / "a").resolve()
+
+
+def test_values_are_laid_over_a_training_config(place: Path) -> None:
+    adapter = rookery.run_sft(
+        place / "tiny",
+        place / "tasks.jsonl",
+        "out/x",
+        config=SftConfig(steps=1, rank=4, layers=1),
+        rank=2,
+        progress=False,
+    )
+    assert (
+        adapter.rank == 2 and len({name.split(".layers.")[1][0] for name in adapter.factors}) == 1
+    )
+    with pytest.raises(ConfigError, match=r"rnk is not a key\. Did you mean rank"):
+        rookery.run_sft("tiny", "tasks.jsonl", "out/y", config=SftConfig(steps=1), rnk=2)
+
+
+def test_arguments_that_cannot_be_get_a_sentence(place: Path) -> None:
+    with pytest.raises(ConfigError, match="split is 'train'; it should be one of all, search"):
+        rookery.run_sft("tiny", "tasks.jsonl", "out/x", split="train")  # type: ignore[arg-type]
+    for out in (".", "..", "/"):
+        with pytest.raises(AdapterError, match="has no name for an adapter"):
+            rookery.run_sft("tiny", "tasks.jsonl", out)
+    with pytest.raises(ConfigError, match="adapters is 'a'; it should be a list of folders"):
+        rookery.evaluate("tiny", "tasks.jsonl", adapters="a")
+    assert not (place / "runs").exists()
+
+
+def test_a_model_may_be_a_path(place: Path) -> None:
+    outcome = rookery.evaluate(Path("tiny"), Path("tasks.jsonl"), limit=2, progress=False)
+    assert outcome.report.model == str(place / "tiny")
 
 
 def test_bad_keywords_get_a_sentence(config: Path) -> None:

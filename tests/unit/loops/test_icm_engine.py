@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_adapter
 from transformers import AutoModelForCausalLM
 
 from rookery.cli.app import app
+from rookery.compose.icm import run_icm
 from rookery.embedded import EngineConfig, run_engine
+from rookery.errors import AdapterError
 from rookery.loops.icm import Bench, IcmConfig, load_encoder, read_items
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
@@ -17,6 +20,7 @@ from rookery.runs import Run
 from rookery.search.orders import TreeOrder
 from rookery.search.prefixes import PrefixCache
 from rookery.slots import SlottedModel
+from rookery.weights import write_adapter
 
 
 @pytest.fixture
@@ -112,3 +116,25 @@ def test_the_command_trains_between_batches(config: IcmConfig, tmp_path: Path) -
     again = ["runs", "resume", str(tmp_path / "runs" / "a")]
     assert app(again, result_action="return_value", exit_on_error=False) == 0
     assert (tmp_path / "runs" / "a" / "labels.jsonl").read_text().splitlines() == rows
+
+
+def test_training_starts_from_the_adapter_that_the_config_names(
+    config: IcmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tiny_adapter("start", seed=1, rank=2), tmp_path / "start")
+    write_adapter(tiny_adapter("start", base="someone/llama-9000"), tmp_path / "other")
+    search = config.search.model_copy(update={"iterations": 4})
+    small = config.model_copy(update={"batch_size": 4, "search": search})
+
+    def models(name: str, **sft: object) -> set[str]:
+        iterate = {"sft": {"steps": 1, "layers": 1, "rank": 2, **sft}}
+        outcome = run_icm(small, name=name, iterate=iterate, progress=False)
+        rows = (outcome.path / "labels.jsonl").read_text().splitlines()
+        return {json.loads(row)["model"] for row in rows}
+
+    assert models("new") != models("continued", init_from="start")
+    for missing in ("nothing-there", "other"):
+        with pytest.raises(AdapterError):
+            models("refused", init_from=missing)
+    assert not (tmp_path / "runs/refused").exists()

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice
+from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig
@@ -109,7 +109,14 @@ class GenomeConfig(Config):
             path = (folder / init.path.expanduser()).resolve()
             init = init.model_copy(update={"path": path})
         tasksets = tuple(from_folder(taskset, folder) for taskset in self.tasksets)
-        return self.model_copy(update={"init": init, "tasksets": tasksets})
+        return self.model_copy(
+            update={
+                "engine": engine_from_folder(self.engine, folder),
+                "tokenizer": local_model(self.tokenizer, folder),
+                "init": init,
+                "tasksets": tasksets,
+            }
+        )
 
 
 def _require(names: set[str], known: set[str], what: str) -> None:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice
+from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import LoraConfig, TrainerConfig
@@ -140,11 +140,10 @@ class GrpoConfig(ScheduleConfig):
     def from_folder(self, folder: Path) -> "GrpoConfig":
         """The config with the paths in it taken from the folder of its file."""
         update: dict[str, object] = {
-            "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets)
+            "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets),
+            "engine": engine_from_folder(self.engine, folder),
+            "tokenizer": local_model(self.tokenizer, folder),
         }
         if self.init_from is not None:
             update["init_from"] = (folder / self.init_from.expanduser()).resolve()
-        if isinstance(self.engine, EngineConfig) and (folder / self.engine.model).is_dir():
-            model = str((folder / self.engine.model).resolve())
-            update["engine"] = self.engine.model_copy(update={"model": model})
         return self.model_copy(update=update)

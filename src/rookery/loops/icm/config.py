@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
-from rookery.engines import SamplerChoice
+from rookery.engines import SamplerChoice, engine_from_folder, local_model
 from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.constraints import ConstraintConfig, fields_of
 from rookery.loops.icm.exports import ExportsConfig
@@ -25,7 +25,15 @@ class IterateConfig(Config):
     num_batches: int = Field(default=1, ge=1)
     """Batches that are labelled with one adapter, before the next one is trained."""
     sft: SftConfig = SftConfig()
-    """How an adapter is trained on all labels so far, always from the beginning."""
+    """How an adapter is trained on all labels so far, always from the beginning: from
+    a new adapter, or the one in `init_from`."""
+
+    def from_folder(self, folder: Path) -> "IterateConfig":
+        """The config with its path taken from the folder of its file."""
+        if self.sft.init_from is None:
+            return self
+        path = (folder / self.sft.init_from.expanduser()).resolve()
+        return self.model_copy(update={"sft": self.sft.model_copy(update={"init_from": path})})
 
 
 class IcmConfig(Config):
@@ -80,5 +88,13 @@ class IcmConfig(Config):
         return self
 
     def from_folder(self, folder: Path) -> "IcmConfig":
-        """The config with the data's paths taken from the folder of its file."""
-        return self.model_copy(update={"data": self.data.from_folder(folder)})
+        """The config with the paths in it taken from the folder of its file."""
+        iterate = self.iterate
+        return self.model_copy(
+            update={
+                "engine": engine_from_folder(self.engine, folder),
+                "tokenizer": local_model(self.tokenizer, folder),
+                "data": self.data.from_folder(folder),
+                "iterate": None if iterate is None else iterate.from_folder(folder),
+            }
+        )
