@@ -21,6 +21,7 @@ from tiny import tiny_adapter
 from rookery.config import Config, load_config
 from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
+from rookery.loops.grpo import GrpoConfig
 from rookery.loops.icm import IcmConfig
 from rookery.weights import write_adapter
 
@@ -28,7 +29,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(<!-- example: runs -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-CONFIGS: dict[str, type[Config]] = {"genome": GenomeConfig, "icm": IcmConfig}
+CONFIGS: dict[str, type[Config]] = {
+    "addition": GrpoConfig,
+    "genome": GenomeConfig,
+    "grpo": GrpoConfig,
+    "icm": IcmConfig,
+}
 DEMO = """\
 engine: {model: MODEL}
 init: {type: file, path: ../adapters}

@@ -49,6 +49,7 @@ EXTRAS = {
     "ray": "ray",
     "sandlock": "evolve",
     "torch": "hf",
+    "torchao": "optim",
     "transformers": "hf",
     "vllm": "vllm",
 }

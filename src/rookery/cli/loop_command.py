@@ -5,6 +5,7 @@
 Only what differs between the loops is given; `load` imports the loop when the command is called.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,8 @@ def make_loop_app(
         parts = load()
         log_warnings()
         check_flags(overrides, fields=parts.config.model_fields, own=_OWN)
-        if resume:
-            _refuse_overrides(name, overrides)
+        if resume and not name:
+            raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
         words = paths_from_here(overrides, paths=paths)
         loaded = load_config(parts.config, config, overrides=words).from_folder(config.parent)
         if resume:
@@ -93,23 +94,19 @@ def make_loop_app(
     return app
 
 
-def _refuse_overrides(name: str, overrides: Sequence[str]) -> None:
-    """A run has one config, the one it was made with."""
-    if not name:
-        raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-    if overrides:
-        raise ConfigError(
-            "--resume uses the config that the run was created with: leave out "
-            f"{' '.join(overrides)}, or start a new run."
-        )
-
-
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
-    """Go on, unless the config file has changed since the run was made."""
+    """A run has one config: the file and the flags must give the one that it was made with."""
     from rookery.compose.resuming import resume
     from rookery.runs import Run
-    from rookery.runs.extension import check_changes, find_changes
+    from rookery.runs.extension import find_changes
 
     with Run.view(path) as run:
-        check_changes(find_changes(run.config, config), may_change=())
+        changes = find_changes(run.config, config)
+    if changes:
+        key, (old, new) = next(iter(changes.items()))
+        raise ConfigError(
+            f"The run was made with another config: {key} is {old!r} there and {new!r} here. Give "
+            f"the flags it was started with, or go on with its own config by `rookery runs resume "
+            f"{shlex.quote(str(path))}`."
+        )
     return print_outcome(resume(path))

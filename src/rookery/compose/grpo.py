@@ -20,6 +20,7 @@ from rookery.compose.running import (
     run_async,
 )
 from rookery.compose.sft import base_name
+from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import OnLaunch, find_model, open_engine
@@ -185,8 +186,8 @@ async def _finish(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
     with display.bar("train", total=inputs.config.steps) as bar:
         result = await train_policy(inputs, run=run, watcher=_watcher(bar, display))
     page = await asyncio.to_thread(render_grpo_page, result.report)
-    await asyncio.to_thread(run.write_text, "report.html", page)
-    await asyncio.to_thread(run.finish, "finished")
+    await run_in_thread(run.write_text, "report.html", page)
+    await run_in_thread(run.finish, "finished")
     return result.report
 
 

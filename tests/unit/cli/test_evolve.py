@@ -107,7 +107,7 @@ def test_torn_and_foreign_checkpoints_are_refused(
     (torn / "metadata.json").write_text(json.dumps({"islands": [["gone"]]}))
     for name in ("foreign", torn):
         ended = refused(*RUN, "--checkpoint", name, *model.flags)
-        assert "is not whole" in ended.words
+        assert "is incomplete" in ended.words
 
 
 def test_an_old_output_is_not_overwritten(refused: Command, problem: Path, model: Scripted) -> None:

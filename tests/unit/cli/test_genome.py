@@ -58,7 +58,7 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
     with Run.view(folder) as run:
         assert run.counts()["rollout"] == num_answers
     ended = rookery("genome", "run", "g.yaml", "--name", "x", "--resume", "--seed", "9")
-    assert ended.code == 2 and "leave out --seed 9" in ended.err
+    assert ended.code == 2 and "seed is 0 there and 9 here" in ended.err
     ended = rookery("genome", "run", "g.yaml", "--resume")
     assert ended.code == 2 and "--resume needs the run: add --name NAME" in ended.err
     ended = rookery("genome", "run", "g.yaml", "--name", "y", "--resume")

@@ -68,7 +68,7 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
     assert {**after, "seconds": 0} == {**before, "seconds": 0}
     (config / "g.yaml").write_text(CONFIG.replace("steps: 2", "steps: 3"))
     ended = rookery("grpo", "run", "g.yaml", "--name", "x", "--resume")
-    assert ended.code == 2 and "steps is 2 there, 3 here" in ended.words
+    assert ended.code == 2 and "steps is 2 there and 3 here" in ended.words
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_command_labels_reports_and_resumes(
     out = capsys.readouterr().out
     assert "verdict" in out and "labels.jsonl" in out
     for again in (
-        ["icm", "run", str(path), "--resume", "--name", "a", "--runs-dir", str(tmp_path / "runs")],
+        [*words, "--resume"],
         ["runs", "resume", str(folder)],
     ):
         assert app(again, result_action="return_value", exit_on_error=False) == 0

@@ -282,7 +282,7 @@ A_KEY, B_KEY = f"base_model.model.{Q0}.lora_A.weight", f"base_model.model.{Q0}.l
         ({f"base_model.model.{Q0}.lora_B.bias": torch.zeros(1)}, "Biases"),
         ({"base_model.model.model.embed_tokens.weight": torch.zeros(1)}, "save_embedding_layers"),
         ({"base_model.model.lm_head.weight": torch.zeros(1)}, "save_embedding_layers"),
-        ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(2, 16)}, "there twice"),
+        ({f"base_model.model.{Q0}.lora_A.default.weight": torch.zeros(2, 16)}, "is repeated"),
     ],
 )
 def test_tensors_that_are_not_plain_lora_are_refused(
