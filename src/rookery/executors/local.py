@@ -184,7 +184,7 @@ async def _start(name: str, spec: WorkerSpec, folder: Path | None) -> LocalWorke
     worker = LocalWorker(name, process)
     try:
         await worker.open(spec, folder)
-    except BaseException:
+    except BaseException:  # a cancelled start too: no worker is left behind
         worker.kill()
         await worker.close()
         raise

@@ -195,7 +195,7 @@ def _placed(node_id: str) -> dict[str, Any]:
 async def _start(worker: RayWorker, spec: WorkerSpec, content: list[Any]) -> RayWorker:
     try:
         await worker.open(spec, content)
-    except BaseException:
+    except BaseException:  # a cancelled start too: no worker is left behind
         worker.kill()
         await worker.close()
         raise

@@ -35,7 +35,7 @@ from rookery.fleet.http.capabilities import Capabilities
 from rookery.fleet.http.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.urls import check_urls
-from rookery.fleet.http.wire import Choice, read_completion, read_reading, sample_fields
+from rookery.fleet.http.wire import Choice, read_completions, read_reading, sample_fields
 from rookery.fleet.routing.batches import Entry, Spread, make_batches
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.pool import Pool
@@ -191,7 +191,7 @@ class Fleet:
         answers = await self._send(entries)
         with boundary(FleetError, _UNREADABLE):
             return [
-                _completions(request, choices)
+                read_completions(request, choices)
                 for request, choices in zip(requests, answers, strict=True)
             ]
 
@@ -391,10 +391,3 @@ def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
 
 def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple[Completion, ...]:
-    num_top = request.params.top_logprobs
-    found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
-    # Greedy draws are all the same: the server made one.
-    return found * request.params.n if len(found) == 1 else found

@@ -38,6 +38,7 @@ __all__ = [
     "likeliest",
     "read_choices",
     "read_completion",
+    "read_completions",
     "read_position",
     "read_reading",
     "sample_fields",
@@ -233,6 +234,14 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
         finish_reason=reason,
         top_logprobs=tuple(likeliest(top, num_top) for top in _tops(choice)) if num_top else (),
     )
+
+
+def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple[Completion, ...]:
+    """The completions of one request, `params.n` of them."""
+    num_top = request.params.top_logprobs
+    found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    # Greedy draws are all the same: the server made one.
+    return found * request.params.n if len(found) == 1 else found
 
 
 def read_position(choice: Choice) -> dict[int, float]:
