@@ -4,6 +4,7 @@
 
 The answer depends on the prompt alone, so that a request that is sent again is answered alike. With
 `--hostile` a share of the answers are programs that end, loop, fork, take memory or open files.
+It embeds texts by their letters.
 `GET /stats` has the number of calls, the most in flight, and when the first came and the last left.
 Nothing but the standard library: it must not be what is measured.
 """
@@ -13,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import re
+import string
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -77,6 +79,8 @@ class ScriptedModel:
             return asdict(self.stats)
         if path.endswith("/models"):
             return {"object": "list", "data": [{"id": "scripted", "object": "model"}]}
+        if path.endswith("/embeddings"):
+            return {"object": "list", "data": [_embed(text) for text in json.loads(body)["input"]]}
         now = time.monotonic()
         seen = self.stats
         in_flight = seen.in_flight + 1
@@ -123,6 +127,14 @@ class ScriptedModel:
         if "SEARCH/REPLACE" not in asked:
             return f"```python\n{program[1].replace(line[0], new)}```"
         return f"<<<<<<< SEARCH\n{line[0]}\n=======\n{new}\n>>>>>>> REPLACE"
+
+
+def _embed(text: str) -> dict[str, object]:
+    """How often each letter and digit is in the text: programs of like text are alike."""
+    counts = [
+        float(text.lower().count(letter)) for letter in string.ascii_lowercase + string.digits
+    ]
+    return {"object": "embedding", "index": 0, "embedding": counts}
 
 
 def main() -> None:

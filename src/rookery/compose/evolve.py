@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_inputs import (
     EvolveRunConfig,
     Problem,
@@ -42,6 +43,7 @@ __all__ = ["finish_evolve", "go_on", "read_status", "run_evolution", "run_evolve
 MAY_CHANGE = (
     "output",
     "settings.checkpoint_interval",
+    "settings.database.embedding_api_base",
     "settings.early_stopping_patience",
     "settings.llm.*",
     "settings.log_dir",
@@ -181,6 +183,7 @@ async def _evolve(
     async with (
         open_executor(settings, inputs.spec) as executor,
         open_models(settings, display) as models,
+        open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with open_run() as run, resumable(run.path, display), log_file(run.path, settings):
             with display.bar("evolving", total=settings.max_iterations) as bar:
@@ -191,6 +194,7 @@ async def _evolve(
                     executor=executor,
                     run=run,
                     watcher=IterationLines(display, bar),
+                    embedder=embedder,
                 )
             report = _with_warnings(result.report, inputs.warnings)
             page = await asyncio.to_thread(render_evolve_page, report)
