@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "settings.max_iterations",
     "settings.rookery.adapters*",
     "settings.rookery.address",
+    "settings.rookery.bandit",
     "settings.rookery.budget.*",
     "settings.rookery.executor",
     "settings.rookery.model_down_s",

@@ -138,7 +138,7 @@ def _models(state: SearchState) -> tuple[ArmRecord, ...]:
             gain=arm.gain,
             cost=arm.cost,
         )
-        for arm in state.database.state.arms
+        for arm in state.database.arms
     )
 
 

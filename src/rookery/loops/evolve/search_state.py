@@ -215,6 +215,7 @@ class SearchState:
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
             self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan
+        self._keep_arm(plan.arm)
         cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
         if decision.failure is not None:
             self._count_failure(attempt, decision.failure)
@@ -261,6 +262,11 @@ class SearchState:
                 )
             )
         return member
+
+    def _keep_arm(self, name: str) -> None:
+        """A run that goes on may no longer ask a model that it asked before."""
+        if name and name not in {arm.name for arm in self.database.arms}:
+            self.database.add_arm(Arm(name=name, weight=0.0))
 
     def _vector(self, record: ProgramRecord, evaluated: Evaluated) -> tuple[float, ...] | None:
         """The embedding, unless the server began to answer with vectors of another length."""
