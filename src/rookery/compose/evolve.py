@@ -22,7 +22,7 @@ from rookery.compose.evolve_inputs import (
     read_inputs,
     run_config,
 )
-from rookery.compose.evolve_log import IterationLines, log_file
+from rookery.compose.evolve_log import IterationLines
 from rookery.compose.proposers import open_models
 from rookery.compose.running import OpenRun, Outcome, resumable, run_async
 from rookery.concurrency import run_in_thread
@@ -186,7 +186,7 @@ async def _evolve(
         open_models(settings, display) as models,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
-        with open_run() as run, resumable(run.path, display), log_file(run.path, settings):
+        with open_run() as run, resumable(run.path, display):
             with display.bar("evolving", total=settings.max_iterations) as bar:
                 result = await evolve(
                     settings,

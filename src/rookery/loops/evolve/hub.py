@@ -175,23 +175,24 @@ class Hub:
     async def _attempt(
         self, number: int, stages: Stages, *, is_new: bool, decide: Callable[[int, Stages], None]
     ) -> None:
-        assert stages.planned is not None
-        if is_new:
-            await self._record(number, "planned", stages.planned)
         child: Child | None = None
         if stages.generated is None:
-            stages, child = await self._generate(number, stages)
+            stages, child = await self._generate(number, stages, is_new=is_new)
         if stages.evaluated is None and stages.failure is None:
             stages = await self._evaluate(number, stages, child)
         decide(number, stages)
         self._changed.set()
 
-    async def _generate(self, number: int, stages: Stages) -> tuple[Stages, Child | None]:
+    async def _generate(
+        self, number: int, stages: Stages, *, is_new: bool
+    ) -> tuple[Stages, Child | None]:
         planned, epoch = stages.planned, stages.epoch + 1
         assert planned is not None
+        begun = [Attempt(number=number, state="planned", data=to_data(planned))] if is_new else []
+        begun.append(_lease(number, "generation", epoch, stages.num_lost))
         try:
             async with self._model_calls:
-                await self._lease(number, "generation", epoch, stages.num_lost)
+                await self._log.record(begun)
                 generated, child = await self._parts.proposer.generate(planned.plan)
                 await self._record(number, "generated", generated, epoch=epoch)
         finally:
@@ -292,7 +293,7 @@ class Hub:
         self,
         number: int,
         state: AttemptState,
-        data: Planned | Generated | Evaluated | Decision,
+        data: Generated | Evaluated | Decision,
         *,
         epoch: int = 0,
     ) -> None:
@@ -300,8 +301,10 @@ class Hub:
         await self._log.record([attempt])
 
     async def _note_lease(self, lease: Lease) -> None:
-        await self._lease(lease.attempt, "evaluation", lease.epoch, lease.num_lost)
+        leased = _lease(lease.attempt, "evaluation", lease.epoch, lease.num_lost)
+        await self._log.record([leased])
 
-    async def _lease(self, number: int, stage: str, epoch: int, num_lost: int) -> None:
-        data = {"stage": stage, "num_lost": num_lost}
-        await self._log.record([Attempt(number=number, state="leased", epoch=epoch, data=data)])
+
+def _lease(number: int, stage: str, epoch: int, num_lost: int) -> Attempt:
+    data = {"stage": stage, "num_lost": num_lost}
+    return Attempt(number=number, state="leased", epoch=epoch, data=data)

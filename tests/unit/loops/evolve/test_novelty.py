@@ -231,12 +231,12 @@ async def test_checkpoints_hold_the_embeddings(tmp_path: Path) -> None:
         assert list(program.embedding) == direction(program.code)
 
 
-@pytest.mark.parametrize("off", [{"similarity_threshold": 0.0}, {"similarity_threshold": 1.5}])
+@pytest.mark.parametrize("off", [0.0, 1.5])
 async def test_a_threshold_that_no_cosine_meets_compares_nothing(
-    tmp_path: Path, off: dict[str, float]
+    tmp_path: Path, off: float
 ) -> None:
     embedder = FakeEmbedder(direction)
-    await run_toy(tmp_path, embedding_config(**off), embedder=embedder)
+    await run_toy(tmp_path, embedding_config(similarity_threshold=off), embedder=embedder)
     assert embedder.texts == []
 
 

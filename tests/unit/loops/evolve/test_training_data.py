@@ -52,7 +52,9 @@ async def test_supervised_training_reads_the_rows(tmp_path: Path) -> None:
     tasks = load_taskset_file(str(file)).split("all")
     assert len(tasks) == len(rows)
     assert {task.reference for task in tasks} == {row["messages"][-1]["content"] for row in rows}
-    assert all(len(task.prompt) == 2 and task.prompt[1].role == "user" for task in tasks)
+    for task in tasks:
+        assert not isinstance(task.prompt, str)
+        assert [message.role for message in task.prompt] == ["system", "user"]
 
 
 async def test_a_run_that_improved_nothing_teaches_nothing(tmp_path: Path) -> None:
