@@ -262,6 +262,45 @@ def test_smollm2_proposes_in_this_process(problem: Path, capsys: Any) -> None:
         sys.stdout.write(f"\nSmolLM2 {verb}; {report['num_failed']} of 8 gave no program\n")
 
 
+def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
+    """Evolve, export what won, train on it, go on with the adapter beside its base."""
+    (problem / "templates").mkdir()
+    (problem / "templates" / "full_rewrite_user.txt").write_text(
+        "# Current Program\n```python\n{current_program}```\nReturn another number."
+    )
+    with serve_scripted("--latency", 0) as model:
+        models = [
+            {"name": "base", "weight": 0.1},
+            {"name": "scripted", "api_base": model.url, "weight": 3.0},
+        ]
+        settings = CONFIG | {
+            "diff_based_evolution": False,
+            "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
+            "llm": {"max_tokens": 48, "models": models},
+            "rookery": CONFIG["rookery"] | {"engine": {"model": "smollm2"}, "bandit": True},
+        }
+        (problem / "config.yaml").write_text(json.dumps(settings))
+        ended = run(problem, "-i", 6)
+        assert ended.returncode == 0, ended.stderr
+        rookery(problem, "evolve", "export", "out", "--training-data", "wins.jsonl")
+        training = ("--split", "all", "--steps", 2, "--layers", 2, "--batch-size", 2)
+        rookery(problem, "sft", "smollm2", "wins.jsonl", "adapters/tuned", *training)
+        models.append({"name": "tuned", "weight": 30.0})
+        settings["rookery"] |= {"adapters": {"tuned": "adapters/tuned"}}
+        (problem / "config.yaml").write_text(json.dumps(settings))
+        ended = run(problem, "-i", 4)
+    assert ended.returncode == 0, ended.stderr
+    assert decided(problem) == once(10)
+    asked = {arm["name"]: arm["num_plays"] for arm in report_of(problem)["models"]}
+    assert set(asked) == {"base", "scripted", "tuned"} and sum(asked.values()) == 10
+    assert asked["tuned"] >= 1
+
+
+def rookery(folder: Path, *words: object) -> None:
+    line = [sys.executable, "-m", "rookery", *map(str, words)]
+    subprocess.run(line, cwd=folder, capture_output=True, timeout=200, check=True)
+
+
 def test_openevolve_reads_the_same_programs_and_metrics_from_the_same_answers(
     problem: Path, openevolve: OpenEvolve
 ) -> None:
