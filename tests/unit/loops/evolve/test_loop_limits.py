@@ -171,19 +171,27 @@ async def test_children_wait_in_a_bounded_number(tmp_path: Path) -> None:
 
 
 async def test_model_calls_in_flight_are_bounded(tmp_path: Path) -> None:
-    class Slow:
-        num_running = 0
-        most_running = 0
+    class Waiting:
+        """Answers when five calls are there, and a moment later: a sixth would be seen."""
+
+        def __init__(self) -> None:
+            self.num_running = 0
+            self.most_running = 0
+            self._is_full = asyncio.Event()
 
         async def reply(self, request: TextRequest) -> TextReply:
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
+            if self.num_running == 5:
+                self._is_full.set()
+            async with asyncio.timeout(60):
+                await self._is_full.wait()
             await asyncio.sleep(0.005)
             self.num_running -= 1
             return await toy_model().reply(request)
 
     for mode in ("steady", "deterministic"):
-        model = Slow()
+        model = Waiting()
         config = toy_config(max_iterations=30, rookery={"mode": mode, "lag": 20, "in_flight": 5})
         await evolve_toy(tmp_path / mode, config, model=model)
         assert model.most_running == 5
