@@ -263,21 +263,17 @@ def test_smollm2_proposes_in_this_process(problem: Path, capsys: Any) -> None:
 
 
 def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
-    """Evolve, export what won, train on it, go on with the adapter beside its base."""
+    """Evolve, export what won, train a small model on it, go on with it beside the first one."""
     (problem / "templates").mkdir()
     (problem / "templates" / "full_rewrite_user.txt").write_text(
         "# Current Program\n```python\n{current_program}```\nReturn another number."
     )
     with serve_scripted("--latency", 0) as model:
-        models = [
-            {"name": "base", "weight": 0.1},
-            {"name": "scripted", "api_base": model.url, "weight": 3.0},
-        ]
+        models: list[dict[str, Any]] = [{"name": "scripted", "api_base": model.url}]
         settings = CONFIG | {
             "diff_based_evolution": False,
             "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
             "llm": {"max_tokens": 48, "models": models},
-            "rookery": CONFIG["rookery"] | {"engine": {"model": "smollm2"}, "bandit": True},
         }
         (problem / "config.yaml").write_text(json.dumps(settings))
         ended = run(problem, "-i", 6)
@@ -285,8 +281,9 @@ def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
         rookery(problem, "evolve", "export", "out", "--training-data", "wins.jsonl")
         training = ("--split", "all", "--steps", 2, "--layers", 2, "--batch-size", 2)
         rookery(problem, "sft", "smollm2", "wins.jsonl", "adapters/tuned", *training)
-        models.append({"name": "tuned", "weight": 30.0})
-        settings["rookery"] |= {"adapters": {"tuned": "adapters/tuned"}}
+        models += [{"name": "base", "weight": 0.5}, {"name": "tuned", "weight": 30.0}]
+        own = {"engine": {"model": "smollm2"}, "adapters": {"tuned": "adapters/tuned"}}
+        settings["rookery"] = CONFIG["rookery"] | own | {"bandit": True}
         (problem / "config.yaml").write_text(json.dumps(settings))
         ended = run(problem, "-i", 4)
     assert ended.returncode == 0, ended.stderr

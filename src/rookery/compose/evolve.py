@@ -53,9 +53,11 @@ MAY_CHANGE = (
     "settings.rookery.address",
     "settings.rookery.bandit",
     "settings.rookery.budget.*",
+    "settings.rookery.engine*",
     "settings.rookery.executor",
     "settings.rookery.model_down_s",
     "settings.rookery.target_score",
+    "settings.rookery.tokenizer",
     "settings.rookery.workers",
     "warnings",
 )
