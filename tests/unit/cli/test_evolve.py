@@ -133,6 +133,19 @@ def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scri
     assert not (problem / "openevolve_output").exists()
 
 
+def test_check_embeds_once_where_programs_are_compared(
+    rookery: Command, problem: Path, model: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
+    named = ("--database.embedding_model", "letters")
+    monkeypatch.setenv("OPENAI_EMBEDDING_BASE_URL", model.url)
+    ended = rookery(*check, *named)
+    assert ended.code == 0 and "embedding model letters: 36 numbers" in ended.words, ended
+    monkeypatch.delenv("OPENAI_EMBEDDING_BASE_URL")
+    ended = rookery(*check, *named)
+    assert ended.code == 2 and "no server is named for it" in ended.words
+
+
 def test_check_says_why_the_first_program_fails(
     refused: Command, problem: Path, model: Scripted
 ) -> None:
