@@ -70,7 +70,7 @@ def _read_arm(stages: Sequence[Stages], *, first: float) -> Arm:
     return Arm(
         best=max([first, *scores]) if decided else math.nan,
         num_iterations=len(decided),
-        failures=Counter(failure.kind for failure in failures),
+        failures=dict(Counter(failure.kind for failure in failures)),
         tokens=sum(map(_tokens, generated)),
         seconds=max((one.decision.elapsed_s for one in decided if one.decision), default=0.0),
     )

@@ -41,7 +41,10 @@ def test_all_arms_of_all_tasks_are_in_the_table(tmp_path: Path) -> None:
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     with serve_scripted("--latency", 0.05, "--answers", tmp_path / "answers.json") as model:
         words = ("--base-url", model.url, "--model", "scripted", "--out", tmp_path / "out.json")
-        sizes = ("--iterations", 12, "--choose-iterations", 8, "--seeds", 1, "--workers", 1)
+        sizes = (
+            *("--iterations", 12, "--choose-iterations", 8, "--seeds", 1),
+            *("--in-flight", 4, "--workers", 1),
+        )
         ended = subprocess.run(
             [sys.executable, str(BENCHMARKS / "evolve_gpu.py"), *map(str, (*words, *sizes))],
             capture_output=True, text=True, timeout=280, check=False,

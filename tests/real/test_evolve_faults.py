@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +197,13 @@ class Reference:
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         ) as process:
             try:
                 yield process
             finally:
-                for pid in reversed(descendants(process.pid)):
-                    os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # its workers outlive it when it is killed
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def checkpoints(self) -> list[int]:
         folders = (self._folder / "theirs" / "checkpoints").glob("checkpoint_*")

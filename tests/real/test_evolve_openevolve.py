@@ -78,7 +78,7 @@ EVALUATORS = {
     "cascade of EvaluationResult": CASCADE_RESULT,
 }
 REPLAY = """
-import asyncio, base64
+import asyncio, json
 from openevolve.config import DatabaseConfig, EvaluatorConfig
 from openevolve.database import ProgramDatabase
 from openevolve.evaluator import Evaluator
@@ -88,20 +88,16 @@ database = ProgramDatabase(DatabaseConfig(num_islands=2))
 database.load(DATA["checkpoint"])
 evaluator = Evaluator(EvaluatorConfig(), DATA["evaluator"], database=database)
 
-def plain(value):
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
 async def replay(program):
     [prompt] = program.prompts.values()
     code = apply_diff(database.programs[program.parent_id].code, prompt["responses"][0])
     metrics = await evaluator.evaluate_program(code, "again")
     found = evaluator.get_pending_artifacts("again") or {}
-    kept = database.get_artifacts(program.id)
     return {
         "is_same_code": code == program.code,
         "metrics": metrics,
-        "artifacts": {name: plain(value) for name, value in found.items()},
-        "kept": {name: plain(value) for name, value in kept.items()},
+        "artifacts": json.loads(json.dumps(found, default=database._artifact_serializer)),
+        "kept": database.get_artifacts(program.id),
     }
 
 async def main():
@@ -127,7 +123,7 @@ def replay(problem: Path, evaluator: str, openevolve: OpenEvolve) -> dict[str, A
     checkpoint = problem / "out" / "checkpoints" / "checkpoint_20"
     data = {"checkpoint": str(checkpoint), "evaluator": str(problem / "evaluator.py")}
     theirs: dict[str, Any] = openevolve(REPLAY, data)
-    assert len(theirs) >= 10
+    assert len(theirs) >= 5  # some answers repeat a program
     return theirs
 
 
