@@ -5,6 +5,7 @@ circle that overlaps another by any amount makes the packing invalid.
 """
 
 import json
+import math
 import runpy
 from collections.abc import Iterable
 from fractions import Fraction
@@ -22,6 +23,8 @@ def find_violation(circles: list[Circle], *, count: int = NUM_CIRCLES) -> str:
     """What is wrong with a packing; empty if nothing is."""
     if len(circles) != count:
         return f"there are {len(circles)} circles, not {count}"
+    if not all(math.isfinite(number) for circle in circles for number in circle):
+        return "a number is not finite"
     exact = [tuple(map(Fraction, circle)) for circle in circles]
     for i, (x, y, r) in enumerate(exact):
         if r <= 0:
