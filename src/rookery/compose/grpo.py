@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -104,6 +105,8 @@ async def _train(
             start = _start(config, files, model)
             _check(config, files, engine, start)
             with open_run() as run, resumable(run.path, display):
+                digests = {each.name: digest(each.tasks) for each in files.tasksets}
+                await run_in_thread(require_same_inputs, run, digests)
                 start = replace(read_start(run) or start, name=POLICY)
                 inputs = _inputs(config, files, engine, start, model, run)
                 report = await _finish(inputs, run, display)
