@@ -61,8 +61,8 @@ class Sequential(ProgramDatabase):
 
 BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
 MOST_TIMES = 4
-"""Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so many
-times the evolution's, as those of `sequential` come one after the other."""
+"""Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so
+many times the evolution's, as those of `sequential` come one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
