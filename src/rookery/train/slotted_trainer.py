@@ -184,7 +184,9 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def _run_passes(self, trainee: Trained, request: TrainRequest, loss: Loss) -> TrainOutput:
         passes = pack(request.data, pass_tokens=self._config.pass_tokens)
         logprobs: list[tuple[float, ...]] = [()] * len(request.data)
-        gradients = [torch.zeros_like(p) for p in trainee.parameters]
+        gradients = (
+            [torch.zeros_like(p) for p in trainee.parameters] if torch.is_grad_enabled() else []
+        )
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
         loss_sum = 0.0
