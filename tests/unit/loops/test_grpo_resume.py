@@ -27,16 +27,10 @@ BOUNDARIES = {
     "sample", "score", "load", "unload", "replace_base", "forward_backward", "forward",
     "optim_step", "save", "publish", "export", "version",
 }  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "full": {"full": True, "learning_rate": 1e-3},
-    "full-shared": {"full": True, "share": True, "learning_rate": 1e-3},
-}
-SCHEDULES = pytest.mark.parametrize(
-    "changes",
-    [{**values, "staleness": staleness} for values in KINDS.values() for staleness in (0, 1)],
-    ids=[f"{kind}-{staleness}" for kind in KINDS for staleness in (0, 1)],
-)
+FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
+SHARED = {**FULL, "share": True}
+LORA_0, LORA_1 = ({"staleness": staleness} for staleness in (0, 1))
+FULL_0, SHARED_1 = {**FULL, "staleness": 0}, {**SHARED, "staleness": 1}
 
 
 @pytest.fixture
@@ -109,9 +103,13 @@ def check_same(run: Run, result: GrpoResult, expected: tuple[Any, Any, Any]) -> 
     assert max(Counter(chain.from_iterable(positions)).values()) == 1
 
 
-@SCHEDULES
+@pytest.mark.parametrize(
+    ("changes", "every"),
+    [(LORA_0, 13), (LORA_1, 13), (FULL_0, 37), (SHARED_1, 23)],
+    ids=["lora-0", "lora-1", "full-0", "shared-1"],
+)
 async def test_a_run_that_is_cut_off_at_any_call_ends_with_the_same_weights(
-    inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any], every: int
 ) -> None:
     whole = Cut()
     with make_run(tmp_path, "whole") as run:
@@ -121,7 +119,7 @@ async def test_a_run_that_is_cut_off_at_any_call_ends_with_the_same_weights(
     assert {name.partition(" ")[2] for name in whole.seen} >= served | {
         "sample", "forward_backward", "optim_step", "save", "publish", "export",
     }  # fmt: skip
-    for at in range(changes["staleness"], len(whole.seen), 13):
+    for at in range(changes["staleness"], len(whole.seen), every):
         with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
             await run_training(run, inputs, model=model, wrap=Cut(at), **changes)
         with Run.open(tmp_path / f"cut-{at}") as run:
@@ -150,7 +148,9 @@ async def test_a_run_that_is_cut_off_again_and_again_gets_there(
                 continue
 
 
-@SCHEDULES
+@pytest.mark.parametrize(
+    "changes", [LORA_0, LORA_1, SHARED_1], ids=["lora-0", "lora-1", "shared-1"]
+)
 async def test_delays_change_no_bit(
     inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -184,7 +184,7 @@ class _Slow:
         return later
 
 
-@SCHEDULES
+@pytest.mark.parametrize("changes", [LORA_0, SHARED_1], ids=["lora-0", "shared-1"])
 async def test_kill_9(
     inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
