@@ -78,7 +78,8 @@ async def full_policy(
 ) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
     start = start_folder(config, folder)
-    _check_shape(model, start, engine)
+    if config.init_from is not None:
+        _check_shape(model, start, engine)
     publisher = _model_publisher(engine, folder.path, dtype=model.dtype)
     full = config.full or FullWeights()
     trainer = FullTrainer(
