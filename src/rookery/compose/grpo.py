@@ -123,7 +123,12 @@ async def _open(
 
     async def load() -> SlottedModel:
         return await asyncio.to_thread(
-            load_model, files.start, device=device, dtype=dtype, names=folder.names
+            load_model,
+            files.start,
+            device=device,
+            dtype=dtype,
+            names=folder.names,
+            is_exact=config.share,
         )
 
     if config.share and isinstance(config.engine, EngineConfig):

@@ -226,7 +226,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         """The layers from the cut on, over what enters the first of them."""
         model, device = self._model, self._model.device
         positions = torch.cat([torch.arange(length, device=device) for length in packed.lengths])
-        attend = CausalAttend(packed.lengths, device=device)
+        attend = CausalAttend(packed.lengths, device=device, is_exact=model.is_exact)
 
         def run(states: torch.Tensor, span: range) -> torch.Tensor:
             return model.layers(states, positions, attend=attend, rows=rows, span=span)
