@@ -134,7 +134,7 @@ async def run_training(
     config = GrpoConfig.model_validate(inputs.document(**changes))
     tasksets = load_tasksets(config.tasksets)
     template = load_template(inputs.model)
-    own = model if config.full is None else load_model(inputs.model)
+    own = model if config.full is None else load_model(inputs.model, is_exact=config.share)
     async with _open(inputs, own, config) as opened:
         engine = wrap(opened)
         make = _adapter if config.full is None else _full
