@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy, start_folder
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -105,6 +106,8 @@ async def _train(
         async with _open(config, files, show) as (engine, model):
             make_policy = await _checked_policy(config, files, engine, model)
             with open_run() as run, resumable(run.path, display):
+                digests = {each.name: digest(each.tasks) for each in files.tasksets}
+                await run_in_thread(require_same_inputs, run, digests)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
                 report = await _finish(inputs, run, display)
     return Outcome(report, run.path)
