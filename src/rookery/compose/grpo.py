@@ -18,6 +18,7 @@ from rookery.compose.running import (
     read_config,
     resumable,
     run_async,
+    tracked,
 )
 from rookery.compose.sft import base_name
 from rookery.concurrency import run_in_thread
@@ -68,6 +69,7 @@ def run_grpo(
 
 def finish_grpo(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     """Take a training to its end, from its beginning or from where it was."""
+    open_run = tracked(open_run, config.track)
     quiet_libraries()
     files = _read_files(config)
     display.note(note for taskset in files.tasksets for note in taskset.notes)
