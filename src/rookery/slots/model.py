@@ -11,7 +11,7 @@ head is found out when it is loaded: a probe runs through both and must agree.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,10 +133,19 @@ class SlottedModel:
                 f"here {shapes.get(wrong[0])}. Give the weights of a model of the same shape."
             )
 
-    def write(self, folder: Path) -> None:
-        """The config and the plain base weights, as a folder that transformers loads."""
+    def write(self, folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The config and these weights, as a folder that transformers loads."""
         with boundary(ModelError, f"writing the model folder {folder}"):
-            self._model.save_pretrained(folder, state_dict=dict(self.weights))
+            self._model.save_pretrained(folder, state_dict=dict(tensors))
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, for what wraps it."""
+        return self._model
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self._decoder.layers)
 
     @property
     def is_fused(self) -> bool:

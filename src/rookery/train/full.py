@@ -27,7 +27,9 @@ from rookery.slots import SlottedModel
 from rookery.train.head import target_logprobs
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
+from rookery.train.processes import ALONE, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
+from rookery.train.spreading import whole
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
 from rookery.types import ModelWeights
@@ -90,9 +92,10 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         config: FullConfig,
         like: Path,
         publisher: Publisher | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         """`like` is the folder the model is from: exports get its tokenizer and templates."""
-        super().__init__(model, config=config, publisher=publisher)
+        super().__init__(model, config=config, publisher=publisher, processes=processes)
         self._like = like
         self._cut = _first_layer(config, num_layers=model.shape.num_layers)
         self._trains_all = config.layers == "all"
@@ -114,8 +117,11 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     def weights_of(self, trainee: FullTrainee, *, name: str) -> ModelWeights:  # noqa: ARG002
         """All weights of the model, those that are not trained too, in the model's type."""
-        tensors = {n: w.detach().to("cpu", copy=True) for n, w in self._model.weights.items()}
+        tensors = {n: w.to("cpu", copy=True) for n, w in self._whole_weights().items()}
         return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(weight.detach()) for name, weight in self._model.weights.items()}
 
     def write_folder(self, trainee: FullTrainee, folder: Path) -> None:  # noqa: ARG002
         """A folder that transformers and vLLM load: weights, config, tokenizer."""
@@ -127,7 +133,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
             try:
                 ignore = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
                 shutil.copytree(self._like, staging, ignore=ignore, dirs_exist_ok=True)
-                self._model.write(staging)
+                self._model.write(staging, tensors=self._whole_weights())
                 staging.rename(folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

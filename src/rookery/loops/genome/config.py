@@ -74,7 +74,7 @@ class GenomeConfig(Config):
     2 GB there beside them. The last bits of a child depend on it."""
     finals: FinalConfig = FinalConfig()
     track: tuple[TrackerName, ...] = ()
-    """Programs that draw the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @model_validator(mode="after")

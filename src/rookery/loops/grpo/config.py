@@ -93,7 +93,7 @@ class GrpoConfig(ScheduleConfig):
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats."""
     track: tuple[TrackerName, ...] = ()
-    """Programs that draw the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @property

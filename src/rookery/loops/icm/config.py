@@ -65,7 +65,7 @@ class IcmConfig(Config):
     baselines: BaselinesConfig = BaselinesConfig()
     exports: ExportsConfig = ExportsConfig()
     track: tuple[TrackerName, ...] = ()
-    """Programs that draw the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -87,7 +87,7 @@ class RookeryConfig(Config):
     tokenizer: str = ""
     """The model's folder or id, for servers given by URL."""
     track: tuple[TrackerName, ...] = ()
-    """Programs that draw the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     checkpoint: str | None = None
     """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
 
