@@ -56,13 +56,16 @@ class ModelShape:
 class SlottedModel:
     """The model's parts, driven over packed rows; `bank` holds its adapter slots."""
 
-    def __init__(self, model: PreTrainedModel, *, names: frozenset[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, names: frozenset[str], context_tokens: int | None = None
+    ) -> None:
+        """The context is found out by computing positions, unless it is given."""
         self.device = model.device
         self.dtype = model.dtype
         self._model = model
         self._decoder: Any = model.get_decoder()
         self._positions = PositionEncoding(self._decoder)
-        self.shape = _shape(model, self._positions)
+        self.shape = _shape(model, self._positions, context_tokens)
         self._norm: Any = getattr(
             self._decoder, "norm", getattr(self._decoder, "final_layernorm", None)
         )
@@ -246,10 +249,13 @@ def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) ->
     return min(found, default=num_layers)
 
 
-def _shape(model: PreTrainedModel, positions: PositionEncoding) -> ModelShape:
+def _shape(
+    model: PreTrainedModel, positions: PositionEncoding, context_tokens: int | None
+) -> ModelShape:
     config = model.config.get_text_config()
     declared: int = config.max_position_embeddings
-    context_tokens = positions.fixed_tokens(declared)
+    if context_tokens is None:
+        context_tokens = positions.fixed_tokens(declared)
     heads = config.num_attention_heads
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:

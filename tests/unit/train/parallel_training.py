@@ -43,7 +43,7 @@ async def train(
 ) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(trainer, LoraTrainer):
-        trainer.add("policy", tiny_adapter("start", layers=range(2, 4)))
+        trainer.add("policy", tiny_adapter("start", layers=range(2, 4), base="model"))
     if steps.start:
         await trainer.load("policy", folder / f"{kind}_{size}_{steps.start}.safetensors")
     for step in steps:
