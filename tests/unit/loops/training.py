@@ -7,21 +7,32 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rookery.embedded import EngineConfig, run_engine
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
+from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
+from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
+from rookery.loops.grpo.policy_weights import PolicyWeights
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import load_tasksets
 from rookery.tasks.template import load_template
-from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
+from rookery.train import (
+    AdapterPublisher,
+    FullConfig,
+    FullTrainer,
+    LoraTrainer,
+    ModelPublisher,
+    initial_adapter,
+)
 from rookery.types import Completion, Task
 
 REWARDS = f"{Path(__file__)}:reward"
@@ -75,33 +86,82 @@ async def run_training(
     watcher: Watcher = SILENT,
     **changes: object,
 ) -> GrpoResult:
-    """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses."""
+    """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses.
+
+    An adapter is trained over `model`, which the engine shares. With `full` the model is read anew.
+    """
     config = GrpoConfig.model_validate(inputs.document(**changes))
     tasksets = load_tasksets(config.tasksets)
     template = load_template(inputs.model)
-    async with run_engine(
-        model,
-        config=EngineConfig(model=str(inputs.model), cache_gib=0.01),
-        detokenize=str,
-        name="tiny",
-    ) as opened:
+    own = model if config.full is None else load_model(inputs.model)
+    async with _open(inputs, own, config) as opened:
         engine = wrap(opened)
-        start = read_start(run) or initial_adapter(
-            model, config.lora, name="policy", base="tiny", seed=config.seed
-        )
-        trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
+        make = _adapter if config.full is None else _full
         params = config.drawing.params(group_size=config.group_size)
-        log = RolloutLog(run)
         parts = GrpoInputs(
             config=config,
-            start=replace(start, name="policy"),
+            weights=make(run, inputs, own, engine, config, wrap),
             tasksets=tasksets,
             engine=engine,
-            trainer=wrap(trainer),
             sampler=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
-            evaluator=TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
+            evaluator=TasksetEvaluator(
+                engine, template=template, tasksets=tasksets, log=RolloutLog(run)
+            ),
         )
         return await train_policy(parts, run=run, watcher=watcher)
+
+
+@asynccontextmanager
+async def _open(
+    inputs: Inputs, model: SlottedModel, config: GrpoConfig
+) -> AsyncIterator[EmbeddedEngine]:
+    settings = EngineConfig(model=str(inputs.model), cache_gib=0.01)
+    if config.full is not None and not config.share:
+        async with open_engine(settings) as packed:
+            yield packed
+        return
+    async with run_engine(model, config=settings, detokenize=str, name="tiny") as plain:
+        yield plain
+
+
+def _adapter(
+    run: Run, inputs: Inputs, model: SlottedModel, engine: Any, config: GrpoConfig, wrap: Any
+) -> PolicyWeights:
+    del inputs
+    start = read_start(run) or initial_adapter(
+        model, config.lora, name="policy", base="tiny", seed=config.seed
+    )
+    trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
+    return AdapterPolicy(
+        wrap(trainer),
+        start=replace(start, name="policy"),
+        engine=engine,
+        has_reference="reference_logprobs" in config.loss.needs,
+    )
+
+
+def _full(
+    run: Run, inputs: Inputs, model: SlottedModel, engine: Any, config: GrpoConfig, wrap: Any
+) -> PolicyWeights:
+    del run
+    assert config.full is not None
+    publisher = ModelPublisher(engine.replace_base)
+    trainer = FullTrainer(
+        model,
+        name="policy",
+        config=FullConfig(**config.trainer.model_dump(), **config.full.model_dump()),
+        like=inputs.model,
+        publisher=publisher,
+    )
+    if config.share:
+        trainer.share_with(engine)
+    return FullPolicy(
+        wrap(trainer),
+        reference=None,
+        start=inputs.model,
+        base=BaseModel(folder=inputs.model, ref=engine.base, dtype=model.dtype),
+        publisher=publisher,
+    )
 
 
 def clockless(report: GrpoReport) -> dict[str, Any]:
