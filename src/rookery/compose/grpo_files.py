@@ -1,9 +1,12 @@
 """Everything of a grpo run that is read before a model is loaded."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from rookery.compose.grpo_policy import start_folder
 from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model
@@ -24,6 +27,8 @@ class GrpoFiles:
     tasksets: list[Taskset]
     folder: ModelFolder
     template: Template
+    start: Path
+    """The model that training begins with."""
     init: Adapter | None
 
 
@@ -33,13 +38,18 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
     folder = find_model(config.engine, tokenizer=config.tokenizer)
-    init = None if config.init_from is None else read_adapter(config.init_from)
-    return GrpoFiles(tasksets, folder, load_template(folder.path), init)
+    start, init = start_folder(config, folder), None
+    if config.init_from is not None and config.full is None:
+        init = read_adapter(config.init_from)
+    return GrpoFiles(tasksets, folder, load_template(folder.path), start, init)
 
 
 def trainer_place(config: GrpoConfig) -> tuple[str, str]:
-    """The device and the type of the trainer's model: those of an engine in this process."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not isinstance(config.engine, EngineConfig):
-        return device, "auto"
-    return device if config.engine.device == "auto" else config.engine.device, config.engine.dtype
+    """The device and the type of the trainer's model: those of an engine in this process. Each
+    process of torchrun has a GPU of its own."""
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "auto"
+    if isinstance(config.engine, EngineConfig):
+        device = device if config.engine.device == "auto" else config.engine.device
+        dtype = config.engine.dtype
+    own = os.environ.get("LOCAL_RANK")
+    return f"cuda:{own}" if device == "cuda" and own else device, dtype

@@ -91,8 +91,8 @@ def check_plan(config: GrpoConfig, files: GrpoFiles) -> None:
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     device, dtype = trainer_place(config)
     step = measure_step(
-        files.folder.path,
-        trained=files.init or config.lora,
+        files.start,
+        trained=_trained(config, files),
         trainer=config.trainer,
         lengths=_lengths(config, files),
         place=(device, dtype),
@@ -103,8 +103,16 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         *_trainer_rows(config, step),
     ]
     return MemoryPlan(
-        device=device, rows=tuple(row for row in rows if row.num_bytes), available_bytes=_memory(device)
+        device=device,
+        rows=tuple(row for row in rows if row.num_bytes),
+        available_bytes=_memory(device),
     )
+
+
+def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
+    if config.full is not None:
+        return FullConfig(**config.trainer.model_dump(), **config.full.model_dump())
+    return files.init or config.lora
 
 
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:

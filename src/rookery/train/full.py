@@ -167,7 +167,11 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     async def version(self) -> str:
         """A hash of all weights of the model as they are now."""
-        return await self._in_turn(lambda: _content_hash(self._model.weights))
+        return await self._in_turn(self._version)
+
+    def _version(self) -> str:
+        self.tell("weights_of", self._name)
+        return _content_hash(self._whole_weights())
 
     def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
         model = self._model

@@ -55,16 +55,6 @@ class Call:
     """The request, the step, the path or the adapter."""
 
 
-def num_processes() -> int:
-    """How many torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def is_first_process() -> bool:
-    """Whether this process owns the run."""
-    return int(os.environ.get("RANK") or 0) == 0
-
-
 @dataclass(frozen=True, slots=True)
 class Processes:
     """All of them; `ALONE` is a process without others, for which everything here is free."""
@@ -129,7 +119,7 @@ ALONE = Processes(rank=0, size=1)
 
 def join_processes(device: str) -> Processes:
     """This process as one of those that torchrun started; `ALONE` without it."""
-    if num_processes() == 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return ALONE
     with boundary(TrainError, "The processes of torchrun do not find each other"):
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
