@@ -24,11 +24,18 @@ from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
+from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.types import Adapter
 
 __all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
 
 GIB = 2**30
+MOST_COPIES = 32
+"""Of the weights as they are on disk, in 16 bit: two float32 models, masters, gradients, moments and
+a copy to publish are 28 bytes per weight."""
+MANY_TOKENS = 64
+"""A pass of so many tokens holds less than MOST_COPIES of the weights."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """What a container may take."""
 
@@ -82,10 +89,23 @@ def plan_grpo(config: Given | GrpoConfig, **values: Any) -> MemoryPlan:
 
 
 def check_plan(config: GrpoConfig, files: GrpoFiles) -> None:
-    """Refuse a training that does not fit into memory."""
+    """Refuse a training that does not fit into memory. One that is far from it is not planned:
+    that takes seconds."""
+    if _is_small(config, files):
+        return
     complaint = make_plan(config, files).complaint
     if complaint:
         raise ConfigError(complaint)
+
+
+def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
+    """Whether weights and tokens are so few that no plan is needed."""
+    device, _ = trainer_place(config)
+    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
+    lengths = _lengths(config, files)
+    size = lengths.prompt_tokens + lengths.answer_tokens
+    tokens = max(size, min(config.trainer.pass_tokens, size * lengths.num_data))
+    return MOST_COPIES * weights * (1 + tokens / MANY_TOKENS) < _memory(device)
 
 
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
@@ -148,7 +168,8 @@ def _engine_rows(
             note="packed, the tied head beside the embeddings" if is_packed else str(step.dtype),
             remedy="write share: true, or a smaller engine.dtype",
         )
-    yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
+    if config.full is None:
+        yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
     yield from _cache_rows(config, engine, files, step, device)
 
 
@@ -209,13 +230,20 @@ def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
     yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
-    fewer = "lower lora.rank or name fewer lora.targets"
+    is_full = config.full is not None
+    fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
+    halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
     yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
     yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
-    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=fewer)
+    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
     if "reference_logprobs" in config.loss.needs:
-        yield MemoryRow(name="reference", num_bytes=step.masters, note="the start of the training")
+        yield MemoryRow(
+            name="reference",
+            num_bytes=step.weights if is_full else step.masters,
+            note="the start of the training",
+            remedy="leave loss.kl out",
+        )
     yield MemoryRow(
         name="hidden states",
         num_bytes=step.trunk,
@@ -223,9 +251,11 @@ def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
         remedy="lower trainer.trunk_cache_gib",
     )
     checkpointed = config.trainer.checkpoint_layers
+    published = step.weights if is_full and not config.share else 0
     yield MemoryRow(
         name="one pass",
-        num_bytes=max(step.one_pass, step.one_step),
+        # What a pass, a step and a publication take for themselves is not held at the same time.
+        num_bytes=max(step.one_pass, step.one_step, published),
         note=f"activations of {config.trainer.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"

@@ -30,9 +30,7 @@ __all__ = [
     "Call",
     "Method",
     "Processes",
-    "is_first_process",
     "join_processes",
-    "num_processes",
 ]
 
 STEP_S = 1800.0
