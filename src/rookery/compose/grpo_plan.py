@@ -32,8 +32,8 @@ __all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
 
 GIB = 2**30
 MOST_COPIES = 32
-"""Of the weights as they are on disk, in 16 bit: two float32 models, masters, gradients, moments and
-a copy to publish are 28 bytes per weight."""
+"""Times the weight files: float32 models, masters, gradients, moments and a copy to publish take
+less, also where the files have 16 bit."""
 MANY_TOKENS = 64
 """A pass of so many tokens holds less than MOST_COPIES of the weights."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -102,6 +102,7 @@ def _shard(
     whole_pass = fully_shard(_Pass(model.module, run), mesh=mesh)
     for part in (*parts, whole_pass):
         part.set_gradient_divide_factor(1.0)  # weights are divided for all data of a step
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return whole_pass
 
 

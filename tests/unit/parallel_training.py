@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tiny import tiny_adapter
 from tiny_training import make_batch
 
