@@ -32,6 +32,7 @@ def largest_gap(left: Path, right: Path) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+@pytest.mark.timeout(900)  # starts processes up to four times
 @pytest.mark.parametrize("kind", ["lora", "full", "checkpointed"])
 async def test_two_processes_train_what_one_does(tmp_path: Path, kind: str) -> None:
     """Also when both end with one that is killed, and go on from what was saved."""
