@@ -1,6 +1,7 @@
 """The plan of a training's memory beside what a real step takes, and runs that do not fit."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from tiny import write_tiny_model
 
-from rookery import plan_grpo
+from rookery import plan_grpo, run_grpo
 from rookery.compose import grpo_plan
 from rookery.errors import ConfigError
+from rookery.train import FullConfig, LoraConfig, TrainerConfig
+from rookery.train.memory import Lengths, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
 SIZES = {
@@ -75,15 +78,12 @@ print(json.dumps({"before": before, "peak": peak()}))
 def test_a_planned_pass_is_the_measured_one(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    from rookery.train import FullConfig, LoraConfig, TrainerConfig
-    from rookery.train.memory import Lengths, measure_step
-
     folder = write_tiny_model(tmp_path / "model", **SIZES)
     words = [sys.executable, "-c", MEASURE, str(folder), kind, json.dumps(options)]
     # Without a heap that keeps what was freed, the peak is that of the tensors.
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     ended = subprocess.run(
-        words, env={**_environment(), **environment}, capture_output=True, text=True, check=True
+        words, env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
     measured = json.loads(ended.stdout.splitlines()[-1])
     planned = measure_step(
@@ -96,12 +96,6 @@ def test_a_planned_pass_is_the_measured_one(
     expected = planned.one_pass + planned.gradients
     assert found > 50 * 2**20
     assert abs(expected - found) < 0.1 * found, (expected / 2**20, found / 2**20)
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 @pytest.fixture
@@ -143,9 +137,7 @@ def test_a_plan_that_does_not_fit_names_the_key(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(grpo_plan, "memory_bytes", lambda _: 100 * 2**20)
-    from rookery import run_grpo
-
     values: dict[str, Any] = {"groups_per_step": 500, "trainer": {"pass_tokens": 65536}}
-    with pytest.raises(ConfigError, match=r"lower trainer.pass_tokens .* checkpoint_layers: true"):
+    with pytest.raises(ConfigError, match=r"lower trainer.pass_tokens .*checkpoint_layers: true"):
         run_grpo(config, name="big", runs_dir=tmp_path / "runs", **values)
     assert not (tmp_path / "runs").exists()
