@@ -144,7 +144,8 @@ class SlottedModel:
     @property
     def module(self) -> nn.Module:
         """The model itself, for what wraps it."""
-        return self._model
+        module: nn.Module = self._model
+        return module
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:

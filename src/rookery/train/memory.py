@@ -155,7 +155,7 @@ def _measure_pass(trainer: SlottedTrainer[Any], trainee: Trainee, packed: Packed
         logprobs = trainer.logprobs(packed, trainee)
         found = torch.autograd.grad(logprobs.sum(), list(trainee.leaves), allow_unused=True)
         del logprobs, found
-    return meter.peak_bytes
+    return int(meter.peak_bytes)
 
 
 class _Meter(TorchDispatchMode):
@@ -195,9 +195,9 @@ class _Meter(TorchDispatchMode):
 def _masters(trainee: Trainee) -> int:
     """A float32 model is trained in place."""
     if isinstance(trainee, LoraTrainee):
-        return sum(p.nbytes for p in trainee.parameters)
+        return sum(int(p.nbytes) for p in trainee.parameters)
     pairs = zip(trainee.parameters, trainee.leaves, strict=True)
-    return sum(master.nbytes for master, leaf in pairs if master is not leaf)
+    return sum(int(master.nbytes) for master, leaf in pairs if master is not leaf)
 
 
 def _moments(num_weights: int, *, is_8_bit: bool) -> int:

@@ -15,6 +15,8 @@ class Part:
     """Sums over some of the data; with an error nothing else counts."""
 
     error: str = ""
+    num_data: int = 0
+    """Of the whole request."""
     logprobs: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """By the place of the datum in the request."""
     sums: Counter[str] = field(default_factory=Counter)
@@ -25,7 +27,7 @@ class Part:
     """Targets with a weight."""
 
 
-def join_parts(parts: Sequence[Part], *, num_data: int) -> TrainOutput:
+def join_parts(parts: Sequence[Part]) -> TrainOutput:
     """The first error, or the output of all data."""
     error = next((part.error for part in parts if part.error), "")
     if error:
@@ -48,5 +50,5 @@ def join_parts(parts: Sequence[Part], *, num_data: int) -> TrainOutput:
     }
     return TrainOutput(
         metrics={**means, **largest, **counts},
-        logprobs=tuple(logprobs.get(place, ()) for place in range(num_data)),
+        logprobs=tuple(logprobs.get(place, ()) for place in range(parts[0].num_data)),
     )

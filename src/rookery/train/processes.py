@@ -103,7 +103,7 @@ class Processes:
         with _lost():
             dist.all_reduce(flat)
         sizes = [tensor.numel() for tensor in tensors]
-        for tensor, total in zip(tensors, flat.split(sizes), strict=True):
+        for tensor, total in zip(tensors, torch.split(flat, sizes), strict=True):
             tensor.copy_(total.view_as(tensor))
 
     def leave(self) -> None:

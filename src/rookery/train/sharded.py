@@ -53,7 +53,7 @@ class ShardedTrainer(FullTrainer):
         )
 
     def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
-        found: torch.Tensor = self._pass(packed)
+        found: torch.Tensor = self._pass(packed)  # type: ignore[operator]
         if not torch.is_grad_enabled():
             self._pass.reshard()  # else the next pass would compute with these weights again
         return found

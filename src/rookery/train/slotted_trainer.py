@@ -192,7 +192,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         part, gradients = self._own_part(request, trainee)
         if part.error and self.is_joint:
             raise TrainError(part.error)  # the others may be waiting in the middle of a pass
-        output = join_parts(self._processes.exchange(part), num_data=len(request.data))
+        output = join_parts(self._processes.exchange(part))
         if not output.error and with_gradients:
             self.add_up(gradients)
             trainee.add_gradients(gradients)
@@ -213,7 +213,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
     ) -> tuple[Part, list[torch.Tensor]]:
         own = self._processes.share(data)
         passes = pack([data[place] for place in own], pass_tokens=self._config.pass_tokens)
-        part = Part()
+        part = Part(num_data=len(data))
         gradients = (
             [torch.zeros_like(p) for p in trainee.parameters] if torch.is_grad_enabled() else []
         )

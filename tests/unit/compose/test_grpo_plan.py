@@ -17,7 +17,7 @@ from rookery.train import FullConfig, LoraConfig, TrainerConfig
 from rookery.train.memory import Lengths, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip

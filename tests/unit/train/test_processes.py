@@ -29,7 +29,7 @@ def run(folder: Path, kind: str, *numbers: int) -> int:
 def largest_gap(left: Path, right: Path) -> float:
     ours, theirs = load_file(left), load_file(right)
     assert ours.keys() == theirs.keys()
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 @pytest.mark.timeout(900)  # starts processes up to four times
