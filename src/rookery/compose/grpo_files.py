@@ -11,6 +11,7 @@ from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model
 from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.checks import check_splits
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
@@ -37,6 +38,7 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     for taskset in tasksets:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
+    check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
     start, init = start_folder(config, folder), None
     if config.init_from is not None and config.full is None:
