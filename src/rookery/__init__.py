@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rookery.compose.evolve import run_evolution, run_evolve
     from rookery.compose.genome import run_genome
     from rookery.compose.grpo import run_grpo
+    from rookery.compose.grpo_plan import plan_grpo
     from rookery.compose.icm import run_icm
     from rookery.compose.resuming import resume
     from rookery.compose.sft import run_sft
@@ -51,6 +52,7 @@ __all__ = [
     "Task",
     "evaluate",
     "open_engine",
+    "plan_grpo",
     "resume",
     "run_evolution",
     "run_evolve",
@@ -63,6 +65,7 @@ __all__ = [
 _LAZY = {
     "evaluate": "rookery.compose.evaluation",
     "open_engine": "rookery.engines",
+    "plan_grpo": "rookery.compose.grpo_plan",
     "resume": "rookery.compose.resuming",
     "run_evolution": "rookery.compose.evolve",
     "run_evolve": "rookery.compose.evolve",

@@ -48,10 +48,13 @@ EXTRAS = {
     "peft": "hf",
     "ray": "ray",
     "sandlock": "evolve",
+    "tensorboard": "track",
     "torch": "hf",
     "torchao": "optim",
+    "trackio": "track",
     "transformers": "hf",
     "vllm": "vllm",
+    "wandb": "track",
 }
 """Packages that come with an extra of Rookery, by the name they are imported by."""
 

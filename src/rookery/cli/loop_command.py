@@ -22,7 +22,7 @@ from rookery.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
 
-__all__ = ["LoopParts", "make_loop_app"]
+__all__ = ["LoopParts", "make_loop_app", "read_loop_config"]
 
 _REST = """
     Any value of the config is a flag with a dotted name. Resume an interrupted run
@@ -77,21 +77,35 @@ def make_loop_app(
         resume: Annotated[bool, Parameter(negative="")] = False,
     ) -> int:
         parts = load()
-        log_warnings()
-        check_flags(overrides, fields=parts.config.model_fields, own=_OWN)
         if resume and not name:
             raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-        words = paths_from_here(overrides, paths=paths)
-        loaded = load_config(parts.config, config, overrides=words).from_folder(config.parent)
+        loaded = read_loop_config(parts.config, config, overrides, paths=paths, own=_OWN)
         if resume:
             return _resume(runs_dir / name, loaded.model_dump(mode="json"))
-        return print_outcome(parts.run(loaded, name=name, runs_dir=runs_dir))
+        return _print_once(parts.run(loaded, name=name, runs_dir=runs_dir))
 
     lines = "\n".join(f"        {example}" for example in examples)
     run.__doc__ = f"{summary}\n{_REST.format(examples=lines)}"
     app = cyclopts.App(name=name, help=help)
     app.command(run, name="run")
     return app
+
+
+def read_loop_config(
+    model: Any, config: Path, overrides: Sequence[str], *, paths: Sequence[str], own: Sequence[str]
+) -> Any:
+    """The config of a file with flags over it; `own` are flags of the command itself."""
+    log_warnings()
+    check_flags(overrides, fields=model.model_fields, own=own)
+    words = paths_from_here(overrides, paths=paths)
+    return load_config(model, config, overrides=words).from_folder(config.parent)
+
+
+def _print_once(outcome: "Outcome[Any]") -> int:
+    """Of several processes under torchrun, one prints."""
+    from rookery.compose.torchrun import is_first_process
+
+    return print_outcome(outcome) if is_first_process() else 0
 
 
 def _resume(path: Path, config: Mapping[str, Any]) -> int:
@@ -109,4 +123,4 @@ def _resume(path: Path, config: Mapping[str, Any]) -> int:
             f"the flags it was started with, or go on with its own config by `rookery runs resume "
             f"{shlex.quote(str(path))}`."
         )
-    return print_outcome(resume(path))
+    return _print_once(resume(path))

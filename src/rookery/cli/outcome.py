@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         IcmReport,
     )
 
-__all__ = ["print_outcome"]
+__all__ = ["print_outcome", "print_table"]
 
 
 def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
@@ -39,7 +39,7 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
     _print_warnings(report.warnings)
     num_tasks = sum(taskset.num_report for taskset in report.tasksets)
     title = f"{num_tasks} tasks that the search never saw"
-    _print_table(title, columns=COLUMNS, rows=genome_rows(report))
+    print_table(title, columns=COLUMNS, rows=genome_rows(report))
     console.print(
         f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
         f"{report.num_tokens:,} tokens, {report.seconds or 0:.0f} s",
@@ -55,7 +55,7 @@ def _print_grpo(report: "GrpoReport", path: Path) -> None:
     _print_warnings(report.warnings)
     num_tasks = sum(taskset.num_report for taskset in report.tasksets)
     title = f"{num_tasks} tasks that the training never saw"
-    _print_table(title, columns=COLUMNS, rows=grpo_rows(report))
+    print_table(title, columns=COLUMNS, rows=grpo_rows(report))
     console.print(
         f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
         f"tokens, {report.seconds or 0:.0f} s",
@@ -68,7 +68,7 @@ def _print_icm(report: "IcmReport", path: Path) -> None:
     from rookery.ui.icm import COLUMNS, icm_rows
 
     title = f"{report.num_labelled} of {report.num_items} items labelled"
-    _print_table(title, columns=COLUMNS, rows=icm_rows(report))
+    print_table(title, columns=COLUMNS, rows=icm_rows(report))
     console.print(f"verdict  [bold]{report.verdict}[/bold]")
     _print_warnings(report.warnings)
     tokens = report.tokens
@@ -92,7 +92,7 @@ def _print_evolve(report: "EvolveReport", path: Path) -> None:
     console.print(evolve_sentence(report), style="bold", markup=False)
     _print_warnings(report.warnings)
     rows = [[_printable(cell) for cell in row] for row in evolve_rows(report)]
-    _print_table(path.name, columns=COLUMNS, rows=rows)
+    print_table(path.name, columns=COLUMNS, rows=rows)
     if report.stop_reason:
         console.print(report.stop_reason, highlight=False, markup=False)
     places = {"best": path / "best", "checkpoints": path / "checkpoints"}
@@ -140,7 +140,7 @@ def _print_warnings(warnings: Iterable[str]) -> None:
         console.print(warning, style="yellow", markup=False)
 
 
-def _print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, *, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

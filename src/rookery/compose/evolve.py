@@ -24,7 +24,7 @@ from rookery.compose.evolve_inputs import (
 )
 from rookery.compose.evolve_log import IterationLines
 from rookery.compose.proposers import open_models
-from rookery.compose.running import OpenRun, Outcome, resumable, run_async
+from rookery.compose.running import OpenRun, Outcome, resumable, run_async, tracked
 from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.loops.evolve.checkpoints import list_checkpoints
@@ -174,6 +174,7 @@ def finish_evolve(
 def _finish(
     config: EvolveRunConfig, settings: EvolveConfig, open_run: OpenRun, display: Display
 ) -> Outcome[EvolveReport]:
+    open_run = tracked(open_run, settings.rookery.track)
     return run_async(_evolve(config, settings, open_run, display))
 
 
@@ -196,7 +197,7 @@ async def _evolve(
                     models=models,
                     executor=executor,
                     run=run,
-                    watcher=IterationLines(display, bar),
+                    watcher=IterationLines(display, bar, run),
                     embedder=embedder,
                 )
             report = _with_warnings(result.report, inputs.warnings)

@@ -3,6 +3,7 @@
 import logging
 
 from rookery.loops.evolve.watcher import Iteration
+from rookery.runs import Run
 from rookery.ui.display import Bar, Display
 
 __all__ = ["IterationLines", "describe"]
@@ -14,11 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class IterationLines:
-    """A Watcher."""
+    """A Watcher. The metrics of the evolution itself go to the run too."""
 
-    def __init__(self, display: Display, bar: Bar) -> None:
+    def __init__(self, display: Display, bar: Bar, run: Run) -> None:
         self._display = display
         self._bar = bar
+        self._run = run
         self._num_tokens = 0
 
     def on_iteration(self, iteration: Iteration) -> None:
@@ -26,6 +28,7 @@ class IterationLines:
         self._display.say(describe(iteration))
         if iteration.series:
             return  # the bar is of the evolution
+        self._run.log_metrics(iteration.num_decided, _metrics(iteration))
         self._bar.update(
             name=f"best {iteration.best_score:.4g}",
             done=iteration.num_decided,
@@ -36,6 +39,18 @@ class IterationLines:
     def on_waiting(self, sentence: str) -> None:
         logger.warning("%s", sentence)
         self._display.note([sentence])
+
+
+def _metrics(iteration: Iteration) -> dict[str, float]:
+    """What is not known of an iteration is left out."""
+    values = {
+        "evolve/best_score": iteration.best_score,
+        "evolve/score": iteration.score,
+        "evolve/is_failed": float(bool(iteration.failure)),
+        "evolve/num_tokens": iteration.tokens,
+        "time/evaluation_s": iteration.evaluation_s,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def describe(iteration: Iteration) -> str:

@@ -17,6 +17,7 @@ from rookery.compose.running import (
     read_config,
     resumable,
     run_async,
+    tracked,
 )
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
@@ -67,6 +68,7 @@ def finish_genome(
     config: GenomeConfig, open_run: OpenRun, display: Display
 ) -> Outcome[GenomeReport]:
     """Take an evolution to its end, from its beginning or from where it was."""
+    open_run = tracked(open_run, config.track)
     quiet_libraries()
     inputs = _read_inputs(config)
     display.note(note for taskset in inputs.tasksets for note in taskset.notes)

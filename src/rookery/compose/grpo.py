@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy, start_folder
+from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo_plan import check_plan
+from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
+from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
@@ -20,12 +21,13 @@ from rookery.compose.running import (
     read_config,
     resumable,
     run_async,
+    tracked,
 )
 from rookery.compose.sft import base_name
+from rookery.compose.torchrun import is_first_process
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
-from rookery.embedded.folders import ModelFolder
-from rookery.engines import OnLaunch, find_model, open_engine
+from rookery.engines import OnLaunch, open_engine
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
@@ -34,14 +36,12 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.tasks.splits import SPLITS
-from rookery.tasks.taskset import Taskset, load_tasksets
-from rookery.tasks.template import Template, load_template
+from rookery.tasks.template import Template
 from rookery.train import initial_adapter
+from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
-from rookery.weights import read_adapter
 
 __all__ = ["finish_grpo", "run_grpo"]
 
@@ -61,68 +61,48 @@ def run_grpo(
     `report.html`, `report.json` and everything to resume.
     """
     loaded = read_config(GrpoConfig, config, values)
+    if not is_first_process():
+        return help_grpo(loaded)
     open_run = new_run(loaded, kind="grpo", name=name, runs_dir=runs_dir)
     return finish_grpo(loaded, open_run, Display(is_quiet=not progress))
 
 
 def finish_grpo(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     """Take a training to its end, from its beginning or from where it was."""
+    if not is_first_process():
+        return help_grpo(config)
+    open_run = tracked(open_run, config.track)
     quiet_libraries()
-    files = _read_files(config)
+    files = read_files(config)
+    check_plan(config, files)
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Everything that is read before a model is loaded."""
-
-    tasksets: list[Taskset]
-    folder: ModelFolder
-    template: Template
-    start: Path
-    """The model that training begins with."""
-    init: Adapter | None
-
-
-def _read_files(config: GrpoConfig) -> _Files:
-    tasksets = load_tasksets(config.tasksets)
-    for taskset in tasksets:
-        for name in SPLITS:
-            taskset.split(name)  # refuses one that should have tasks and has none
-    folder = find_model(config.engine, tokenizer=config.tokenizer)
-    start, init = start_folder(config, folder), None
-    if config.init_from is not None and config.full is None:
-        init = read_adapter(config.init_from)
-    return _Files(tasksets, folder, load_template(folder.path), start, init)
-
-
 async def _train(
-    config: GrpoConfig, files: _Files, open_run: OpenRun, display: Display
+    config: GrpoConfig, files: GrpoFiles, open_run: OpenRun, display: Display
 ) -> Outcome[GrpoReport]:
     """What can be refused is refused before the run is made."""
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
         async with _open(config, files, show) as (engine, model):
-            make_policy = await _checked_policy(config, files, engine, model)
+            processes = await asyncio.to_thread(join_processes, model.device.type)
+            make_policy = await _checked_policy(config, files, engine, model, processes)
             with open_run() as run, resumable(run.path, display):
                 digests = {each.name: digest(each.tasks) for each in files.tasksets}
                 await run_in_thread(require_same_inputs, run, digests)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
-                report = await _finish(inputs, run, display)
-    return Outcome(report, run.path)
+                outcome = Outcome(await _finish(inputs, run, display), run.path)
+            await asyncio.to_thread(end_processes, processes, outcome)
+    return outcome
 
 
 @asynccontextmanager
 async def _open(
-    config: GrpoConfig, files: _Files, on_launch: OnLaunch
+    config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch
 ) -> AsyncIterator[tuple[Engine, SlottedModel]]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
-    folder, dtype = files.folder, "auto"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(config.engine, EngineConfig):
-        dtype = config.engine.dtype
-        device = device if config.engine.device == "auto" else config.engine.device
+    folder, (device, dtype) = files.folder, trainer_place(config)
 
     async def load() -> SlottedModel:
         return await asyncio.to_thread(
@@ -146,18 +126,24 @@ async def _open(
 
 
 async def _checked_policy(
-    config: GrpoConfig, files: _Files, engine: Engine, model: SlottedModel
+    config: GrpoConfig,
+    files: GrpoFiles,
+    engine: Engine,
+    model: SlottedModel,
+    processes: Processes,
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
     if config.full is not None:
         _check(config, files, engine, start=None)
-        return await full_policy(config, files.folder, model=model, engine=engine)
+        return await full_policy(
+            config, files.folder, model=model, engine=engine, processes=processes
+        )
     start = _start(config, files, model)
     _check(config, files, engine, start=start)
-    return adapter_policy(config, start, model=model, engine=engine)
+    return adapter_policy(config, start, model=model, engine=engine, processes=processes)
 
 
-def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
+def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:
     """The policy to begin with, refused when it does not fit the model."""
     base = base_name(files.folder.name)
     start = files.init or initial_adapter(
@@ -168,21 +154,21 @@ def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
     return start
 
 
-def _check(config: GrpoConfig, files: _Files, engine: Engine, *, start: Adapter | None) -> None:
+def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
     tasksets, template = files.tasksets, files.template
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
     _group_sampler(config, files, engine)  # refuses choices
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-def _group_sampler(config: GrpoConfig, files: _Files, engine: Engine) -> GroupSampler:
+def _group_sampler(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupSampler:
     params = config.drawing.params(group_size=config.group_size)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
 
 
 def _inputs(
     config: GrpoConfig,
-    files: _Files,
+    files: GrpoFiles,
     engine: Engine,
     weights: PolicyWeights,
     run: Run,

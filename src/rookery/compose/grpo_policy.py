@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -31,19 +32,29 @@ from rookery.train import (
     ModelPublisher,
     initial_adapter,
 )
+from rookery.train.processes import Processes
+from rookery.train.sharded import ShardedTrainer
+from rookery.train.slotted_trainer import SlottedTrainer
 from rookery.types import Adapter, ModelRef, ModelWeights
 
-__all__ = ["MakePolicy", "adapter_policy", "full_policy", "start_folder"]
+__all__ = ["MakePolicy", "adapter_policy", "full_policy", "make_trainer", "start_folder"]
 
 MakePolicy = Callable[[Run], PolicyWeights]
 """The weights of a run, when all that can be refused has been."""
 
 
 def adapter_policy(
-    config: GrpoConfig, start: Adapter, *, model: SlottedModel, engine: Engine
+    config: GrpoConfig,
+    start: Adapter,
+    *,
+    model: SlottedModel,
+    engine: Engine,
+    processes: Processes,
 ) -> MakePolicy:
     """An adapter. A run that goes on begins with the one in its own folder."""
-    trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
+    trainer = LoraTrainer(
+        model, config=config.trainer, publisher=AdapterPublisher(engine), processes=processes
+    )
 
     def make(run: Run) -> PolicyWeights:
         return AdapterPolicy(
@@ -73,22 +84,55 @@ def start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
     return config.init_from.resolve()
 
 
+def make_trainer(
+    config: GrpoConfig, start: Path, *, model: SlottedModel, processes: Processes
+) -> SlottedTrainer[Any]:
+    """The trainer of a process that is not the first."""
+    if config.full is None:
+        return LoraTrainer(model, config=config.trainer, processes=processes)
+    return _full_trainer(config, start, model=model, publisher=None, processes=processes)
+
+
+def _full_trainer(
+    config: GrpoConfig,
+    start: Path,
+    *,
+    model: SlottedModel,
+    publisher: Publisher | None,
+    processes: Processes,
+) -> FullTrainer:
+    """In several processes, each keeps a part of the weights."""
+    full = config.full or FullWeights()
+    kind = FullTrainer if processes.size == 1 else ShardedTrainer
+    return kind(
+        model,
+        name=POLICY,
+        config=FullConfig(**config.trainer.model_dump(), **full.model_dump()),
+        like=start,
+        publisher=publisher,
+        processes=processes,
+    )
+
+
 async def full_policy(
-    config: GrpoConfig, folder: ModelFolder, *, model: SlottedModel, engine: Engine
+    config: GrpoConfig,
+    folder: ModelFolder,
+    *,
+    model: SlottedModel,
+    engine: Engine,
+    processes: Processes,
 ) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
     start = start_folder(config, folder)
     if config.init_from is not None:
         _check_shape(model, start, engine)
     publisher = _model_publisher(engine, folder.path, dtype=model.dtype)
-    full = config.full or FullWeights()
-    trainer = FullTrainer(
-        model,
-        name=POLICY,
-        config=FullConfig(**config.trainer.model_dump(), **full.model_dump()),
-        like=start,
-        publisher=publisher,
-    )
+    if config.share and processes.size > 1:
+        raise ConfigError(
+            f"share is for one process, and torchrun started {processes.size}, each with a part of "
+            "the weights: write share: false."
+        )
+    trainer = _full_trainer(config, start, model=model, publisher=publisher, processes=processes)
     if config.share:
         assert isinstance(engine, EmbeddedEngine), "the config refuses to share with servers"
         trainer.share_with(engine)

@@ -19,6 +19,7 @@ from rookery.compose.running import (
     read_config,
     resumable,
     run_async,
+    tracked,
 )
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
@@ -73,6 +74,7 @@ def run_icm(
 
 def finish_icm(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
     """Take a labelling to its end, from its beginning or from where it was."""
+    open_run = tracked(open_run, config.track)
     quiet_libraries()
     return run_async(_label(config, _read_inputs(config), open_run, display))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.compose.running import OpenRun, Outcome
+from rookery.compose.torchrun import is_first_process
 from rookery.config import Config, parse_config
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -29,7 +30,8 @@ def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
         model, finish = KINDS[run.kind]()
         place = run.path.absolute()
         config = parse_config(model, run.config, origin=str(run.path / "config.json"))
-        run.require_free()
+        if is_first_process():
+            run.require_free()
     return finish(config, lambda: Run.open(place), Display(is_quiet=not progress))
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import shlex
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,8 @@ from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import RunError
 from rookery.runs import Run
+from rookery.runs.following import follow_metrics
+from rookery.runs.trackers import TrackerName, require_trackers
 from rookery.ui.display import Display
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "read_config",
     "resumable",
     "run_async",
+    "tracked",
 ]
 
 Report = TypeVar("Report")
@@ -110,6 +113,18 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
         )
     document = config.model_dump(mode="json")
     return lambda: Run.create(root, kind=kind, config=document, name=name)
+
+
+def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
+    """The run with trackers that follow its metrics; one that is not installed is refused now."""
+    require_trackers(names)
+
+    @contextmanager
+    def opened() -> Iterator[Run]:
+        with open_run() as run, follow_metrics(run, names):
+            yield run
+
+    return opened
 
 
 def _require_folder(runs_dir: Path) -> None:

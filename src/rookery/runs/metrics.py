@@ -24,7 +24,7 @@ from typing import Self
 from rookery.errors import RunError
 from rookery.runs.disk import disk_boundary
 
-__all__ = ["MetricsFile", "MetricsRow", "read_metrics"]
+__all__ = ["MetricsFile", "MetricsRow", "read_metrics", "read_rows"]
 
 METRIC = re.compile(r"[^/\s][^/]*(/[^/]+)+")
 CHUNK_BYTES = 1 << 16
@@ -90,17 +90,38 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[MetricsRow]:
     """One row per step, in order of step. A last line that is still being written is left out."""
     rows: dict[int, MetricsRow] = {}
-    with disk_boundary(f"Reading {path}"):
-        data = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            row = _decode(line)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{path}, line {number} is damaged ({error}): remove it.") from error
+    for row in read_rows(path)[0]:
         earlier = rows[row.step].values if row.step in rows else {}
         values = {**earlier, **row.values}
         rows[row.step] = MetricsRow(step=row.step, time_s=row.time_s, values=values)
     return [rows[step] for step in sorted(rows)]
+
+
+def read_rows(path: Path, *, after_bytes: int = 0) -> tuple[list[MetricsRow], int]:
+    """The lines behind so many bytes as they were written, and how many bytes are read then.
+
+    A last line that is still being written is left for the next call.
+    """
+    with disk_boundary(f"Reading {path}"):
+        data = b""
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(after_bytes)
+                data = file.read()
+    rows = []
+    for line in data.split(b"\n")[:-1]:
+        try:
+            rows.append(_decode(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            number = _line_number(path, after_bytes) + len(rows)
+            raise RunError(f"{path}, line {number} is damaged ({error}): remove it.") from error
+    return rows, after_bytes + data.rfind(b"\n") + 1
+
+
+def _line_number(path: Path, offset_bytes: int) -> int:
+    """Of the line that begins there; 1 is the first."""
+    with path.open("rb") as file:
+        return file.read(offset_bytes).count(b"\n") + 1
 
 
 def _encode(step: int, metrics: Mapping[str, float]) -> bytes:

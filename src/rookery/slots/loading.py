@@ -13,7 +13,7 @@ from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "make_empty_model"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -32,11 +32,7 @@ def load_model(
     `is_exact`, for an engine and a trainer on one model of the CPU that is not packed, a row has
     the same bits in a prompt, in decoding and in training; attention takes longer.
     """
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} is not a model folder: it has no config.json. Give a folder written by "
-            "save_pretrained, a Hugging Face id, or `smollm2`."
-        )
+    _require_config(folder)
     kind: Any = dtype
     if dtype == "auto":
         kind = torch.float32 if device == "cpu" else "auto"
@@ -56,6 +52,33 @@ def load_model(
         slotted = _slotted(model, names=model_names(*known), folder=folder)
     slotted.is_exact = is_exact and slotted.device.type == "cpu"
     return slotted
+
+
+def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> SlottedModel:
+    """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
+    memory: what it would compute is then known by its shapes."""
+    _require_config(folder)
+    with boundary(ModelError, f"The model in {folder} cannot be described"):
+        config = AutoConfig.from_pretrained(folder)
+        own = getattr(config, "dtype", None) or torch.float32
+        kind = getattr(torch, dtype) if dtype != "auto" else own
+        kind = torch.float32 if dtype == "auto" and device == "cpu" else kind
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=kind, attn_implementation=ATTENTION
+            )
+        model = model.eval().requires_grad_(requires_grad=False)
+    _check_parts(model, folder)
+    declared: int = model.config.get_text_config().max_position_embeddings
+    return SlottedModel(model, names=frozenset(), context_tokens=declared)
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is not a model folder: it has no config.json. Give a folder written by "
+            "save_pretrained, a Hugging Face id, or `smollm2`."
+        )
 
 
 def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:

@@ -11,7 +11,7 @@ head is found out when it is loaded: a probe runs through both and must agree.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,10 @@ class ModelShape:
 class SlottedModel:
     """The model's parts, driven over packed rows; `bank` holds its adapter slots."""
 
-    def __init__(self, model: PreTrainedModel, *, names: frozenset[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, names: frozenset[str], context_tokens: int | None = None
+    ) -> None:
+        """The context is found out by computing positions, unless it is given."""
         self.is_exact = False
         """Whether training and decoding compute a row with the same bits, see `load_model`."""
         self.device = model.device
@@ -64,7 +67,7 @@ class SlottedModel:
         self._model = model
         self._decoder: Any = model.get_decoder()
         self._positions = PositionEncoding(self._decoder)
-        self.shape = _shape(model, self._positions)
+        self.shape = _shape(model, self._positions, context_tokens)
         self._norm: Any = getattr(
             self._decoder, "norm", getattr(self._decoder, "final_layernorm", None)
         )
@@ -135,10 +138,20 @@ class SlottedModel:
                 f"here {shapes.get(wrong[0])}. Give the weights of a model of the same shape."
             )
 
-    def write(self, folder: Path) -> None:
-        """The config and the plain base weights, as a folder that transformers loads."""
+    def write(self, folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The config and these weights, as a folder that transformers loads."""
         with boundary(ModelError, f"writing the model folder {folder}"):
-            self._model.save_pretrained(folder, state_dict=dict(self.weights))
+            self._model.save_pretrained(folder, state_dict=dict(tensors))
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, for what wraps it."""
+        module: nn.Module = self._model
+        return module
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self._decoder.layers)
 
     @property
     def is_fused(self) -> bool:
@@ -239,10 +252,13 @@ def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) ->
     return min(found, default=num_layers)
 
 
-def _shape(model: PreTrainedModel, positions: PositionEncoding) -> ModelShape:
+def _shape(
+    model: PreTrainedModel, positions: PositionEncoding, context_tokens: int | None
+) -> ModelShape:
     config = model.config.get_text_config()
     declared: int = config.max_position_embeddings
-    context_tokens = positions.fixed_tokens(declared)
+    if context_tokens is None:
+        context_tokens = positions.fixed_tokens(declared)
     heads = config.num_attention_heads
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:

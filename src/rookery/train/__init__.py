@@ -11,6 +11,11 @@ trainee.py    weights in training: gradients, AdamW, save and load
 slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out
 lora_trainer.py     LoraTrainer: any number of adapters over one model
 full.py       FullTrainer: a model's own weights
+processes.py  the processes of torchrun: who computes which data, sums of gradients
+part.py       what one process computes of a request
+sharded.py    ShardedTrainer: a model's own weights, spread over processes
+spreading.py  tensors that are spread over processes beside plain ones
+memory.py     what a step holds in memory, without weights
 checkpoints.py      folders of weights with the trainer's state beside them
 schedule.py   the learning rate of every step
 publisher.py  new weights to engines, old ones retired

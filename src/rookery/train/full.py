@@ -30,7 +30,9 @@ from rookery.slots import SlottedModel, load_model
 from rookery.train.head import target_logprobs
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
+from rookery.train.processes import ALONE, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
+from rookery.train.spreading import whole
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
 from rookery.types import ModelRef, ModelWeights, OptimStep, StepOutput
@@ -112,9 +114,10 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         config: FullConfig,
         like: Path,
         publisher: Publisher | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         """`like` is the folder the model is from: exports get its tokenizer and templates."""
-        super().__init__(model, config=config, publisher=publisher)
+        super().__init__(model, config=config, publisher=publisher, processes=processes)
         self._like = like
         self._name = name
         self._sharing: SharingEngine | None = None
@@ -164,7 +167,11 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     async def version(self) -> str:
         """A hash of all weights of the model as they are now."""
-        return await self._in_turn(lambda: _content_hash(self._model.weights))
+        return await self._in_turn(self._version)
+
+    def _version(self) -> str:
+        self.tell("weights_of", self._name)
+        return _content_hash(self._whole_weights())
 
     def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
         model = self._model
@@ -178,8 +185,11 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     def weights_of(self, trainee: FullTrainee, *, name: str) -> ModelWeights:  # noqa: ARG002
         """All weights of the model, those that are not trained too, in the model's type."""
-        tensors = {n: w.detach().to("cpu", copy=True) for n, w in self._model.weights.items()}
+        tensors = {n: w.to("cpu", copy=True) for n, w in self._whole_weights().items()}
         return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(weight.detach()) for name, weight in self._model.weights.items()}
 
     def write_folder(self, trainee: FullTrainee, folder: Path) -> None:  # noqa: ARG002
         """A folder that transformers and vLLM load: weights, config, tokenizer."""
@@ -191,7 +201,7 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
             try:
                 ignore = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
                 shutil.copytree(self._like, staging, ignore=ignore, dirs_exist_ok=True)
-                self._model.write(staging)
+                self._model.write(staging, tensors=self._whole_weights())
                 staging.rename(folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

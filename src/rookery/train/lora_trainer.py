@@ -22,6 +22,7 @@ from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.packing import PackedPass
+from rookery.train.processes import ALONE, Call, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import one_slot, slot_factors
 from rookery.train.trainee import LoraTrainee
@@ -38,9 +39,14 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     folder_name = "adapter_step"
 
     def __init__(
-        self, model: SlottedModel, *, config: TrainerConfig, publisher: Publisher | None = None
+        self,
+        model: SlottedModel,
+        *,
+        config: TrainerConfig,
+        publisher: Publisher | None = None,
+        processes: Processes = ALONE,
     ) -> None:
-        super().__init__(model, config=config, publisher=publisher)
+        super().__init__(model, config=config, publisher=publisher, processes=processes)
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
 
     def add(self, trainee: str, start: Adapter) -> None:
@@ -51,12 +57,23 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
+        self._worker.submit(self.tell, "add", trainee, start).result()
         self.trainees[trainee] = LoraTrainee(start, name=trainee, device=self._model.device)
 
     def remove(self, trainee: str) -> None:
         """Forget it with all it has learned. Calls that have begun are still done, on it."""
         self.trainee(trainee)
+        self._worker.submit(self.tell, "remove", trainee).result()
         del self.trainees[trainee]
+
+    def do_part(self, call: Call) -> None:
+        match call.method, call.argument:
+            case "add", Adapter() as start:
+                self.add(call.trainee, start)
+            case "remove", _:
+                self.remove(call.trainee)
+            case _:
+                super().do_part(call)
 
     def adapter(self, trainee: str) -> Adapter:
         """Its weights after all calls so far; waits for them."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rookery.errors import TrainError
 from rookery.types import OptimStep
@@ -59,7 +60,7 @@ def plain_moments(
     state: Mapping[str, Any] = optimizer.state[parameter]
     plain = {}
     for name in _MOMENTS:
-        if type(state[name]) is torch.Tensor:
+        if type(state[name]) in (torch.Tensor, DTensor):
             plain[name] = state[name]
         else:
             plain |= {f"{name}.{part}": getattr(state[name], part) for part in _PARTS}

@@ -28,8 +28,11 @@ from rookery.ports import Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.losses import Loss, Targets, make_loss
 from rookery.train.packing import COLUMNS, PackedPass, check_data, pack
+from rookery.train.part import Part, join_parts
+from rookery.train.processes import ALONE, Call, Method, Processes
 from rookery.train.trainee import Trainee
 from rookery.types import (
+    Datum,
     ModelRef,
     OptimStep,
     StepOutput,
@@ -66,8 +69,16 @@ class SlottedTrainer(ABC, Generic[Trained]):
     folder_name: ClassVar[str]
     """What its exports are named in checkpoints, before the step."""
 
+    is_joint: ClassVar[bool] = False
+    """All processes compute each pass together, so that none can leave one out."""
+
     def __init__(
-        self, model: SlottedModel, *, config: TrainerConfig, publisher: Publisher | None = None
+        self,
+        model: SlottedModel,
+        *,
+        config: TrainerConfig,
+        publisher: Publisher | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         if any(linear.weight is None for linear in model.linears.values()):
             raise TrainError(
@@ -79,6 +90,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self._model = model
         self._config = config
         self._publisher = publisher
+        self._processes = processes
         # Ends with this object; calls queue in it in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
@@ -129,23 +141,24 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
     async def save(self, trainee: str, path: Path) -> None:
         state = self.trainee(trainee)
-        await self._in_turn(lambda: state.save(path))
+        await self._in_turn(lambda: self._save(state, trainee, path))
 
     async def load(self, trainee: str, path: Path) -> None:
+        """With several processes, each reads the file."""
         state = self.trainee(trainee)
-        await self._in_turn(lambda: state.load(path))
+        await self._in_turn(lambda: self._load(state, trainee, path))
 
     async def publish(self, trainee: str) -> ModelRef:
         if self._publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")
         state = self.trainee(trainee)
-        weights = await self._in_turn(lambda: self.weights_of(state, name=trainee))
+        weights = await self._in_turn(lambda: self._weights(state, trainee))
         return await self._publisher.publish(weights)
 
     async def export(self, trainee: str, folder: Path) -> None:
         """Write its weights as a folder that other programs load."""
         state = self.trainee(trainee)
-        await self._in_turn(lambda: self.write_folder(state, folder))
+        await self._in_turn(lambda: self._export(state, trainee, folder))
 
     async def _in_turn(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
@@ -163,6 +176,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def _step(self, step: OptimStep, trainee: Trained | TrainError) -> StepOutput:
         if isinstance(trainee, TrainError):
             return StepOutput(error=str(trainee))
+        self.tell("optim_step", step.trainee, step)
         try:
             norm = trainee.step(step)
         except RookeryError as error:
@@ -173,47 +187,121 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def _train(self, request: TrainRequest, trainee: Trained | TrainError) -> TrainOutput:
         if isinstance(trainee, TrainError):
             return TrainOutput(error=str(trainee))
+        with_gradients = torch.is_grad_enabled()
+        self.tell("forward_backward" if with_gradients else "forward", request.trainee, request)
+        part, gradients = self._own_part(request, trainee)
+        if part.error and self.is_joint:
+            raise TrainError(part.error)  # the others may be waiting in the middle of a pass
+        output = join_parts(self._processes.exchange(part))
+        if not output.error and with_gradients:
+            self.add_up(gradients)
+            trainee.add_gradients(gradients)
+        return output
+
+    def _own_part(self, request: TrainRequest, trainee: Trained) -> tuple[Part, list[torch.Tensor]]:
+        """What this process computes of the request, and its gradients."""
         try:
             with _any_error(trainee):
                 loss = make_loss(request.loss, request.loss_options)
                 check_data(request.data, shape=self._model.shape, needs=loss.needs)
-                return self._run_passes(trainee, request, loss)
+                return self._run_passes(trainee, request.data, loss)
         except RookeryError as error:
-            return TrainOutput(error=str(error))
+            return Part(error=str(error)), []
 
-    def _run_passes(self, trainee: Trained, request: TrainRequest, loss: Loss) -> TrainOutput:
-        passes = pack(request.data, pass_tokens=self._config.pass_tokens)
-        logprobs: list[tuple[float, ...]] = [()] * len(request.data)
+    def _run_passes(
+        self, trainee: Trained, data: Sequence[Datum], loss: Loss
+    ) -> tuple[Part, list[torch.Tensor]]:
+        own = self._processes.share(data)
+        passes = pack([data[place] for place in own], pass_tokens=self._config.pass_tokens)
+        part = Part(num_data=len(data))
         gradients = (
             [torch.zeros_like(p) for p in trainee.parameters] if torch.is_grad_enabled() else []
         )
-        sums: Counter[str] = Counter()
-        maxima: dict[str, float] = {}
-        loss_sum = 0.0
-        for packed in passes:
+        for packed in self.balanced(passes):
             logprobs_T = self.logprobs(packed, trainee)
+            if not packed.places:
+                self._add(gradients, 0.0 * logprobs_T.sum(), trainee)
+                continue
             output = loss(logprobs_T, _targets(packed, self._model.device))
             trainee.require_finite("loss", output.loss)
-            if torch.is_grad_enabled():
-                _add_gradients(gradients, output.loss, trainee.leaves)
-            loss_sum += output.loss.item()
-            sums.update({key: value.item() for key, value in output.sums.items()})
+            self._add(gradients, output.loss, trainee)
+            part.loss_sum += output.loss.item()
+            part.sums.update({key: value.item() for key, value in output.sums.items()})
             for key, value in output.maxima.items():
-                maxima[key] = max(maxima.get(key, -inf), value.item())
-            _put_by_datum(logprobs, packed, logprobs_T.tolist())
+                part.maxima[key] = max(part.maxima.get(key, -inf), value.item())
+            _put_by_datum(part.logprobs, packed, logprobs_T.tolist(), places=own)
+        part.weight = sum(weight for packed in passes for weight in packed.weights)
+        part.num_tokens = sum(weight != 0.0 for packed in passes for weight in packed.weights)
+        return part, gradients
+
+    def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
+        """The passes of this process; where processes compute each pass together, as many as the
+        others have, further ones being without places."""
+        return passes
+
+    def add_gradients(
+        self, totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
+    ) -> None:
+        """In float32, whatever the leaves are; one that the loss does not depend on adds
+        nothing."""
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for total, gradient in zip(totals, found, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    def add_up(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Each becomes the sum over all processes."""
+        self._processes.add_up(gradients)
+
+    def _add(self, gradients: list[torch.Tensor], loss: torch.Tensor, trainee: Trained) -> None:
         if torch.is_grad_enabled():
-            trainee.add_gradients(gradients)
-        weight = sum(weight for packed in passes for weight in packed.weights)
-        # Without weight, or with weights that cancel, there is no mean to report.
-        means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
-        largest = {f"train/{key}_max": value for key, value in maxima.items()}
-        num_tokens = sum(weight != 0.0 for packed in passes for weight in packed.weights)
-        counts = {
-            "train/loss_sum": loss_sum,
-            "train/weight_sum": weight,
-            "train/num_tokens": float(num_tokens),
-        }
-        return TrainOutput(metrics={**means, **largest, **counts}, logprobs=tuple(logprobs))
+            self.add_gradients(gradients, loss, trainee.leaves)
+
+    def _save(self, trainee: Trained, name: str, path: Path) -> None:
+        self.tell("save", name, path)
+        trainee.save(path, is_writer=self._processes.is_first)
+
+    def _load(self, trainee: Trained, name: str, path: Path) -> None:
+        self.tell("load", name, path)
+        trainee.load(path)
+
+    def _weights(self, trainee: Trained, name: str) -> Weights:
+        self.tell("weights_of", name)
+        return self.weights_of(trainee, name=name)
+
+    def _export(self, trainee: Trained, name: str, folder: Path) -> None:
+        self.tell("weights_of", name)
+        self.write_folder(trainee, folder)
+
+    def tell(self, method: Method, trainee: str, argument: object = None) -> None:
+        """Let the other processes do their part of a call that this one, the first, begins."""
+        if self._processes.is_first:
+            self._processes.tell(Call(method, trainee, argument))
+
+    def help(self) -> object:
+        """In a process that is not the first: do its part of every call of that one. Blocks until
+        it tells something else than a call, which is returned."""
+        while isinstance(told := self._processes.hear(), Call):
+            self.do_part(told)
+        return told
+
+    def do_part(self, call: Call) -> None:
+        """The part of this process of a call."""
+        trainee = self.trainee(call.trainee)
+        match call.method, call.argument:
+            case "forward_backward", TrainRequest() as request:
+                self._train(request, trainee)
+            case "forward", TrainRequest() as request:
+                with torch.no_grad():
+                    self._train(request, trainee)
+            case "optim_step", OptimStep() as step:
+                self._step(step, trainee)
+            case "save", Path() as path:
+                self._save(trainee, call.trainee, path)
+            case "load", Path() as path:
+                self._load(trainee, call.trainee, path)
+            case "weights_of", _:
+                self.weights_of(trainee, name=call.trainee)
 
     def run_layers(
         self,
@@ -241,16 +329,6 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return hidden
 
 
-def _add_gradients(
-    totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
-) -> None:
-    """In float32, whatever the leaves are; one that the loss does not depend on adds nothing."""
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    for total, gradient in zip(totals, found, strict=True):
-        if gradient is not None:
-            total += gradient
-
-
 @contextmanager
 def _any_error(trainee: Trainee) -> Iterator[None]:
     """Whatever goes wrong with a request ends that one; others of the call may have gradients."""
@@ -275,11 +353,15 @@ def _targets(packed: PackedPass, device: torch.device) -> Targets:
 
 
 def _put_by_datum(
-    logprobs: list[tuple[float, ...]], packed: PackedPass, values: list[float]
+    logprobs: dict[int, tuple[float, ...]],
+    packed: PackedPass,
+    values: list[float],
+    *,
+    places: Sequence[int],
 ) -> None:
     """Log-probabilities of a pass to the places of their data in the request."""
     counts = Counter(packed.datum)
     start = 0
     for number, place in enumerate(packed.places):
-        logprobs[place] = tuple(values[start : start + counts[number]])
+        logprobs[places[place]] = tuple(values[start : start + counts[number]])
         start += counts[number]

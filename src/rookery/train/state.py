@@ -7,15 +7,16 @@ One file, written aside and renamed into place: a reader sees the old state or t
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from rookery.errors import TrainError, boundary
-from rookery.runs.disk import write_file
+from rookery.runs.disk import disk_boundary, new_scratch, sync_file, sync_folder
 from rookery.types import Json
 
 __all__ = ["read_state", "write_state"]
@@ -30,12 +31,20 @@ def write_state(
     """Replace `path`, durably. Folders on the way are made."""
     if path.is_dir():
         raise TrainError(f"{path} is a folder; a trainer's state is a file: name one in it.")
-    # Cloned because safetensors refuses tensors that share storage.
-    plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    data = save(plain, metadata={_HEADER: json.dumps(document)})
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     with boundary(TrainError, f"making the folder {path.parent}", foreign=(OSError,)):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, data, scratch=path.parent)
+    aside = new_scratch(path.parent)
+    foreign = (SafetensorError,)
+    with disk_boundary(f"Writing {path}"), boundary(TrainError, f"writing {path}", foreign=foreign):
+        try:
+            # Straight to the file: as bytes in memory it would be there a second time.
+            save_file(plain, aside, metadata={_HEADER: json.dumps(document)})
+            sync_file(aside)
+            os.replace(aside, path)
+            sync_folder(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:

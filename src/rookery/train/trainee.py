@@ -19,6 +19,7 @@ from rookery.train.optimizers import (
     plain_moments,
     set_values,
 )
+from rookery.train.spreading import fill, whole
 from rookery.train.state import read_state, write_state
 from rookery.types import Adapter, Json, LoraFactors, OptimStep
 from rookery.weights import make_adapter
@@ -74,7 +75,7 @@ class Trainee:
         gradients = self.gradients or [torch.zeros_like(p) for p in self.parameters]
         self.gradients = None
         norm = nn.utils.get_total_norm(gradients)
-        self.require_finite("gradient", norm)
+        self.require_finite("gradient", whole(norm))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         if step.max_grad_norm:
@@ -84,7 +85,7 @@ class Trainee:
         self._optimizer.zero_grad(set_to_none=True)
         self.refresh_leaves()
         self.num_steps += 1
-        return norm.item()
+        return whole(norm).item()
 
     def require_finite(self, what: str, value: torch.Tensor) -> None:
         if not torch.isfinite(value):
@@ -93,34 +94,36 @@ class Trainee:
                 "diverged: lower the learning rate."
             )
 
-    def save(self, path: Path) -> None:
-        """Weights, moments, step count and gradients not yet applied, as one file."""
+    def save(self, path: Path, *, is_writer: bool = True) -> None:
+        """Weights, moments, step count and gradients not yet applied, as one file.
+
+        Where they are spread over processes, all of them save, and one is the writer.
+        """
         tensors = dict(self._named("weights", self.parameters))
         tensors |= self._moments() if self.num_steps else {}
         if self.gradients is not None:
             tensors |= self._named("gradients", self.gradients)
+        tensors = {name: whole(tensor) for name, tensor in tensors.items()}
         document: dict[str, Json] = {"num_steps": self.num_steps, **self._fixed}
-        write_state(path, tensors=tensors, document=document)
+        if is_writer:
+            write_state(path, tensors=tensors, document=document)
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, exactly; nothing changes when it does not fit."""
         tensors, document = read_state(path)
         num_steps = self._check_fits(path, tensors, document)
         has_gradients = any(name.startswith("gradients/") for name in tensors)
-        device = self.parameters[0].device
-        self.gradients = (
-            [tensors[name].to(device) for name in self._named("gradients", self.parameters)]
-            if has_gradients
-            else None
-        )
+        self.gradients = [torch.zeros_like(p) for p in self.parameters] if has_gradients else None
         self._optimizer.state.clear()
         current = self._named("weights", self.parameters)
         if num_steps:
             make_state(self._optimizer, num_steps=num_steps)
             current |= self._moments()
+        if self.gradients is not None:
+            current |= self._named("gradients", self.gradients)
         with torch.no_grad():
             for name, tensor in current.items():
-                tensor.copy_(tensors[name])
+                fill(tensor, tensors[name])
         self.num_steps = num_steps
         self.refresh_leaves()
 

@@ -12,6 +12,7 @@ from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
 from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
 from rookery.search.parents import may_be_negative
@@ -72,6 +73,8 @@ class GenomeConfig(Config):
     layers (`ties`, `dare`) keep its cores busy for seconds, which the servers need. It takes about
     2 GB there beside them. The last bits of a child depend on it."""
     finals: FinalConfig = FinalConfig()
+    track: tuple[TrackerName, ...] = ()
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter
 
-__all__ = ["MIN_REPORT_TASKS", "check_inputs"]
+__all__ = ["MIN_REPORT_TASKS", "check_inputs", "check_splits"]
 
 MIN_REPORT_TASKS = 2
 """One task shows no spread, and so has no interval."""
@@ -28,7 +28,7 @@ def check_inputs(
 
     `start` is the adapter to begin with; None: all weights are trained.
     """
-    _check_splits(tasksets)
+    check_splits(tasksets)
     if start is not None and start.rank > engine.max_rank:
         where = "lora.rank" if config.init_from is None else f"The rank of {config.init_from}"
         raise AdapterError(
@@ -40,7 +40,8 @@ def check_inputs(
         evaluator.check_lengths(tasks, context_tokens=engine.context_tokens)
 
 
-def _check_splits(tasksets: Sequence[Taskset]) -> None:
+def check_splits(tasksets: Sequence[Taskset]) -> None:
+    """Raise TaskError unless each split has tasks for what it is used for."""
     uses = {
         "search": "trained on",
         "select": "read to choose a checkpoint",

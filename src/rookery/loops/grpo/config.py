@@ -9,6 +9,7 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.grpo.advantages import AdvantageName
+from rookery.runs.trackers import TrackerName
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import FullWeights, LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
@@ -100,6 +101,8 @@ class GrpoConfig(ScheduleConfig):
     max_gap: float = Field(default=0.05, gt=0.0, allow_inf_nan=False)
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats."""
+    track: tuple[TrackerName, ...] = ()
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @property

@@ -13,6 +13,7 @@ from rookery.loops.icm.constraints import ConstraintConfig, fields_of
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.items import DataConfig
 from rookery.loops.icm.objective import ObjectiveConfig
+from rookery.runs.trackers import TrackerName
 from rookery.search.annealing import AnnealingConfig
 from rookery.train.sft import SftConfig
 
@@ -63,6 +64,8 @@ class IcmConfig(Config):
     are labelled by the model as it is."""
     baselines: BaselinesConfig = BaselinesConfig()
     exports: ExportsConfig = ExportsConfig()
+    track: tuple[TrackerName, ...] = ()
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     seed: int = 0
 
     @model_validator(mode="after")

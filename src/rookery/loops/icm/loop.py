@@ -230,6 +230,7 @@ async def _search(
 
         def stepped(step: Step) -> None:
             decisions.add(step)
+            run.log_metrics(step.iteration, _metrics(step, where=f"{batch.index}_{chain}"))
             if on_step is not None:
                 on_step(
                     ChainStep(
@@ -264,3 +265,15 @@ async def _search(
         raise failed.exceptions[0] from None
     for batch in batches:
         batch.results = [task.result() for task in batch.tasks]
+
+
+def _metrics(step: Step, *, where: str) -> dict[str, float]:
+    """By batch and chain, as several search at the same time."""
+    values = {
+        "utility": step.utility,
+        "best_utility": step.best_utility,
+        "temperature": step.temperature,
+        "num_frustrated": float(step.num_frustrated),
+        "num_labelled": float(sum(label != UNLABELLED for label in step.labels)),
+    }
+    return {f"icm/{name}_{where}": value for name, value in values.items()}

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rookery.config import Config
+from rookery.runs.trackers import TrackerName
 
 __all__ = ["BudgetConfig", "RookeryConfig", "SandboxSettings"]
 
@@ -85,6 +86,8 @@ class RookeryConfig(Config):
     """PEFT folders that the engine loads, each a model of its own; beside the config."""
     tokenizer: str = ""
     """The model's folder or id, for servers given by URL."""
+    track: tuple[TrackerName, ...] = ()
+    """What draws the curves of the run: `tensorboard`, `trackio`, `wandb` (extra `track`)."""
     checkpoint: str | None = None
     """A checkpoint folder, of OpenEvolve or ours, whose population is the first one."""
 

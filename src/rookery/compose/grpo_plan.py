@@ -1,0 +1,283 @@
+"""`plan_grpo`: what a training holds in memory, and whether it fits, before weights are loaded.
+
+    plan = plan_grpo("configs/grpo_addition.yaml")
+    plan.total_bytes, plan.fits, [(row.name, row.num_bytes) for row in plan.rows]
+
+Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.running import Given, quiet_libraries, read_config
+from rookery.embedded import EngineConfig
+from rookery.embedded.pool import memory_bytes
+from rookery.errors import ConfigError
+from rookery.fleet import FleetConfig
+from rookery.loops.grpo import GrpoConfig
+from rookery.slots.linear import can_pack
+from rookery.slots.model import ModelShape
+from rookery.tasks.splits import SplitName
+from rookery.train import FullConfig, LoraConfig
+from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.types import Adapter
+
+__all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
+
+GIB = 2**30
+MOST_COPIES = 32
+"""Times the weight files: float32 models, masters, gradients, moments and a copy to publish take
+less, also where the files have 16 bit."""
+MANY_TOKENS = 64
+"""A pass of so many tokens holds less than MOST_COPIES of the weights."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""What a container may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """One part of what is held at the same time."""
+
+    name: str
+    num_bytes: int
+    note: str
+    remedy: str = ""
+    """What to write to make it smaller; empty where nothing does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one training on the device that the trainer computes on."""
+
+    device: str
+    rows: tuple[MemoryRow, ...]
+    available_bytes: int
+    """All memory of the device, taken or free."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+    @property
+    def complaint(self) -> str:
+        """Why it does not fit and which key to change; empty when it fits."""
+        if self.fits:
+            return ""
+        largest = max((row for row in self.rows if row.remedy), key=lambda row: row.num_bytes)
+        return (
+            f"The training needs {_gib(self.total_bytes)} and the memory of {self.device} is "
+            f"{_gib(self.available_bytes)}. {_gib(largest.num_bytes)} are for {largest.name} "
+            f"({largest.note}): {largest.remedy}. `rookery grpo plan` lists all parts."
+        )
+
+
+def plan_grpo(config: Given | GrpoConfig, **values: Any) -> MemoryPlan:
+    """The plan of a config; `values` are keys of it, as for `run_grpo`."""
+    quiet_libraries()
+    loaded = read_config(GrpoConfig, config, values)
+    return make_plan(loaded, read_files(loaded))
+
+
+def check_plan(config: GrpoConfig, files: GrpoFiles) -> None:
+    """Refuse a training that does not fit into memory. One that is far from it is not planned:
+    that takes seconds."""
+    if _is_small(config, files):
+        return
+    complaint = make_plan(config, files).complaint
+    if complaint:
+        raise ConfigError(complaint)
+
+
+def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
+    """Whether weights and tokens are so few that no plan is needed."""
+    device, _ = trainer_place(config)
+    weights = sum(path.stat().st_size for path in files.start.glob("*.safetensors"))
+    lengths = _lengths(config, files)
+    size = lengths.prompt_tokens + lengths.answer_tokens
+    tokens = max(size, min(config.trainer.pass_tokens, size * lengths.num_data))
+    return MOST_COPIES * weights * (1 + tokens / MANY_TOKENS) < _memory(device)
+
+
+def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
+    device, dtype = trainer_place(config)
+    step = measure_step(
+        files.start,
+        trained=_trained(config, files),
+        trainer=config.trainer,
+        lengths=_lengths(config, files),
+        place=(device, dtype),
+    )
+    rows = [
+        *_process_rows(device),
+        *_engine_rows(config, files, step, device),
+        *_trainer_rows(config, step),
+    ]
+    return MemoryPlan(
+        device=device,
+        rows=tuple(row for row in rows if row.num_bytes),
+        available_bytes=_memory(device),
+    )
+
+
+def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
+    if config.full is not None:
+        return FullConfig(**config.trainer.model_dump(), **config.full.model_dump())
+    return files.init or config.lora
+
+
+def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
+    return Lengths(
+        prompt_tokens=max(_prompt_tokens(files, "search")),
+        answer_tokens=config.drawing.max_tokens,
+        num_data=config.groups_per_step * config.group_size,
+    )
+
+
+def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
+    tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
+    return [len(files.template.encode(task)) for task in tasks]
+
+
+def _process_rows(device: str) -> Iterator[MemoryRow]:
+    if device == "cpu":
+        yield MemoryRow(name="this process", num_bytes=_resident_bytes(), note="Python, libraries")
+
+
+def _engine_rows(
+    config: GrpoConfig, files: GrpoFiles, step: StepMemory, device: str
+) -> Iterator[MemoryRow]:
+    engine = config.engine
+    if isinstance(engine, FleetConfig):
+        yield from _server_rows(engine, device)
+        return
+    if not config.share:
+        is_packed = can_pack(device=torch.device(device), dtype=step.dtype)
+        yield MemoryRow(
+            name="engine weights",
+            num_bytes=step.weights + (step.tied_head if is_packed else 0),
+            note="packed, the tied head beside the embeddings" if is_packed else str(step.dtype),
+            remedy="write share: true, or a smaller engine.dtype",
+        )
+    if config.full is None:
+        yield MemoryRow(name="adapter slots", num_bytes=2 * step.masters, note="two versions")
+    yield from _cache_rows(config, engine, files, step, device)
+
+
+def _cache_rows(
+    config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
+) -> Iterator[MemoryRow]:
+    shape, size = step.shape, step.dtype.itemsize
+    prompts = {split: _prompt_tokens(files, split) for split in ("search", "select", "report")}
+    longest = sorted(prompts["search"])[-config.max_groups :]
+    kept = sum(longest) + max(sum(prompts["select"]), 2 * sum(prompts["report"]))
+    limit = int(engine.cache_gib * GIB)
+    kept_bytes = kept * shape.token_bytes(step.dtype)
+    yield MemoryRow(
+        name="prefix cache",
+        # On a GPU it is taken as a whole at the start; on the CPU untouched pages are free.
+        num_bytes=limit if device != "cpu" else min(limit, kept_bytes),
+        note=f"{kept:,} tokens of prompts, {engine.cache_gib:g} GiB at most",
+        remedy="lower engine.cache_gib",
+    )
+    rows = min(engine.max_rows, config.groups_per_step * config.group_size)
+    length = max(longest) + config.drawing.max_tokens
+    yield MemoryRow(
+        name="answers in flight",
+        num_bytes=rows * length * _kv_bytes(shape) * size,
+        note=f"{rows} rows of {length:,} tokens",
+        remedy="lower engine.max_rows",
+    )
+
+
+def _kv_bytes(shape: ModelShape) -> int:
+    """Numbers of one token's keys and values."""
+    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
+
+
+def _server_rows(engine: FleetConfig, device: str) -> Iterator[MemoryRow]:
+    """Servers that are started here; others have their own memory."""
+    launch = engine.launch
+    if launch is None or launch.is_on_cpu != (device == "cpu"):
+        return
+    if launch.is_on_cpu:
+        yield MemoryRow(
+            name="server cache",
+            num_bytes=launch.cpu_cache_gib * GIB,
+            note="engine.launch.cpu_cache_gib; its weights come on top",
+            remedy="lower engine.launch.cpu_cache_gib",
+        )
+        return
+    yield MemoryRow(
+        name="vLLM",
+        num_bytes=int(launch.gpu_memory_utilization * memory_bytes(torch.device(device))),
+        note="engine.launch.gpu_memory_utilization of the GPU",
+        remedy="lower engine.launch.gpu_memory_utilization",
+    )
+
+
+def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
+    dtype = str(step.dtype).removeprefix("torch.")
+    name = "weights" if config.share else "trainer weights"
+    note = f"{dtype}, engine and trainer" if config.share else dtype
+    yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
+    is_full = config.full is not None
+    fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
+    halved = "write full.optimizer: adamw_8bit" if is_full else fewer
+    trained = f"{step.trained:,} numbers"
+    yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
+    yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
+    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
+    if "reference_logprobs" in config.loss.needs:
+        yield MemoryRow(
+            name="reference",
+            num_bytes=step.weights if is_full else step.masters,
+            note="the start of the training",
+            remedy="leave loss.kl out",
+        )
+    yield MemoryRow(
+        name="hidden states",
+        num_bytes=step.trunk,
+        note="below the first adapted layer",
+        remedy="lower trainer.trunk_cache_gib",
+    )
+    checkpointed = config.trainer.checkpoint_layers
+    published = step.weights if is_full and not config.share else 0
+    yield MemoryRow(
+        name="one pass",
+        # What a pass, a step and a publication take for themselves is not held at the same time.
+        num_bytes=max(step.one_pass, step.one_step, published),
+        note=f"activations of {config.trainer.pass_tokens:,} tokens"
+        + (", layers checkpointed" if checkpointed else ""),
+        remedy="lower trainer.pass_tokens or drawing.max_tokens"
+        + ("" if checkpointed else ", or write trainer.checkpoint_layers: true"),
+    )
+
+
+def _resident_bytes() -> int:
+    """Of this process, which has loaded what a training loads, but no weights."""
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        return 0
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(device: str) -> int:
+    total = memory_bytes(torch.device(device))
+    if device == "cpu" and CGROUP_LIMIT.is_file():
+        limit = CGROUP_LIMIT.read_text().strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    return total
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

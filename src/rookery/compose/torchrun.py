@@ -1,0 +1,11 @@
+"""Whether this process is one of several that torchrun started, from what it put into the
+environment."""
+
+import os
+
+__all__ = ["is_first_process"]
+
+
+def is_first_process() -> bool:
+    """The first one owns the run and speaks; the others compute. True without torchrun."""
+    return int(os.environ.get("RANK") or 0) == 0

@@ -1,0 +1,143 @@
+"""The plan of a training's memory beside what a real step takes, and runs that do not fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_tiny_model
+
+from rookery import plan_grpo, run_grpo
+from rookery.compose import grpo_plan
+from rookery.errors import ConfigError
+from rookery.train import FullConfig, LoraConfig, TrainerConfig
+from rookery.train.memory import Lengths, measure_step
+
+# A model whose step takes far more than what the allocator rounds to.
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+MEASURE = """
+import asyncio, json, resource, sys
+from pathlib import Path
+import torch
+from rookery.slots import load_model
+from rookery.train import FullConfig, FullTrainer, LoraConfig, LoraTrainer, TrainerConfig
+from rookery.train import initial_adapter
+from rookery.types import Datum, OptimStep, TrainRequest
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+options = json.loads(sys.argv[3])
+torch.set_num_threads(1)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+model = load_model(folder)
+if kind == "lora":
+    trainer = LoraTrainer(model, config=TrainerConfig(**options))
+    trainer.add("p", initial_adapter(model, LoraConfig(), name="p", base="", seed=0))
+else:
+    trainer = FullTrainer(model, name="p", config=FullConfig(**options), like=folder)
+
+def data(num):
+    return tuple(
+        Datum(tokens=(5,) * 127, positions=tuple(range(63, 127)), targets=(6,) * 64,
+              weights=(1.0,) * 64)
+        for _ in range(num)
+    )
+
+async def step(num):
+    [output] = await trainer.forward_backward([TrainRequest(trainee="p", data=data(num))])
+    assert not output.error, output.error
+    [output] = await trainer.optim_step([OptimStep(trainee="p", learning_rate=1e-4)])
+    assert not output.error, output.error
+
+asyncio.run(step(1))  # libraries have their own memory from here on
+before = resident()
+asyncio.run(step(64))
+print(json.dumps({"before": before, "peak": peak()}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("lora", {"pass_tokens": 4096}),
+        ("lora", {"pass_tokens": 8192, "checkpoint_layers": True}),
+        ("full", {"pass_tokens": 4096}),
+    ],
+)
+def test_a_planned_pass_is_the_measured_one(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", **SIZES)
+    words = [sys.executable, "-c", MEASURE, str(folder), kind, json.dumps(options)]
+    # Without a heap that keeps what was freed, the peak is that of the tensors.
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    ended = subprocess.run(
+        words, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    measured = json.loads(ended.stdout.splitlines()[-1])
+    planned = measure_step(
+        folder,
+        trained=LoraConfig() if kind == "lora" else FullConfig(**options),
+        trainer=TrainerConfig(**options) if kind == "lora" else FullConfig(**options),
+        lengths=Lengths(prompt_tokens=64, answer_tokens=64, num_data=64),
+    )
+    found = measured["peak"] - measured["before"]
+    expected = planned.one_pass + planned.gradients
+    assert found > 50 * 2**20
+    assert abs(expected - found) < 0.1 * found, (expected / 2**20, found / 2**20)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    write_tiny_model(tmp_path / "model")
+    rows = [{"id": str(i), "prompt": f"w{4 + i} w5", "reference": "w6"} for i in range(20)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "engine": {"model": str(tmp_path / "model"), "device": "cpu"},
+        "tasksets": [
+            {
+                "type": "jsonl",
+                "path": str(tmp_path / "tasks.jsonl"),
+                "scorer": {"type": "exact"},
+                "splits": {"search": 0.6, "select": 0.2, "report": 0.2},
+            }
+        ],
+        "drawing": {"max_tokens": 16},
+    }
+
+
+def test_each_part_is_a_row(config: dict[str, Any]) -> None:
+    plan = plan_grpo(config)
+    rows = {row.name: row.num_bytes for row in plan.rows}
+    assert plan.fits and plan.complaint == ""
+    assert plan.total_bytes == sum(rows.values())
+    assert rows["moments"] == 2 * rows["gradients"] == 2 * rows["masters"]
+    shared = {row.name: row.num_bytes for row in plan_grpo(config, share=True).rows}
+    assert "engine weights" in rows and "engine weights" not in shared
+    assert shared["weights"] == rows["trainer weights"]
+    full = {row.name: row.num_bytes for row in plan_grpo(config, full=True).rows}
+    assert full["gradients"] == rows["trainer weights"]
+    assert "masters" not in full  # a float32 model is trained in place
+    checkpointed = plan_grpo(config, trainer={"checkpoint_layers": True})
+    assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
+
+
+def test_a_plan_that_does_not_fit_names_the_key(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(grpo_plan, "memory_bytes", lambda _: 100 * 2**20)
+    values: dict[str, Any] = {"groups_per_step": 500, "trainer": {"pass_tokens": 65536}}
+    with pytest.raises(ConfigError, match=r"lower trainer.pass_tokens .*checkpoint_layers: true"):
+        run_grpo(config, name="big", runs_dir=tmp_path / "runs", **values)
+    assert not (tmp_path / "runs").exists()

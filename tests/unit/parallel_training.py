@@ -1,0 +1,77 @@
+"""A training that one process or several do: `parallel_training.py KIND FOLDER FROM TO [KILL]`.
+
+Goes on from the state of step FROM when that is not 0, saves one after every fifth step, and leaves
+`KIND_SIZE_STEP.safetensors` in the folder. The first process kills itself before step KILL.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from tiny import tiny_adapter
+from tiny_training import make_batch
+
+from rookery.slots import load_model
+from rookery.train import FullConfig, FullTrainer, LoraTrainer, TrainerConfig
+from rookery.train.processes import Processes, join_processes
+from rookery.train.sharded import ShardedTrainer
+from rookery.types import OptimStep, TrainRequest
+
+LENGTHS = (9, 4, 17, 2, 12, 30, 7)
+"""Seven data for two processes: one has a pass more than the other."""
+
+
+def make(kind: str, folder: Path, processes: Processes) -> FullTrainer | LoraTrainer:
+    model = load_model(folder / "model")
+    if kind == "lora":
+        return LoraTrainer(model, config=TrainerConfig(pass_tokens=24), processes=processes)
+    config = FullConfig(pass_tokens=24, checkpoint_layers=kind == "checkpointed")
+    like = folder / "model"
+    if processes.size == 1:
+        return FullTrainer(model, name="policy", config=config, like=like)
+    return ShardedTrainer(model, name="policy", config=config, like=like, processes=processes)
+
+
+async def train(
+    kind: str, folder: Path, steps: range, trainer: FullTrainer | LoraTrainer, kill: int
+) -> None:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(trainer, LoraTrainer):
+        trainer.add("policy", tiny_adapter("start", layers=range(2, 4), base="model"))
+    if steps.start:
+        await trainer.load("policy", folder / f"{kind}_{size}_{steps.start}.safetensors")
+    for step in steps:
+        if step == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        data = tuple(make_batch(LENGTHS, seed=step))
+        before = await trainer.forward([TrainRequest(trainee="policy", data=data)])
+        [output] = await trainer.forward_backward([TrainRequest(trainee="policy", data=data)])
+        assert not output.error, output.error
+        assert output.logprobs == before[0].logprobs
+        assert [len(own) for own in output.logprobs] == [len(datum.targets) for datum in data]
+        [stepped] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-3)])
+        assert not stepped.error, stepped.error
+        if (step + 1) % 5 == 0:
+            await trainer.save("policy", folder / f"{kind}_{size}_{step + 1}.safetensors")
+    await trainer.export("policy", folder / f"{kind}_{size}_exported_{steps.start}")
+
+
+def main() -> None:
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    steps, kill = range(int(sys.argv[3]), int(sys.argv[4])), int((*sys.argv, "-1")[5])
+    torch.set_num_threads(1)
+    processes = join_processes("cpu")
+    trainer = make(kind, folder, processes)
+    if processes.is_first:
+        asyncio.run(train(kind, folder, steps, trainer, kill))
+        processes.tell("over")
+    else:
+        assert trainer.help() == "over"
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Two processes of torchrun train what one does, also when they are killed and go on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parallel_training import make, train
+from safetensors.torch import load_file
+from tiny import write_tiny_model
+
+from rookery.errors import TrainError
+from rookery.slots import load_model
+from rookery.train import FullConfig
+from rookery.train.processes import ALONE, Processes
+from rookery.train.sharded import ShardedTrainer
+from rookery.types import Datum
+
+SCRIPT = Path(__file__).parents[1] / "parallel_training.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(folder: Path, kind: str, *numbers: int) -> int:
+    """The exit code of two processes."""
+    words = [str(SCRIPT), kind, str(folder), *map(str, numbers)]
+    return subprocess.run([sys.executable, *TORCHRUN, *words], timeout=280, check=False).returncode
+
+
+def largest_gap(left: Path, right: Path) -> float:
+    ours, theirs = load_file(left), load_file(right)
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.timeout(900)  # starts processes up to four times
+@pytest.mark.parametrize("kind", ["lora", "full", "checkpointed"])
+async def test_two_processes_train_what_one_does(tmp_path: Path, kind: str) -> None:
+    """Also when both end with one that is killed, and go on from what was saved."""
+    write_tiny_model(tmp_path / "model", tie_word_embeddings=kind != "checkpointed")
+    await train(kind, tmp_path, range(20), make(kind, tmp_path, ALONE), kill=-1)
+    assert run(tmp_path, kind, 0, 20) == 0
+    alone, both = (tmp_path / f"{kind}_{size}_20.safetensors" for size in (1, 2))
+    assert largest_gap(alone, tmp_path / f"{kind}_1_5.safetensors") > 1e-3
+    assert largest_gap(alone, both) < 1e-5
+    folders = [tmp_path / f"{kind}_{size}_exported_0" for size in (1, 2)]
+    [ours, theirs] = [next(folder.glob("*.safetensors")) for folder in folders]
+    assert largest_gap(ours, theirs) < 1e-5
+    if kind == "checkpointed":
+        return
+    whole = both.read_bytes()
+    both.unlink()
+    assert run(tmp_path, kind, 10, 20, 17) != 0
+    assert not both.exists()
+    assert run(tmp_path, kind, 15, 20) == 0
+    assert both.read_bytes() == whole
+
+
+def test_data_are_dealt_out_by_length() -> None:
+    data = [
+        Datum(tokens=(1,) * length, positions=(), targets=(), weights=())
+        for length in (5, 1, 4, 2, 3)
+    ]
+    assert ALONE.share(data) == [0, 1, 2, 3, 4]
+    shares = [Processes(rank, 2).share(data) for rank in range(2)]
+    assert shares == [[0, 1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"layers": 2}, "write layers: all"), ({"optimizer": "adamw_8bit"}, "write adamw")],
+)
+def test_what_cannot_be_spread_is_refused(
+    tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    with pytest.raises(TrainError, match=words):
+        ShardedTrainer(
+            load_model(folder),
+            name="policy",
+            config=FullConfig.model_validate(options),
+            like=folder,
+            processes=Processes(0, 2),
+        )
