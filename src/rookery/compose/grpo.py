@@ -24,10 +24,11 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import OnLaunch, find_model, open_engine
+from rookery.environments import Game, GameConfig, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.checks import check_inputs
-from rookery.ports import Engine
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -36,7 +37,7 @@ from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
 from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
-from rookery.types import Adapter
+from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
 from rookery.weights import read_adapter
@@ -85,7 +86,7 @@ class _Files:
 
 
 def _read_files(config: GrpoConfig) -> _Files:
-    tasksets = load_tasksets(config.tasksets)
+    tasksets = load_tasksets(config.judged_tasksets)
     for taskset in tasksets:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
@@ -103,6 +104,7 @@ async def _train(
         async with _open(config, files, show) as (engine, model):
             start = _start(config, files, model)
             _check(config, files, engine, start)
+            await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 start = replace(read_start(run) or start, name=POLICY)
                 inputs = _inputs(config, files, engine, start, model, run)
@@ -150,14 +152,36 @@ def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
 
 def _check(config: GrpoConfig, files: _Files, engine: Engine, start: Adapter) -> None:
     tasksets, template = files.tasksets, files.template
-    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    _group_sampler(config, files, engine)  # refuses choices
+    has_game = config.environment is not None
+    evaluator = None if has_game else TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    _drawer(config, files, engine)  # refuses choices, and games that cannot be played
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-def _group_sampler(config: GrpoConfig, files: _Files, engine: Engine) -> GroupSampler:
+async def _try_drawing(config: GrpoConfig, files: _Files, engine: Engine) -> None:
+    """Draw a token with top_p, top_k and min_p: servers may not tell what they draw from."""
+    params = replace(config.drawing.params(group_size=1), max_tokens=1)
+    if params.is_cut:
+        prompt = files.template.encode(files.tasksets[0].tasks[0])
+        await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
+
+
+def _drawer(config: GrpoConfig, files: _Files, engine: Engine) -> GroupDrawer:
     params = config.drawing.params(group_size=config.group_size)
+    if config.environment is not None:
+        return GameSampler(_game(config.environment, files, engine), params=params)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
+
+
+def _evaluator(config: GrpoConfig, files: _Files, engine: Engine, log: RolloutLog) -> Evaluator:
+    if config.environment is not None:
+        game = _game(config.environment, files, engine)
+        return GameEvaluator(game, tasksets=files.tasksets, log=log)
+    return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
+
+
+def _game(config: GameConfig, files: _Files, engine: Engine) -> Game:
+    return Game(config, sampler=engine, template=files.template)
 
 
 def _inputs(
@@ -168,17 +192,14 @@ def _inputs(
     model: SlottedModel,
     run: Run,
 ) -> GrpoInputs:
-    evaluator = TasksetEvaluator(
-        engine, template=files.template, tasksets=files.tasksets, log=RolloutLog(run)
-    )
     return GrpoInputs(
         config=config,
         start=start,
         tasksets=files.tasksets,
         engine=engine,
         trainer=LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine)),
-        sampler=_group_sampler(config, files, engine),
-        evaluator=evaluator,
+        drawer=_drawer(config, files, engine),
+        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
     )
 
 

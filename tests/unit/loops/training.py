@@ -98,7 +98,7 @@ async def run_training(
             tasksets=tasksets,
             engine=engine,
             trainer=wrap(trainer),
-            sampler=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
+            drawer=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
             evaluator=TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
         )
         return await train_policy(parts, run=run, watcher=watcher)

@@ -22,9 +22,12 @@ def check_inputs(
     start: Adapter,
     tasksets: Sequence[Taskset],
     engine: Engine,
-    evaluator: TasksetEvaluator,
+    evaluator: TasksetEvaluator | None,
 ) -> None:
-    """Raise the first thing that would make the run fail, or its result mean nothing."""
+    """Raise the first thing that would make the run fail, or its result mean nothing.
+
+    Without an evaluator lengths are not checked: what a game says is known when it is played.
+    """
     _check_splits(tasksets)
     if start.rank > engine.max_rank:
         where = "lora.rank" if config.init_from is None else f"The rank of {config.init_from}"
@@ -32,7 +35,7 @@ def check_inputs(
             f"{where} is {start.rank}, and the engine takes adapters up to rank "
             f"{engine.max_rank}: write {engine.max_rank} or less, or raise the engine's limit."
         )
-    if engine.context_tokens is not None:
+    if evaluator is not None and engine.context_tokens is not None:
         tasks = [task for taskset in tasksets for name in SPLITS for task in taskset.split(name)]
         evaluator.check_lengths(tasks, context_tokens=engine.context_tokens)
 

@@ -43,9 +43,8 @@ from rookery.loops.grpo.group_source import GroupSource, Policy
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
-from rookery.ports import Engine
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
-from rookery.rollout import GroupSampler, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 from rookery.train import LoraTrainer
@@ -65,8 +64,8 @@ class GrpoInputs:
     engine: Engine
     trainer: LoraTrainer
     """Publishes to the engine."""
-    sampler: GroupSampler
-    evaluator: TasksetEvaluator
+    drawer: GroupDrawer
+    evaluator: Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     return _Parts(
         config=config,
-        source=GroupSource(inputs.sampler, tasks=tasks, config=config, run=run),
+        source=GroupSource(inputs.drawer, tasks=tasks, config=config, run=run),
         trainer=PolicyTrainer(inputs.trainer, start=inputs.start, engine=engine, config=config),
         checkpoints=Checkpoints(run, start=inputs.start, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, engine=engine, run=run),

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from rookery.loops.comparison import compare, complete_means
-from rookery.ports import Engine
+from rookery.ports import Engine, Evaluator
 from rookery.reports import ReportRow
-from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
@@ -23,7 +22,7 @@ class Selection:
 
     def __init__(
         self,
-        evaluator: TasksetEvaluator,
+        evaluator: Evaluator,
         *,
         tasksets: Sequence[Taskset],
         engine: Engine,
