@@ -7,24 +7,27 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rookery.embedded import EngineConfig, run_engine
+from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
 from rookery.loops.grpo.checkpoints import read_start
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.tasks.taskset import load_tasksets
-from rookery.tasks.template import load_template
+from rookery.tasks.taskset import Taskset, load_tasksets
+from rookery.tasks.template import Template, load_template
 from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
 from rookery.types import Completion, Task
 
 REWARDS = f"{Path(__file__)}:reward"
+GUESS = f"{Path(__file__).parents[1] / 'environments' / 'games.py'}:guess"
 SILENT = Watcher()
 
 
@@ -41,6 +44,15 @@ class Inputs:
 
     model: Path
     tasks: Path
+
+    def game(self, tasks: Path, **changes: object) -> dict[str, Any]:
+        """What makes a training one of guessing numbers, in two turns of a token each."""
+        return {
+            "tasksets": [{"type": "jsonl", "path": str(tasks), "sampling": {"max_tokens": 1}}],
+            "environment": {"function": GUESS, "max_turns": 2},
+            "drawing": {"max_tokens": 1},
+            **changes,
+        }
 
     def document(self, **changes: object) -> dict[str, Any]:
         """A config; keyword arguments change it."""
@@ -77,12 +89,12 @@ async def run_training(
 ) -> GrpoResult:
     """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses."""
     config = GrpoConfig.model_validate(inputs.document(**changes))
-    tasksets = load_tasksets(config.tasksets)
+    tasksets = load_tasksets(config.judged_tasksets)
     template = load_template(inputs.model)
     async with run_engine(
         model,
         config=EngineConfig(model=str(inputs.model), cache_gib=0.01),
-        detokenize=str,
+        detokenize=lambda tokens: template.decode(tuple(tokens)),
         name="tiny",
     ) as opened:
         engine = wrap(opened)
@@ -90,18 +102,34 @@ async def run_training(
             model, config.lora, name="policy", base="tiny", seed=config.seed
         )
         trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
-        params = config.drawing.params(group_size=config.group_size)
-        log = RolloutLog(run)
+        drawer, evaluator = _drawing(config, engine, template, tasksets, RolloutLog(run))
         parts = GrpoInputs(
             config=config,
             start=replace(start, name="policy"),
             tasksets=tasksets,
             engine=engine,
             trainer=wrap(trainer),
-            drawer=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
-            evaluator=TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
+            drawer=drawer,
+            evaluator=evaluator,
         )
         return await train_policy(parts, run=run, watcher=watcher)
+
+
+def _drawing(
+    config: GrpoConfig,
+    engine: Engine,
+    template: Template,
+    tasksets: Sequence[Taskset],
+    log: RolloutLog,
+) -> tuple[GroupDrawer, Evaluator]:
+    params = config.drawing.params(group_size=config.group_size)
+    if config.environment is None:
+        return (
+            GroupSampler(engine, template=template, tasksets=tasksets, params=params),
+            TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
+        )
+    game = Game(config.environment, sampler=engine, template=template)
+    return GameSampler(game, params=params), GameEvaluator(game, tasksets=tasksets, log=log)
 
 
 def clockless(report: GrpoReport) -> dict[str, Any]:
