@@ -47,6 +47,7 @@ def render_grpo_page(report: GrpoReport) -> str:
         verdict=_verdict(report),
         sentence=grpo_sentence(report),
         trained=report.trained,
+        measured=_how_measured(report),
         panels={name: label for name, label in PANELS.items() if name in measured},
         stages=stages,
         examples=[(s.step, e) for s in report.steps[::-every] for e in s.examples],
@@ -82,6 +83,13 @@ def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
         )
         for row in report.rows
     ]
+
+
+def _how_measured(report: GrpoReport) -> str:
+    """`greedily`, `at temperature 0.7`; of several tasksets each that there is."""
+    found = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
+    told = [t for t in found if t is not None]
+    return " and ".join(f"at temperature {t:g}" if t else "greedily" for t in told) or "as asked"
 
 
 def _verdict(report: GrpoReport) -> str:

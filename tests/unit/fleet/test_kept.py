@@ -76,6 +76,6 @@ def test_tokens_without_a_probability_are_not_kept(is_own_route: bool) -> None:
 
 
 def test_tokens_that_were_not_reported_are_missed() -> None:
-    with pytest.raises(FleetError, match="0.500 of the probability is missing"):
+    with pytest.raises(FleetError, match=r"0\.500 of the probability is missing"):
         read_kept([{9: HALF}])
     assert list(read_kept([{9: HALF, 2: math.log(0.4999)}])) == [(2, 9)]
