@@ -103,5 +103,5 @@ class _Chunk:
         return over_kept.where(cut, torch.logsumexp(logits, dim=-1)[self._rows])
 
 
-def _ids(values: list[int] | list[list[int]], like: torch.Tensor) -> torch.Tensor:
+def _ids(values: list[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, device=like.device)

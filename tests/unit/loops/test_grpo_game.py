@@ -20,7 +20,8 @@ async def test_a_guessing_game_is_learned(
 ) -> None:
     changes = grpo_inputs.game(
         secret_numbers,
-        steps=12, groups_per_step=6, group_size=6, save_every=6, learning_rate=2e-2,
+        steps=10, groups_per_step=6, group_size=8, save_every=5, learning_rate=2e-2,
+        drawing={"max_tokens": 1, "temperature": 0.25},
         lora={"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},
     )  # fmt: skip
     with make_run(tmp_path, "x") as run:
