@@ -86,10 +86,13 @@ def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
 
 
 def _how_measured(report: GrpoReport) -> str:
-    """`greedily`, `at temperature 0.7`; of several tasksets each that there is."""
+    """`greedily`, `at temperature 0.7`, or both; empty where the report does not tell."""
     found = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
-    told = [t for t in found if t is not None]
-    return " and ".join(f"at temperature {t:g}" if t else "greedily" for t in told) or "as asked"
+    return " and ".join(
+        f"at temperature {temperature:g}" if temperature else "greedily"
+        for temperature in found
+        if temperature is not None
+    )
 
 
 def _verdict(report: GrpoReport) -> str:
