@@ -24,7 +24,7 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import OnLaunch, find_model, open_engine
-from rookery.environments import Game, GameConfig, GameEvaluator, GameSampler
+from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.checks import check_inputs
@@ -169,19 +169,16 @@ async def _try_drawing(config: GrpoConfig, files: _Files, engine: Engine) -> Non
 def _drawer(config: GrpoConfig, files: _Files, engine: Engine) -> GroupDrawer:
     params = config.drawing.params(group_size=config.group_size)
     if config.environment is not None:
-        return GameSampler(_game(config.environment, files, engine), params=params)
+        game = Game(config.environment, template=files.template)
+        return GameSampler(game, engine=engine, params=params)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
 
 
 def _evaluator(config: GrpoConfig, files: _Files, engine: Engine, log: RolloutLog) -> Evaluator:
     if config.environment is not None:
-        game = _game(config.environment, files, engine)
-        return GameEvaluator(game, tasksets=files.tasksets, log=log)
+        game = Game(config.environment, template=files.template)
+        return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
-
-
-def _game(config: GameConfig, files: _Files, engine: Engine) -> Game:
-    return Game(config, sampler=engine, template=files.template)
 
 
 def _inputs(

@@ -8,7 +8,7 @@ async def play(task: Task, chat: Chat) -> float:
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rookery.environments.conversation import Conversation
@@ -18,17 +18,21 @@ from rookery.seeding import stream_seed
 from rookery.tasks.template import Template
 from rookery.types import Completion, Message, ModelRef, SampleRequest, SamplingParams
 
-__all__ = ["Chat", "Said", "Seat"]
+__all__ = ["Chat", "DrawReply", "Said", "Seat", "draw_reply"]
 
 Said = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
 """A text of the user's, a message, or several: {"role": "user", "content": "..."}."""
+
+
+DrawReply = Callable[[SampleRequest], Awaitable[Completion]]
+"""The one completion of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """Who replies in a game, how, and how much."""
 
-    sampler: Sampler
+    draw: DrawReply
     template: Template
     model: ModelRef
     params: SamplingParams
@@ -47,6 +51,9 @@ class Chat:
         self.completions: list[Completion] = []
         self.down: EngineDownError | FleetDownError | None = None
         """Why nobody replies any more. A game must not take that for a reply of the model."""
+        self.clock: asyncio.Timeout | None = None
+        """Ends the game; it stands still while the game waits for a reply, which may be long in
+        coming for reasons that are not the game's."""
         self._seat = seat
         self._affinity = affinity
         self._is_answering = False
@@ -66,10 +73,12 @@ class Chat:
         """Say something, get the reply. TaskError when no turn or no token is left."""
         self._require_room()
         self._is_answering = True
+        left_s = self._stop_clock()
         try:
             completion = await self._reply(_messages(said))
         finally:
             self._is_answering = False
+            self._start_clock(left_s)
         self.completions.append(completion)
         self.conversation.add(completion)
         return completion.text
@@ -77,6 +86,18 @@ class Chat:
     def close(self) -> None:
         """The game is over: what still calls is refused."""
         self._is_over = True
+
+    def _stop_clock(self) -> float | None:
+        """The seconds that are left; None without a limit."""
+        end_s = self.clock.when() if self.clock is not None else None
+        if self.clock is None or end_s is None:
+            return None
+        self.clock.reschedule(None)
+        return end_s - asyncio.get_running_loop().time()
+
+    def _start_clock(self, left_s: float | None) -> None:
+        if self.clock is not None and left_s is not None and not self._is_over:
+            self.clock.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _reply(self, messages: tuple[Message, ...]) -> Completion:
         prompt = await asyncio.to_thread(self.conversation.ask, messages)
@@ -90,13 +111,12 @@ class Chat:
             model=self._seat.model, prompt=prompt, params=params, affinity=self._affinity
         )
         try:
-            [[completion]] = await self._seat.sampler.sample([request])
+            return await self._seat.draw(request)
         except (EngineDownError, FleetDownError) as error:
             self.down = error
             raise
         except (EngineError, FleetError) as error:
             raise TaskError(f"Turn {len(self.completions) + 1}: {error}") from error
-        return completion
 
     def _require_room(self) -> None:
         if self._is_over:
@@ -127,3 +147,9 @@ def _message(said: Message | Mapping[str, str]) -> Message:
             f"The game said {said!r:.80}; a message is a text, or an object with role and content."
         )
     return Message(role=said["role"], content=said["content"])
+
+
+async def draw_reply(sampler: Sampler, request: SampleRequest) -> Completion:
+    """The completion of a request by itself."""
+    [[completion]] = await sampler.sample([request])
+    return completion

@@ -18,9 +18,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.environments.chat import Chat, Seat
+from rookery.environments.chat import Chat, DrawReply, Seat
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, TaskError, boundary
-from rookery.ports import Sampler
 from rookery.tasks.python_function import FunctionName, find_function
 from rookery.tasks.template import Template
 from rookery.types import Completion, ModelRef, Rollout, SamplingParams, Task
@@ -39,13 +38,13 @@ class GameConfig(Config):
     max_tokens: int = Field(default=2048, ge=1)
     """Tokens that are drawn in one game; `drawing.max_tokens` is the longest reply."""
     limit_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
-    """Seconds of one game, waiting for replies included."""
+    """Seconds of one game, without those in which it waits for replies."""
 
 
 class Game:
-    """Plays with any model of one sampler. Games may run side by side."""
+    """Plays with any model that replies. Games may run side by side."""
 
-    def __init__(self, config: GameConfig, *, sampler: Sampler, template: Template) -> None:
+    def __init__(self, config: GameConfig, *, template: Template) -> None:
         self.config = config
         self._function = find_function(config.function, what="game")
         if not inspect.iscoroutinefunction(self._function):
@@ -53,15 +52,14 @@ class Game:
                 f"The game {config.function} is no async function: write async def, and await "
                 "chat(...) in it."
             )
-        self._sampler = sampler
         self._template = template
 
     async def play(
-        self, task: Task, model: ModelRef, *, params: SamplingParams, seed: int
+        self, task: Task, model: ModelRef, *, draw: DrawReply, params: SamplingParams, seed: int
     ) -> Rollout:
-        """One game to its end, or to the reason why it has none."""
+        """One game to its end, or to the reason why it has none. `draw` makes the replies."""
         seat = Seat(
-            sampler=self._sampler,
+            draw=draw,
             template=self._template,
             model=model,
             params=params,
@@ -93,7 +91,7 @@ class Game:
     async def _finish(self, task: Task, chat: Chat) -> dict[str, float]:
         name = f"Task {task.id}: the game {self.config.function}"
         try:
-            async with asyncio.timeout(self.config.limit_s):
+            async with asyncio.timeout(self.config.limit_s) as chat.clock:
                 with boundary(TaskError, f"{name} failed"):
                     returned = await self._function(task, chat)
         except TimeoutError:

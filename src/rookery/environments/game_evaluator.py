@@ -1,6 +1,6 @@
 """Models measured by games, each game played once per model and kept in the run.
 
-    evaluator = GameEvaluator(game, tasksets=tasksets, log=RolloutLog(run))
+    evaluator = GameEvaluator(game, sampler=engine, tasksets=tasksets, log=RolloutLog(run))
     evaluations = await evaluator.evaluate(models, tasks)
 
 Replies are drawn as the taskset's `sampling` says: greedy unless it has a temperature. All models
@@ -13,11 +13,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 
 from rookery.concurrency import run_in_thread, together
+from rookery.environments.chat import draw_reply
 from rookery.environments.game import Game
-from rookery.environments.game_sampler import MAX_GAMES
+from rookery.ports import Sampler
 from rookery.rollout import RolloutLog
 from rookery.seeding import stream_seed
 from rookery.tasks.taskset import Taskset
@@ -25,13 +27,19 @@ from rookery.types import Evaluation, ModelRef, Rollout, SamplingParams, Task
 
 __all__ = ["GameEvaluator"]
 
+MAX_GAMES = 1024
+"""Games at a time: their replies fill any engine's batch."""
+
 
 class GameEvaluator:
     """An Evaluator over one game. Games that the log holds, failed ones included, are not played
     again."""
 
-    def __init__(self, game: Game, *, tasksets: Sequence[Taskset], log: RolloutLog) -> None:
+    def __init__(
+        self, game: Game, *, sampler: Sampler, tasksets: Sequence[Taskset], log: RolloutLog
+    ) -> None:
         self._game = game
+        self._reply = partial(draw_reply, sampler)
         self._params: Mapping[str, SamplingParams] = {t.name: t.sampling for t in tasksets}
         self._log = log
         # Filled and drained by the games; one that ends lets the next begin.
@@ -64,7 +72,7 @@ class GameEvaluator:
             if known is not None:
                 return known
             seed = stream_seed(params.seed, "game", task.id, index)
-            rollout = await self._game.play(task, model, params=params, seed=seed)
+            rollout = await self._game.play(task, model, draw=self._reply, params=params, seed=seed)
             num_tokens = len(rollout.completion.tokens) if rollout.completion is not None else 0
             await run_in_thread(self._log.add, [(key, model, rollout, num_tokens)])
             return rollout

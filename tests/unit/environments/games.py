@@ -86,3 +86,16 @@ async def returns_nan(_: Task, chat: Chat) -> float:
 
 def plain(_task: Task, _chat: Chat) -> float:
     return 1.0
+
+
+async def counts(task: Task, chat: Chat) -> float:
+    """Of `reference`, turns are played and the event loop is passed to others between them; a
+    negative number waits without end."""
+    turns, wait = task.reference  # type: ignore[misc, union-attr]
+    if wait < 0:  # type: ignore[operator]
+        await asyncio.Event().wait()
+    for _ in range(turns):  # type: ignore[arg-type]
+        await chat("a")
+        for _ in range(wait):  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+    return float(len(chat.completions))

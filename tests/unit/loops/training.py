@@ -128,8 +128,11 @@ def _drawing(
             GroupSampler(engine, template=template, tasksets=tasksets, params=params),
             TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
         )
-    game = Game(config.environment, sampler=engine, template=template)
-    return GameSampler(game, params=params), GameEvaluator(game, tasksets=tasksets, log=log)
+    game = Game(config.environment, template=template)
+    return (
+        GameSampler(game, engine=engine, params=params),
+        GameEvaluator(game, sampler=engine, tasksets=tasksets, log=log),
+    )
 
 
 def clockless(report: GrpoReport) -> dict[str, Any]:
