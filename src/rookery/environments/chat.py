@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rookery.concurrency import run_in_thread
 from rookery.environments.conversation import Conversation
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
@@ -22,7 +23,6 @@ __all__ = ["Chat", "DrawReply", "Said", "Seat", "draw_reply"]
 
 Said = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
 """A text of the user's, a message, or several: {"role": "user", "content": "..."}."""
-
 
 DrawReply = Callable[[SampleRequest], Awaitable[Completion]]
 """The one completion of a request."""
@@ -100,7 +100,7 @@ class Chat:
             self.clock.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _reply(self, messages: tuple[Message, ...]) -> Completion:
-        prompt = await asyncio.to_thread(self.conversation.ask, messages)
+        prompt = await run_in_thread(self.conversation.ask, messages)
         params = replace(
             self._seat.params,
             n=1,

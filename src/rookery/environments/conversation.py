@@ -91,7 +91,7 @@ class Conversation:
             self._start()
             rest = text
         self._tokens += self._template.encode_text(rest)
-        self._text = text
+        self._text, self._reply, self._reply_end = text, "", ""
 
     def _rest(self, text: str) -> str | None:
         """What the text adds to the tokens so far; None when it does not begin as they do."""

@@ -172,3 +172,17 @@ def test_a_model_without_a_chat_template_reads_plain_texts(
     assert conversation.sequences[0].tokens == (*first, *byte_tokenizer.encode("b"))
     with pytest.raises(TaskError, match="say plain texts"):
         conversation.ask((Message(role="system", content="s"),))
+
+
+def test_what_was_asked_twice_without_a_reply_is_read_as_the_template_writes_it(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = Template(byte_tokenizer)
+    conversation = Conversation(template)
+    conversation.ask(user("red"))
+    conversation.add(drawn(byte_tokenizer, "blue"))
+    conversation.ask(user("never answered"))
+    prompt = conversation.ask(user("red"))
+    assert byte_tokenizer.decode(prompt) == template.render_chat(tuple(conversation.messages))
+    conversation.add(drawn(byte_tokenizer, "b"))
+    assert [len(sequence.drawn) for sequence in conversation.sequences] == [5, 2]
