@@ -39,7 +39,7 @@ class Rounds:
 
     async def draw(self, place: int, request: SampleRequest) -> Completion:
         """The reply to a game, by its place among them."""
-        reply = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[place] = (request, reply)
         self._look()
         try:

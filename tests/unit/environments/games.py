@@ -89,13 +89,13 @@ def plain(_task: Task, _chat: Chat) -> float:
 
 
 async def counts(task: Task, chat: Chat) -> float:
-    """Of `reference`, turns are played and the event loop is passed to others between them; a
-    negative number waits without end."""
-    turns, wait = task.reference  # type: ignore[misc, union-attr]
-    if wait < 0:  # type: ignore[operator]
+    """The prompt is how many turns are played, and how often the event loop is passed to others
+    between them; a negative number waits without end."""
+    turns, wait = map(int, str(task.prompt).split())
+    if wait < 0:
         await asyncio.Event().wait()
-    for _ in range(turns):  # type: ignore[arg-type]
+    for _ in range(turns):
         await chat("a")
-        for _ in range(wait):  # type: ignore[arg-type]
+        for _ in range(wait):
             await asyncio.sleep(0)
     return float(len(chat.completions))

@@ -87,14 +87,14 @@ async def test_a_run_of_games_that_is_cut_off_ends_with_the_same_weights(
     options: dict[str, Any] = {
         "model": plain_model,
         **grpo_inputs.game(
-            secret_numbers, steps=3, staleness=staleness, drawing={"max_tokens": 1, "top_p": 0.9}
+            secret_numbers, steps=2, staleness=staleness, drawing={"max_tokens": 1, "top_p": 0.9}
         ),
     }
     whole = Cut()
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, grpo_inputs, wrap=whole, **options)
         expected = final_weights(run), trained_positions(run), clockless(result.report)
-    for at in range(staleness, len(whole.seen), 41):
+    for at in range(staleness, len(whole.seen), 67):
         with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
             await run_training(run, grpo_inputs, wrap=Cut(at), **options)
         with Run.open(tmp_path / f"cut-{at}") as run:
