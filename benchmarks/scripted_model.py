@@ -4,6 +4,7 @@
 
 The answer depends on the prompt alone, so that a request that is sent again is answered alike. With
 `--hostile` a share of the answers are programs that end, loop, fork, take memory or open files.
+With `--answers FILE` each answer is one of that JSON list of texts instead, drawn by the prompt.
 `GET /stats` has the number of calls, the most in flight, and when the first came and the last left.
 Nothing but the standard library: it must not be what is measured.
 """
@@ -16,6 +17,7 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 __all__: list[str] = []
 
@@ -47,9 +49,10 @@ class Stats:
 class ScriptedModel:
     """One HTTP server; connections are kept open."""
 
-    def __init__(self, *, latency_s: float, hostile: float) -> None:
+    def __init__(self, *, latency_s: float, hostile: float, answers: list[str]) -> None:
         self._latency_s = latency_s
         self._hostile = hostile
+        self._answers = answers
         self.stats = Stats()
 
     async def serve(self, port: int) -> None:
@@ -111,11 +114,13 @@ class ScriptedModel:
 
     def _write(self, asked: str, key: str) -> str:
         """A diff where diffs are asked for, else the whole program."""
+        draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        if self._answers:
+            return self._answers[draw % len(self._answers)]
         program = PROGRAM.search(asked)
         line = NUMBER.search(program[1]) if program else None
         if program is None or line is None:
             return "There is no program to change."
-        draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         is_hostile = (draw % 1000) / 1000 < self._hostile
         new = f"    return {(draw >> 16) % 10**6 / 10**6}"
         if is_hostile:
@@ -129,9 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latency", type=float, default=5.0, help="seconds for one answer")
     parser.add_argument("--hostile", type=float, default=0.0, help="share of hostile programs")
+    parser.add_argument("--answers", type=Path, help="a JSON list of answers")
     parser.add_argument("--port", type=int, default=0)
     flags = parser.parse_args()
-    model = ScriptedModel(latency_s=flags.latency, hostile=flags.hostile)
+    answers = json.loads(flags.answers.read_text()) if flags.answers else []
+    model = ScriptedModel(latency_s=flags.latency, hostile=flags.hostile, answers=answers)
     with suppress(KeyboardInterrupt):
         asyncio.run(model.serve(flags.port))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -106,6 +107,8 @@ async def _train(
             _check(config, files, engine, start)
             await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
+                digests = {each.name: digest(each.tasks) for each in files.tasksets}
+                await run_in_thread(require_same_inputs, run, digests)
                 start = replace(read_start(run) or start, name=POLICY)
                 inputs = _inputs(config, files, engine, start, model, run)
                 report = await _finish(inputs, run, display)
