@@ -94,10 +94,12 @@ def train(folder: Path, variant: str, seed: int) -> Learned:
     report = outcome.report
     start, end = (checkpoint.mean for checkpoint in report.checkpoints)
     rewards = [step.metrics["reward/mean"] for step in report.steps[-10:]]
-    gaps = [step.metrics["grpo/logprob_drift"] for step in (report.steps[0], report.steps[-1])]
+    first, last = (
+        step.metrics["grpo/logprob_drift"] or 0.0 for step in (report.steps[0], report.steps[-1])
+    )
     assert start is not None and end is not None and report.seconds is not None
     drawn = fmean(reward for reward in rewards if reward is not None)
-    return Learned(start, end, drawn, *(gap or 0.0 for gap in gaps), report.seconds)
+    return Learned(start, end, drawn, first, last, report.seconds)
 
 
 def learn(

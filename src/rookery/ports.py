@@ -11,6 +11,9 @@ from typing import Literal, Protocol, runtime_checkable
 from rookery.types import (
     Adapter,
     Completion,
+    Draw,
+    Evaluation,
+    Group,
     Job,
     JobOutcome,
     ModelRef,
@@ -32,7 +35,9 @@ __all__ = [
     "Adapters",
     "Embedder",
     "Engine",
+    "Evaluator",
     "Executor",
+    "GroupDrawer",
     "Publisher",
     "Sampler",
     "Scorer",
@@ -189,6 +194,24 @@ class Scorer(Protocol):
         ...
 
     async def reward(self, task: Task, completion: Completion) -> float: ...
+
+
+@runtime_checkable
+class GroupDrawer(Protocol):
+    """Where the groups of a training come from: answers, or whole games."""
+
+    async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
+        """A group for each draw, in their order. What fails is in its group, with the reason."""
+        ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Measures models on tasks."""
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        """One evaluation per model, in their order."""
+        ...
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ from rookery.types import (
     JobDone,
     JobFailed,
     JobOutcome,
+    KeptTokens,
     ModelRef,
     OptimStep,
     SampleRequest,
@@ -129,6 +130,9 @@ class FakeSampler:
                 self._top(request.model, request.prompt + tokens[:i], request.params.top_logprobs)
                 for i in range(len(tokens) if request.params.top_logprobs else 0)
             ),
+            kept=KeptTokens.of(sorted({*VOCABULARY, token}) for token in tokens)
+            if request.params.return_kept and request.params.is_cut
+            else (),
         )
 
     def _score(self, request: ScoreRequest) -> Score:

@@ -122,6 +122,31 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield fleet
 
 
+async def test_tokens_come_with_what_they_were_drawn_from(
+    fleet: Fleet, engine: EmbeddedEngine, prompts: list[tuple[int, ...]]
+) -> None:
+    """Log-probabilities are those of the embedded engine, tempered and normalised over them."""
+    params = SamplingParams(
+        max_tokens=12, temperature=0.7, top_k=8, top_p=0.9, return_kept=True, ignore_eos=True
+    )
+    drawn = await fleet.sample(
+        [SampleRequest(model=fleet.base, prompt=prompt, params=params) for prompt in prompts]
+    )
+    sizes = set()
+    for prompt, [completion] in zip(prompts, drawn, strict=True):
+        tokens = prompt + completion.tokens
+        [score] = await engine.score(
+            [ScoreRequest(model=engine.base, tokens=tokens, start=len(prompt), top_logprobs=20)]
+        )
+        for place, (token, kept) in enumerate(zip(completion.tokens, completion.kept, strict=True)):
+            likeliest = dict(score.top_logprobs[place])
+            tempered = torch.tensor([likeliest[one] / 0.7 for one in kept])
+            expected = torch.log_softmax(tempered, dim=-1)[kept.index(token)]
+            assert completion.logprobs[place] == pytest.approx(float(expected), abs=CLOSE)
+            sizes.add(len(kept))
+    assert sizes > {1} and max(sizes) <= 8
+
+
 async def test_adapters_say_what_the_embedded_engine_says(
     fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:

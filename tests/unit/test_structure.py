@@ -25,6 +25,7 @@ LAYERS = [
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
     {"engines", "rollout", "vllm_backend"},
+    {"environments"},
     {"loops", "service", "ui"},
     {"compose"},
     {"cli"},

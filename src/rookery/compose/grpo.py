@@ -28,10 +28,11 @@ from rookery.compose.torchrun import is_first_process
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
+from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
-from rookery.ports import Engine
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
@@ -39,7 +40,7 @@ from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template
 from rookery.train import initial_adapter
 from rookery.train.processes import Processes, join_processes
-from rookery.types import Adapter
+from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
 
@@ -88,6 +89,7 @@ async def _train(
         async with _open(config, files, show) as (engine, model):
             processes = await asyncio.to_thread(join_processes, model.device.type)
             make_policy = await _checked_policy(config, files, engine, model, processes)
+            await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 digests = {each.name: digest(each.tasks) for each in files.tasksets}
                 await run_in_thread(require_same_inputs, run, digests)
@@ -156,14 +158,33 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
 
 def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
     tasksets, template = files.tasksets, files.template
-    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    _group_sampler(config, files, engine)  # refuses choices
+    has_game = config.environment is not None
+    evaluator = None if has_game else TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    _drawer(config, files, engine)  # refuses choices, and games that cannot be played
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-def _group_sampler(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupSampler:
+async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
+    """Draw a token with top_p, top_k and min_p: servers may not tell what they draw from."""
+    params = replace(config.drawing.params(group_size=1), max_tokens=1)
+    if params.is_cut:
+        prompt = files.template.encode(files.tasksets[0].tasks[0])
+        await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
+
+
+def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:
     params = config.drawing.params(group_size=config.group_size)
+    if config.environment is not None:
+        game = Game(config.environment, template=files.template)
+        return GameSampler(game, engine=engine, params=params)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
+
+
+def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: RolloutLog) -> Evaluator:
+    if config.environment is not None:
+        game = Game(config.environment, template=files.template)
+        return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
+    return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
 
 
 def _inputs(
@@ -173,16 +194,13 @@ def _inputs(
     weights: PolicyWeights,
     run: Run,
 ) -> GrpoInputs:
-    evaluator = TasksetEvaluator(
-        engine, template=files.template, tasksets=files.tasksets, log=RolloutLog(run)
-    )
     return GrpoInputs(
         config=config,
         weights=weights,
         tasksets=files.tasksets,
         engine=engine,
-        sampler=_group_sampler(config, files, engine),
-        evaluator=evaluator,
+        drawer=_drawer(config, files, engine),
+        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
     )
 
 

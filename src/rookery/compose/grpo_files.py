@@ -34,7 +34,7 @@ class GrpoFiles:
 
 
 def read_files(config: GrpoConfig) -> GrpoFiles:
-    tasksets = load_tasksets(config.tasksets)
+    tasksets = load_tasksets(config.judged_tasksets)
     for taskset in tasksets:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none

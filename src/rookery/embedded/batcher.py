@@ -10,6 +10,7 @@ inference mode: tensors made there may be written nowhere else.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -22,6 +23,7 @@ from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.types import (
     Completion,
     FinishReason,
+    KeptTokens,
     SampleRequest,
     Score,
     ScoreRequest,
@@ -84,6 +86,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
 
 
 class Batcher:
@@ -334,6 +337,7 @@ class Batcher:
         sequence.tokens.append(drawn.token)
         sequence.logprobs.append(drawn.logprob)
         sequence.tops.append(drawn.top)
+        sequence.kept.append(drawn.kept)
         reason, text = self._finish(sequence)
         if reason is None:
             return False
@@ -344,6 +348,7 @@ class Batcher:
             text=text,
             finish_reason=reason,
             top_logprobs=tuple(sequence.tops) if job.request.params.top_logprobs else (),
+            kept=_kept(sequence.kept) if any(sequence.kept) else (),
         )
         if len(job.completions) == job.request.params.n and job.result is None:
             job.result = tuple(job.completions[i] for i in range(job.request.params.n))
@@ -363,6 +368,10 @@ class Batcher:
         if len(sequence.tokens) >= sequence.job.max_tokens:
             return "length", self._detokenize(sequence.tokens)
         return None, ""
+
+
+def _kept(rows: Sequence[bytes]) -> KeptTokens:
+    return KeptTokens(ends=tuple(accumulate(len(row) // 4 for row in rows)), data=b"".join(rows))
 
 
 def _make_score(

@@ -25,6 +25,8 @@ class Draw:
     token: int
     logprob: float
     top: TopLogprobs
+    kept: bytes = b""
+    """What it was drawn from, as uint32 in order, where that is asked; empty: every token."""
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
@@ -40,10 +42,8 @@ def draw(
     temperatures = [p.temperature if p.temperature > 0 else 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    logits = logits.clone() if any(_is_truncated(p) for p in params) else logits
-    for row, param in enumerate(params):
-        if _is_truncated(param):
-            _truncate(logits[row], param)
+    logits = logits.clone() if any(p.is_cut for p in params) else logits
+    kept = {row: _truncate(logits[row], param) for row, param in enumerate(params) if param.is_cut}
     normaliser = torch.logsumexp(logits, dim=-1)
     tokens = _choose(logits, normaliser, params, uniforms)
     drawn = logprobs_of(logits, tokens[:, None])[:, 0].tolist()
@@ -52,6 +52,7 @@ def draw(
             token=token,
             logprob=logprob,
             top=top_logprobs(logits[row], normaliser[row], params[row].top_logprobs),
+            kept=_bytes(kept[row]) if row in kept and params[row].return_kept else b"",
         )
         for row, (token, logprob) in enumerate(zip(tokens.tolist(), drawn, strict=True))
     ]
@@ -88,12 +89,9 @@ def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, num: int) -> To
     return tuple(zip(tokens.tolist(), (values - normaliser).tolist(), strict=True))
 
 
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
-
-
-def _truncate(logits: torch.Tensor, params: SamplingParams) -> None:
-    """Set the logits of tokens that top-k, top-p or min-p exclude to minus infinity, in place.
+def _truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Set the logits of tokens that top-k, top-p or min-p exclude to minus infinity, in place; the
+    tokens that are left.
 
     Order as in vLLM: min-p, then top-k, then top-p over what is left.
     """
@@ -113,6 +111,12 @@ def _truncate(logits: torch.Tensor, params: SamplingParams) -> None:
     kept, order = values[:num_kept].clone(), tokens[:num_kept]
     logits.fill_(float("-inf"))
     logits[order] = kept
+    return order[kept > float("-inf")]
+
+
+def _bytes(tokens: torch.Tensor) -> bytes:
+    data: bytes = tokens.sort().values.to(device="cpu", dtype=torch.int32).numpy().tobytes()
+    return data
 
 
 def _invert(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class TasksetRecord(Record):
     num_search: int = 0
     num_select: int = 0
     num_report: int = 0
+    temperature: Measured = None
+    """At which answers were drawn to be measured; 0 is greedy."""
 
 
 class ReportRow(Estimate):

@@ -58,6 +58,8 @@ class GrpoReport(Record):
     loss: Text = ""
     advantages: Text = ""
     staleness: int = 0
+    game: Text = ""
+    """The function that was played; empty: one answer to each task."""
     tasksets: tuple[TasksetRecord, ...] = ()
     rows: tuple[ReportRow, ...] = ()
     chosen_step: int | None = None

@@ -8,12 +8,11 @@ text_model.py engines behind a chat template, and ensembles, as text models
 """
 
 from rookery.rollout.evaluator import Progress, TasksetEvaluator, mean_by_source
-from rookery.rollout.group_sampler import Draw, GroupSampler
+from rookery.rollout.group_sampler import GroupSampler
 from rookery.rollout.log import RolloutLog
 from rookery.rollout.text_model import EngineTextModel, EnsembleTextModel, Member
 
 __all__ = [
-    "Draw",
     "EngineTextModel",
     "EnsembleTextModel",
     "GroupSampler",

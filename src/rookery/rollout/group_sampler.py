@@ -8,7 +8,7 @@ one, named by its seed, and the caller keeps what came of it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rookery.concurrency import together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
@@ -18,24 +18,17 @@ from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import (
     Completion,
+    Draw,
     Group,
     ModelRef,
     Rollout,
     SampleRequest,
     SamplingParams,
     Task,
-    TokenIds,
+    TokenSequence,
 )
 
-__all__ = ["Draw", "GroupSampler"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """One task to be answered `n` times, with the random numbers of its own seed."""
-
-    task: Task
-    seed: int
+__all__ = ["GroupSampler"]
 
 
 class GroupSampler:
@@ -62,10 +55,6 @@ class GroupSampler:
                     f"{taskset.name} has choices to be scored, and training needs answers that "
                     "are drawn: give it another scorer, exact or numeric for example."
                 )
-
-    def prompt(self, task: Task) -> TokenIds:
-        """The tokens that the answers follow."""
-        return self._template.encode(task)
 
     async def draw(self, model: ModelRef, draws: Sequence[Draw]) -> list[Group]:
         """A group for each draw, in their order. What fails is in its group, with the reason."""
@@ -95,7 +84,7 @@ class GroupSampler:
     def _request(self, model: ModelRef, draw: Draw) -> SampleRequest:
         return SampleRequest(
             model=model,
-            prompt=self.prompt(draw.task),
+            prompt=self._template.encode(draw.task),
             params=replace(self._params, seed=draw.seed),
             affinity=draw.task.id,
         )
@@ -103,7 +92,17 @@ class GroupSampler:
     async def _judge(self, task: Task, answer: Completion | str) -> Rollout:
         if isinstance(answer, str):
             return Rollout(task=task, completion=None, reward=None, error=answer)
-        return await self._askings[task.source].judge(task, answer)
+        rollout = await self._askings[task.source].judge(task, answer)
+        return replace(rollout, sequences=(self._sequence(task, answer),))
+
+    def _sequence(self, task: Task, answer: Completion) -> TokenSequence:
+        prompt = self._template.encode(task)
+        return TokenSequence(
+            tokens=prompt + answer.tokens,
+            drawn=tuple(range(len(prompt), len(prompt) + len(answer.tokens))),
+            logprobs=answer.logprobs,
+            kept=answer.kept,
+        )
 
 
 def _pairs(

@@ -24,6 +24,7 @@ from rookery.tasks.generators import GENERATORS, generate
 from rookery.tasks.huggingface import LOCAL_FORMATS, read_dataset
 from rookery.tasks.jsonl import near_name, read_jsonl
 from rookery.tasks.prompt_template import check_prompt_template
+from rookery.tasks.python_function import function_from_folder
 from rookery.tasks.reading import BadRows, BadRowsPolicy, ReadTask, SkippedRows, read_tasks
 from rookery.tasks.rows import FieldsConfig, Row
 from rookery.tasks.scorers import (
@@ -393,7 +394,7 @@ def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
     elif isinstance(config, HfConfig) and (folder / config.dataset).exists():
         update["dataset"] = str((folder / config.dataset).resolve())
     if isinstance(config.scorer, PythonConfig):
-        place, _, name = config.scorer.function.rpartition(":")
-        if place.endswith(".py"):
-            update["scorer"] = PythonConfig(function=f"{(folder / place).resolve()}:{name}")
+        update["scorer"] = PythonConfig(
+            function=function_from_folder(config.scorer.function, folder)
+        )
     return config.model_copy(update=update)

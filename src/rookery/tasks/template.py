@@ -104,8 +104,17 @@ class Template:
     def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
         """Tokens of a chat, with the opening of the assistant's turn. Not kept: for chats that are
         not asked again."""
+        return self.encode_text(self.render_chat(messages))
+
+    def render_chat(self, messages: tuple[Message, ...]) -> str:
+        """The text of a chat, with the opening of the assistant's turn."""
         with boundary(TaskError, "The chat template", foreign=(jinja2.TemplateError,)):
-            return self._encode_prompt(messages)
+            return self._render(messages)
+
+    def special_text(self, token: int) -> str:
+        """How a chat template writes a special token; empty for every other token."""
+        found = self._tokenizer.added_tokens_decoder.get(token)
+        return found.content if found is not None and found.special else ""
 
     def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
         """Tokens of prompt and choice, and the index of the choice's first one.
@@ -114,7 +123,7 @@ class Template:
         token spans the border. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
         """
         prompt = self.encode(task)
-        tokens = self._encode_text(self._spaced(task, choice))
+        tokens = self.encode_text(self._spaced(task, choice))
         if not tokens:
             raise TaskError(f"Task {task.id}: the choice {choice!r} encodes to no tokens.")
         return prompt + tokens, len(prompt)
@@ -136,27 +145,32 @@ class Template:
 
     def _encode_prompt(self, prompt: str | tuple[Message, ...]) -> TokenIds:
         if isinstance(prompt, str) and not self.chat:
-            return self._encode_plain(prompt)
+            return self.encode_opening(prompt)
         messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        return self.encode_text(self._render(messages))
+
+    def _render(self, messages: tuple[Message, ...]) -> str:
         if not self._tokenizer.chat_template:
             raise ModelError(
                 "The tasks are chats (messages) and this model's tokenizer has no chat template: "
                 "give them as text (prompt), or take the instruct version of the model."
             )
-        text = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in messages],
             add_generation_prompt=True,
             tokenize=False,
         )
-        return self._encode_text(text)
 
-    def _encode_plain(self, text: str) -> TokenIds:
+    def encode_opening(self, text: str) -> TokenIds:
+        """Tokens of a plain text that nothing comes before: with the special token that begins
+        every text, where the tokenizer has one."""
         tokens = tuple(self._tokenizer.encode(text, add_special_tokens=True))
         # Some tokenizers end every text with end-of-text, after which there is nothing to say.
         has_ended = len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id
-        return tokens[:-1] if has_ended and self._encode_text(text)[-1:] != tokens[-1:] else tokens
+        return tokens[:-1] if has_ended and self.encode_text(text)[-1:] != tokens[-1:] else tokens
 
-    def _encode_text(self, text: str) -> TokenIds:
+    def encode_text(self, text: str) -> TokenIds:
+        """Tokens of a text as it is, with nothing before or after it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _spaced(self, task: Task, choice: str) -> str:
@@ -170,7 +184,7 @@ class Template:
         return choice if self._prepends_space() else f" {choice}"
 
     def _prepends_space(self) -> bool:
-        pieces = self._tokenizer.convert_ids_to_tokens(list(self._encode_text("a")))
+        pieces = self._tokenizer.convert_ids_to_tokens(list(self.encode_text("a")))
         return pieces[:1] != [] and pieces[0].startswith("▁")
 
 

@@ -6,6 +6,7 @@ holds several of them. Over one chunk, each is computed again in the backward pa
 
 from bisect import bisect_left
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -61,7 +62,8 @@ class _Chunk:
         self._targets = torch.tensor(packed.targets[here], device=device)
         self._kept = packed.kept[here]
         # Without the second array of the vocabulary that picking out of log-softmax makes backward.
-        self._has_one_each = len(self._targets) == len(rows) and not any(self._kept)
+        is_cut = any(map(len, self._kept))
+        self._has_one_each = len(self._targets) == len(rows) and not is_cut
         temperatures = packed.temperatures[rows.start : rows.stop]
         self._temperatures = (
             None
@@ -75,20 +77,31 @@ class _Chunk:
             logits = logits / self._temperatures
         if self._has_one_each:
             return -functional.cross_entropy(logits, self._targets, reduction="none")
-        logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs[self._rows, self._targets]
-        return self._over_kept(chosen, logprobs) if any(self._kept) else chosen
+        if not any(map(len, self._kept)):
+            return torch.log_softmax(logits, dim=-1)[self._rows, self._targets]
+        return logits[self._rows, self._targets] - self._normalisers(logits)
 
-    def _over_kept(self, chosen: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-        """Divide by the probability of the kept tokens, where not all are kept."""
-        cut = [i for i, kept in enumerate(self._kept) if kept]
-        longest = max(len(self._kept[i]) for i in cut)
-        padded = [[*self._kept[i], *[-1] * (longest - len(self._kept[i]))] for i in cut]
-        tokens, places = _ids(padded, logprobs), _ids(cut, logprobs)
-        found = logprobs[self._rows[places, None], tokens.clamp_min(0)]
-        mass = torch.logsumexp(found.masked_fill(tokens < 0, float("-inf")), dim=-1)
-        return chosen.index_add(0, places, mass, alpha=-1)
+    def _normalisers(self, logits: torch.Tensor) -> torch.Tensor:
+        """log of the sum of exp over the kept tokens of each target, over all where none are cut.
+
+        Rows are as long as they are: one nucleus of a whole vocabulary pads no other row.
+        """
+        lengths = [len(kept) for kept in self._kept]
+        flat = np.concatenate([np.asarray(kept, dtype=np.int64) for kept in self._kept])
+        tokens = torch.from_numpy(flat).to(logits.device)
+        owners = torch.arange(len(lengths), device=logits.device)
+        owners = owners.repeat_interleave(_ids(lengths, logits))
+        found = logits[self._rows[owners], tokens]
+        floor = found.new_full((len(lengths),), float("-inf"))
+        highest = floor.scatter_reduce(0, owners, found.detach(), "amax")
+        cut = torch.isfinite(highest)
+        highest = highest.where(cut, 0.0)
+        sums = torch.zeros_like(highest).index_add(0, owners, (found - highest[owners]).exp())
+        over_kept = sums.where(cut, 1.0).log() + highest
+        if cut.all():
+            return over_kept
+        return over_kept.where(cut, torch.logsumexp(logits, dim=-1)[self._rows])
 
 
-def _ids(values: list[int] | list[list[int]], like: torch.Tensor) -> torch.Tensor:
+def _ids(values: list[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, device=like.device)

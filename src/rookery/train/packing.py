@@ -20,7 +20,7 @@ from operator import index
 from rookery.errors import TrainError, boundary
 from rookery.slots import ModelShape
 from rookery.train.losses import Column
-from rookery.types import Datum, TokenIds
+from rookery.types import Datum, KeptTokens, TokenIds
 
 __all__ = ["COLUMNS", "PackedPass", "check_data", "input_tokens", "pack"]
 
@@ -53,7 +53,7 @@ class PackedPass:
     """Those the data have, each as long as `targets`."""
     temperatures: list[float] = field(default_factory=list)
     """Of each row of `predicting`."""
-    kept: list[TokenIds] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(default_factory=list)
     """As long as `targets`; see Datum."""
     num_tokens: int = 0
 
@@ -94,11 +94,15 @@ def _append(packed: PackedPass, datum: Datum, place: int) -> None:
     packed.targets.extend(datum.targets)
     packed.weights.extend(datum.weights)
     packed.datum.extend([number] * len(datum.targets))
-    packed.kept.extend(datum.kept or [()] * len(datum.targets))
+    packed.kept.extend(_kept_rows(datum) or [()] * len(datum.targets))
     for name in COLUMNS:
         column: tuple[float, ...] = getattr(datum, name)
         if column:
             packed.columns.setdefault(name, []).extend(column)
+
+
+def _kept_rows(datum: Datum) -> Sequence[Sequence[int]]:
+    return datum.kept.rows if isinstance(datum.kept, KeptTokens) else datum.kept
 
 
 def input_tokens(datum: Datum) -> TokenIds:
@@ -160,14 +164,15 @@ def _position_complaint(datum: Datum, shape: ModelShape) -> str:
 
 
 def _token_complaint(datum: Datum, shape: ModelShape) -> str:
-    for tokens in (datum.tokens, datum.targets, *datum.kept):
+    kept_rows = _kept_rows(datum)
+    for tokens in (datum.tokens, datum.targets, *kept_rows):
         wrong = next((token for token in tokens if not 0 <= index(token) < shape.vocab_size), None)
         if wrong is not None:
             return (
                 f"has the token {wrong}, which is not in the vocabulary 0 to "
                 f"{shape.vocab_size - 1}: was it made with another tokenizer?"
             )
-    for target, kept in zip(datum.targets, datum.kept, strict=False):
+    for target, kept in zip(datum.targets, kept_rows, strict=False):
         if kept and target not in kept:
             return f"has the target {target}, which is not among the tokens kept for it"
         if len(set(kept)) < len(kept):

@@ -12,6 +12,9 @@ from rookery.types.jobs import (
     WorkerInfo,
     WorkerLost,
 )
+from rookery.types.kept import (
+    KeptTokens,
+)
 from rookery.types.models import (
     Adapter,
     Json,
@@ -22,9 +25,11 @@ from rookery.types.models import (
     Weights,
 )
 from rookery.types.rollouts import (
+    Draw,
     Evaluation,
     Group,
     Rollout,
+    TokenSequence,
 )
 from rookery.types.sampling import (
     Completion,
@@ -55,6 +60,7 @@ __all__ = [
     "Adapter",
     "Completion",
     "Datum",
+    "Draw",
     "Evaluation",
     "FinishReason",
     "Group",
@@ -64,6 +70,7 @@ __all__ = [
     "JobFailed",
     "JobOutcome",
     "Json",
+    "KeptTokens",
     "LoraFactors",
     "Message",
     "ModelRef",
@@ -79,6 +86,7 @@ __all__ = [
     "TextReply",
     "TextRequest",
     "TokenIds",
+    "TokenSequence",
     "TokenUsage",
     "TopLogprobs",
     "TrainOutput",

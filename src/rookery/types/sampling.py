@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -49,6 +49,13 @@ class SamplingParams:
     n: int = 1
     top_logprobs: int = 0
     """How many of the most likely tokens to report per position."""
+    return_kept: bool = False
+    """Report the tokens that top_p, top_k and min_p left at each position."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens are never drawn, which log-probabilities are then not over."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,9 @@ class Completion:
     version_spans: tuple[VersionSpan, ...] = ()
     """Which version drew which tokens, when weights changed on the way; `model` is the last of
     them. Empty: `model.version` drew all."""
+    kept: Sequence[TokenIds] = ()
+    """What each token was drawn from, where `return_kept` asked for it and the parameters cut
+    something off: KeptTokens. Empty: the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery.types.models import Json, TokenIds
@@ -45,10 +45,10 @@ class Datum:
     advantages: tuple[float, ...] = ()
     temperature: float = 1.0
     """The one the targets were drawn with: logits are divided by it."""
-    kept: tuple[TokenIds, ...] = ()
+    kept: Sequence[TokenIds] = ()
     """The tokens that top_p, top_k and min_p left to draw each target from, each once:
     log-probabilities are normalised over them. An empty entry, or none at all: the whole
-    vocabulary."""
+    vocabulary. KeptTokens takes the least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ def render_grpo_page(report: GrpoReport) -> str:
         verdict=_verdict(report),
         sentence=grpo_sentence(report),
         trained=report.trained,
+        measured=_how_measured(report),
         panels={n: label for n, label in PANELS.items() if n in measured and n not in constants},
         constants={PANELS[name]: f"{value:.4g}" for name, value in constants.items()},
         stages=stages,
@@ -93,6 +94,16 @@ def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
         )
         for row in report.rows
     ]
+
+
+def _how_measured(report: GrpoReport) -> str:
+    """`greedily`, `at temperature 0.7`, or both; empty where the report does not tell."""
+    found = dict.fromkeys(taskset.temperature for taskset in report.tasksets)
+    return " and ".join(
+        f"at temperature {temperature:g}" if temperature else "greedily"
+        for temperature in found
+        if temperature is not None
+    )
 
 
 def _constant(steps: Sequence[TrainStepRecord], name: str) -> float | None:

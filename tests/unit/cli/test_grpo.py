@@ -15,6 +15,15 @@ REWARD = """\
 def reward(task, completion):
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
 """
+GAME = """\
+async def play(task, chat):
+    first = await chat(task.prompt)
+    second = await chat("w9")
+    return {"reward": len(set(second) - set(first)), "letters": len(first)}
+
+def plain(task, chat):
+    return 1.0
+"""
 CONFIG = """\
 engine: {model: tiny, cache_gib: 0.01}
 tasksets: [{type: jsonl, path: drawn.jsonl, sampling: {max_tokens: 3},
@@ -32,6 +41,7 @@ save_every: 2
 def config(place: Path) -> Path:
     (place / "g.yaml").write_text(CONFIG)
     (place / "reward.py").write_text(REWARD)
+    (place / "game.py").write_text(GAME)
     rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
     write_rows(place / "drawn.jsonl", rows)
     return place
@@ -52,6 +62,27 @@ def test_from_end_to_end(rookery: Command, config: Path, flags: tuple[str, ...])
     assert f"trained  {folder / 'trained'}\n" in ended.out
     with Run.view(folder) as run:
         assert run.status == "finished"
+
+
+GAME_FLAGS = (
+    "--tasksets", "[{type: jsonl, path: drawn.jsonl, sampling: {max_tokens: 3, temperature: 0.5}}]",
+    "--environment", "{type: python, function: 'game.py:play'}",
+)  # fmt: skip
+
+
+def test_a_game_from_end_to_end(rookery: Command, config: Path) -> None:
+    """Its rows have no reference: the game judges."""
+    write_rows(config / "drawn.jsonl", [{"prompt": f"w{4 + i} w6"} for i in range(24)])
+    ended = rookery("grpo", "run", "g.yaml", "--name", "x", *GAME_FLAGS, "--drawing.top-p", "0.8")
+    assert ended.code == 0
+    folder = config / "runs/x"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["game"].endswith("game.py:play")
+    assert report["tasksets"][0]["temperature"] == 0.5
+    assert "game/letters" in report["steps"][0]["metrics"]
+    page = (folder / "report.html").read_text()
+    assert "at temperature 0.5" in page and "game.py:play" in page
+    assert rookery("runs", "resume", "x").code == 0
 
 
 def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> None:
@@ -111,6 +142,11 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         (("--tasksets.0.splits", "{search: 0.5, select: 0, report: 0.5}"), "select split"),
         (("--tasksets", "[{type: jsonl, path: tasks.jsonl}]"), "has choices to be scored"),
         (("--tasksets.0.path", "empty.jsonl"), "has no rows"),
+        (("--environment", "{function: 'game.py:play'}"), "a taskset has a scorer and environment"),
+        ((*GAME_FLAGS[:3], "{function: 'game.py:plain'}"), "write async def"),
+        ((*GAME_FLAGS[:3], "{function: 'game.py:pay'}"), "its functions are plain, play"),
+        ((*GAME_FLAGS[:3], "{function: 'gone.py:play'}"), "There is no game file"),
+        (("--drawing.top-p", "0"), "top_p"),
         (("--init-from", "nowhere"), "nowhere"),
         (("--init-from", "other"), "llama-9000"),
         (("--full", "--init-from", "a"), "an adapter, and full trains all weights"),

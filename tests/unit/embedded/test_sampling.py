@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.embedded.sampling import draw, logprobs_of, top_logprobs, uniform
-from rookery.types import SamplingParams
+from rookery.types import KeptTokens, SamplingParams
 
 NUM_DRAWS = 4000
 CHI_SQUARE_SIGMAS = 4.5
@@ -227,3 +228,23 @@ def test_uniforms_are_even_and_do_not_follow_one_another() -> None:
         pairs = centred * np.roll(centred, 1, axis=axis)
         assert abs(pairs.mean() * 12) < 4 / math.sqrt(cube.size)
     assert uniform(1, 11, 1) != uniform(11, 1, 1) != uniform(1, 1, 11), "counters do not run on"
+
+
+@given(params=PARAMS, seed=st.integers(0, 3), size=st.sampled_from([1, 2, 50, 129]))
+def test_what_was_drawn_from_is_told_when_it_is_asked(
+    params: SamplingParams, seed: int, size: int
+) -> None:
+    logits = distinct_logits(seed, size)
+    [silent] = draw(logits[None], [params], [0.5])
+    assert silent.kept == b""
+    [drawn] = draw(logits[None], [replace(params, return_kept=True)], [0.5])
+    told = KeptTokens(ends=(len(drawn.kept) // 4,), data=drawn.kept)[0]
+    left = tuple(int(token) for token in np.flatnonzero(kept(logits.numpy(), params)))
+    assert told == (left if params.is_cut else ())
+    assert drawn.token == silent.token and drawn.logprob == silent.logprob
+
+
+def test_greedy_draws_have_nothing_cut_off() -> None:
+    greedy = SamplingParams(temperature=0.0, top_k=2, return_kept=True)
+    [drawn] = draw(distinct_logits(0, 10)[None], [greedy], [0.5])
+    assert drawn.kept == b""

@@ -66,6 +66,15 @@ def grpo_inputs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def secret_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks of the guessing game: each has a number of the upper part of the vocabulary."""
+    tasks = tmp_path_factory.mktemp("game") / "numbers.jsonl"
+    rows = [{"prompt": f"w{6 + i} w7", "reference": str(60 + i % 30)} for i in range(48)]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tasks
+
+
+@pytest.fixture(scope="session")
 def plain_model(tiny_folder: Path) -> SlottedModel:
     """Not packed: an engine and a trainer share it."""
     from rookery.slots import load_model

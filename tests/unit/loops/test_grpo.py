@@ -12,7 +12,7 @@ from rookery.errors import TaskError, TrainError
 from rookery.loops.grpo import Step, Watcher
 from rookery.runs import Run
 from rookery.slots import SlottedModel
-from rookery.types import Completion, SampleRequest
+from rookery.types import Completion, SampleRequest, TrainRequest
 from rookery.weights import read_adapter
 
 
@@ -39,6 +39,60 @@ async def test_a_run_ends_with_a_report_and_a_trained_adapter(
     assert metrics["grpo/logprob_gap"] < 1e-5 and metrics["grpo/staleness"] == 0
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert {"time/draw_s", "time/train_s", "time/publish_s", "reward/mean"} <= set(metrics)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}, {"min_p": 0.2, "top_p": 0.95}]
+)
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_tokens_are_normalised_over_what_they_were_drawn_from(
+    grpo_inputs: Inputs,
+    plain_model: SlottedModel,
+    tmp_path: Path,
+    cut: dict[str, float],
+    staleness: int,
+) -> None:
+    drawing = {"max_tokens": 6, **cut}
+    with make_run(tmp_path) as run:
+        await run_training(
+            run, grpo_inputs, model=plain_model, drawing=drawing, staleness=staleness, steps=3
+        )
+        metrics = [event.payload["metrics"] for event in run.events("step")]
+    assert all(step["grpo/logprob_gap"] < 1e-5 for step in metrics)
+    assert metrics[0]["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_without_what_they_were_drawn_from_the_ratio_is_biased(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
+) -> None:
+    """The control: the same answers, normalised over the whole vocabulary."""
+
+    def wrap(part: Any) -> Any:
+        return _Whole(part) if hasattr(part, "forward_backward") else part
+
+    with make_run(tmp_path) as run:
+        options: dict[str, Any] = {"drawing": {"max_tokens": 6, "top_p": 0.8}, "max_gap": 10.0}
+        await run_training(run, grpo_inputs, model=plain_model, wrap=wrap, steps=1, **options)
+        [step] = [event.payload["metrics"] for event in run.events("step")]
+    assert step["train/ratio"] < 0.95
+
+
+class _Whole:
+    """Trains on data whose kept tokens are forgotten."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> Any:
+        return await self._trainer.forward_backward(
+            [
+                replace(request, data=tuple(replace(datum, kept=()) for datum in request.data))
+                for request in requests
+            ]
+        )
 
 
 async def test_old_checkpoints_and_rollouts_are_removed(

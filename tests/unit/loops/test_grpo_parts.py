@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rookery.embedded import EngineConfig
+from rookery.errors import TrainError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.advantages import ADVANTAGES, is_equal
 from rookery.loops.grpo.batch import (
@@ -24,7 +26,7 @@ from rookery.loops.grpo.batch import (
 from rookery.loops.grpo.data import make_data, mean_gap
 from rookery.loops.grpo.task_order import TaskOrder
 from rookery.seeding import stream
-from rookery.types import ModelRef, Task
+from rookery.types import KeptTokens, ModelRef, Task, TokenSequence
 
 TASKSET = {"type": "generated", "generator": "arithmetic"}
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
@@ -40,15 +42,15 @@ def rng() -> np.random.Generator:
 
 def make_batch() -> Batch:
     def rollout(tokens: tuple[int, ...], reward: float) -> DrawnRollout:
-        logprobs = tuple(-1 / (3 + token) for token in tokens)
-        return DrawnRollout(tokens=tokens, logprobs=logprobs, text="tëxt", reward=reward)
+        sequence = TokenSequence(
+            tokens=(5, 6, *tokens),
+            drawn=tuple(range(2, 2 + len(tokens))),
+            logprobs=tuple(-1 / (3 + token) for token in tokens),
+            kept=KeptTokens.of([(token, 11) for token in tokens]),
+        )
+        return DrawnRollout(sequences=(sequence,), text="tëxt", reward=reward)
 
-    group = DrawnGroup(
-        position=7,
-        task="t/7",
-        prompt=(5, 6),
-        rollouts=(rollout((7, 8), 1.0), rollout((9,), 0.0)),
-    )
+    group = DrawnGroup(position=7, task="t/7", rollouts=(rollout((7, 8), 1.0), rollout((9,), 0.0)))
     counts = BatchCounts(num_rollouts=4, num_failed=0, num_equal=1, num_tokens=5, mean_reward=1 / 3)
     return Batch(
         step=3,
@@ -116,6 +118,37 @@ def test_each_rollout_is_a_row_with_its_advantage_on_every_token() -> None:
     assert first.temperature == 0.7
     assert second.tokens == (5, 6) and second.positions == (1,)
     assert first.sampled_logprobs == (-1 / 10, -1 / 11)
+    assert list(first.kept) == [(7, 11), (8, 11)]
+
+
+def test_a_rollout_of_several_turns_counts_once_however_many_rows_it_has() -> None:
+    """Three tokens drawn in two turns of one sequence, and one in a second sequence."""
+    turns = TokenSequence(tokens=(5, 6, 7, 8, 9, 4), drawn=(2, 3, 5), logprobs=(-0.1, -0.2, -0.3))
+    rewritten = TokenSequence(tokens=(5, 8), drawn=(1,), logprobs=(-0.4,))
+    batch = make_batch()
+    [group] = batch.groups
+    game = DrawnRollout(sequences=(turns, rewritten), text="", reward=1.0)
+    batch = replace(batch, groups=(replace(group, rollouts=(game, group.rollouts[1])),))
+    first, second, third = make_data(batch, make_config(loss={"type": "grpo"}))
+    assert first.tokens == (5, 6, 7, 8, 9) and first.positions == (1, 2, 4)
+    assert first.targets == (7, 8, 4) and first.weights == (1 / 8,) * 3
+    assert second.tokens == (5,) and second.targets == (8,) and second.weights == (1 / 8,)
+    assert third.weights == (1 / 2,)
+    assert first.advantages == (1.0,) * 3 and second.advantages == (1.0,)
+
+
+def test_answers_without_what_they_were_drawn_from_are_refused() -> None:
+    batch = make_batch()
+    [group] = batch.groups
+    bare = [replace(s, kept=()) for rollout in group.rollouts for s in rollout.sequences]
+    rollouts = tuple(
+        replace(rollout, sequences=(sequence,))
+        for rollout, sequence in zip(group.rollouts, bare, strict=True)
+    )
+    batch = replace(batch, groups=(replace(group, rollouts=rollouts),))
+    make_data(batch, make_config())
+    with pytest.raises(TrainError, match="must report them for every token"):
+        make_data(batch, make_config(drawing={"top_p": 0.9}))
 
 
 def test_the_mean_gap_is_over_tokens() -> None:

@@ -8,25 +8,27 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
+from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
 from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
 from rookery.loops.grpo.policy_weights import PolicyWeights
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.runs import run as run_directory
 from rookery.slots import SlottedModel, load_model
-from rookery.tasks.taskset import load_tasksets
-from rookery.tasks.template import load_template
+from rookery.tasks.taskset import Taskset, load_tasksets
+from rookery.tasks.template import Template, load_template
 from rookery.train import (
     AdapterPublisher,
     FullConfig,
@@ -38,6 +40,7 @@ from rookery.train import (
 from rookery.types import Completion, Task
 
 REWARDS = f"{Path(__file__)}:reward"
+GUESS = f"{Path(__file__).parents[1] / 'environments' / 'games.py'}:guess"
 SILENT = Watcher()
 
 
@@ -94,6 +97,15 @@ class Inputs:
     model: Path
     tasks: Path
 
+    def game(self, tasks: Path, **changes: object) -> dict[str, Any]:
+        """What makes a training one of guessing numbers, in two turns of a token each."""
+        return {
+            "tasksets": [{"type": "jsonl", "path": str(tasks), "sampling": {"max_tokens": 1}}],
+            "environment": {"function": GUESS, "max_turns": 2},
+            "drawing": {"max_tokens": 1},
+            **changes,
+        }
+
     def document(self, **changes: object) -> dict[str, Any]:
         """A config; keyword arguments change it."""
         return {
@@ -132,36 +144,39 @@ async def run_training(
     An adapter is trained over `model`, which the engine shares. With `full` the model is read anew.
     """
     config = GrpoConfig.model_validate(inputs.document(**changes))
-    tasksets = load_tasksets(config.tasksets)
+    tasksets = load_tasksets(config.judged_tasksets)
     template = load_template(inputs.model)
     own = model if config.full is None else load_model(inputs.model, is_exact=config.share)
-    async with _open(inputs, own, config) as opened:
+    async with _open(inputs, own, config, template) as opened:
         engine = wrap(opened)
         make = _adapter if config.full is None else _full
-        params = config.drawing.params(group_size=config.group_size)
+        drawer, evaluator = _drawing(config, engine, template, tasksets, RolloutLog(run))
         parts = GrpoInputs(
             config=config,
             weights=make(run, inputs, own, engine, config, wrap),
             tasksets=tasksets,
             engine=engine,
-            sampler=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
-            evaluator=TasksetEvaluator(
-                engine, template=template, tasksets=tasksets, log=RolloutLog(run)
-            ),
+            drawer=drawer,
+            evaluator=evaluator,
         )
         return await train_policy(parts, run=run, watcher=watcher)
 
 
 @asynccontextmanager
 async def _open(
-    inputs: Inputs, model: SlottedModel, config: GrpoConfig
+    inputs: Inputs, model: SlottedModel, config: GrpoConfig, template: Template
 ) -> AsyncIterator[EmbeddedEngine]:
     settings = EngineConfig(model=str(inputs.model), cache_gib=0.01)
     if config.full is not None and not config.share:
         async with open_engine(settings) as packed:
             yield packed
         return
-    async with run_engine(model, config=settings, detokenize=str, name="tiny") as plain:
+    async with run_engine(
+        model,
+        config=settings,
+        detokenize=lambda tokens: template.decode(tuple(tokens)),
+        name="tiny",
+    ) as plain:
         yield plain
 
 
@@ -202,6 +217,26 @@ def _full(
         start=inputs.model,
         base=BaseModel(folder=inputs.model, ref=engine.base, dtype=model.dtype),
         publisher=publisher,
+    )
+
+
+def _drawing(
+    config: GrpoConfig,
+    engine: Engine,
+    template: Template,
+    tasksets: Sequence[Taskset],
+    log: RolloutLog,
+) -> tuple[GroupDrawer, Evaluator]:
+    params = config.drawing.params(group_size=config.group_size)
+    if config.environment is None:
+        return (
+            GroupSampler(engine, template=template, tasksets=tasksets, params=params),
+            TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
+        )
+    game = Game(config.environment, template=template)
+    return (
+        GameSampler(game, engine=engine, params=params),
+        GameEvaluator(game, sampler=engine, tasksets=tasksets, log=log),
     )
 
 

@@ -257,6 +257,7 @@ def _require_text_params(params: SamplingParams) -> None:
         "stop_tokens": params.stop_tokens,
         "ignore_eos": params.ignore_eos,
         "top_logprobs": params.top_logprobs,
+        "return_kept": params.return_kept,
     }
     for name, value in given.items():
         if value:

@@ -12,11 +12,12 @@ A body carries many prompts, but one set of parameters: equal `Fields` may share
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rookery.errors import FleetError
 from rookery.fleet.http.capabilities import Capabilities
+from rookery.fleet.http.kept import num_shown_for_kept, read_kept
 from rookery.seeding import stream_seed
 from rookery.types import (
     Completion,
@@ -108,7 +109,7 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
         seed=None if is_greedy else _seed(params),
         # The server refuses n greedy draws, which are all the same: one is made and copied.
         n=1 if is_greedy else params.n,
-        top=params.top_logprobs,
+        top=max(params.top_logprobs, num_shown_for_kept(params, capabilities)),
     )
 
 
@@ -240,6 +241,11 @@ def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple
     """The completions of one request, `params.n` of them."""
     num_top = request.params.top_logprobs
     found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    if request.params.return_kept and request.params.is_cut:
+        found = tuple(
+            replace(completion, kept=read_kept(_tops(choice)))
+            for completion, choice in zip(found, choices, strict=True)
+        )
     # Greedy draws are all the same: the server made one.
     return found * request.params.n if len(found) == 1 else found
 

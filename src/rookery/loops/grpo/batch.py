@@ -6,27 +6,31 @@
 A blob holds all that training needs, bit for bit, so that a resumed run trains on what was drawn.
 """
 
+import base64
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rookery.errors import RunError
-from rookery.types import ModelRef, TokenIds
+from rookery.types import KeptTokens, ModelRef, TokenSequence
 
 __all__ = ["Batch", "BatchCounts", "DrawnGroup", "DrawnRollout", "decode_batch", "encode_batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRollout:
-    """One answer with a reward."""
+    """One answer, or one game of several turns, with a reward."""
 
-    tokens: TokenIds
-    logprobs: tuple[float, ...]
-    """Under the distribution they were drawn from."""
+    sequences: tuple[TokenSequence, ...]
     text: str
     reward: float
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that were drawn."""
+        return sum(len(sequence.drawn) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,6 @@ class DrawnGroup:
     position: int
     """Of the task in the order of the run; no two groups have the same."""
     task: str
-    prompt: TokenIds
     rollouts: tuple[DrawnRollout, ...]
 
 
@@ -53,6 +56,8 @@ class BatchCounts:
     mean_reward: float | None
     """Of all rollouts that have one, equal groups included; None when none has."""
     first_error: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else was measured of the rollouts, on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,15 @@ class Batch:
 
 def encode_batch(batch: Batch) -> bytes:
     """Compressed JSON: floats are written so that they are read back exactly."""
-    return zlib.compress(json.dumps(asdict(batch), separators=(",", ":")).encode())
+    document = {
+        "step": batch.step,
+        "model": asdict(batch.model),
+        "model_step": batch.model_step,
+        "groups": [_group_document(group) for group in batch.groups],
+        "next_position": batch.next_position,
+        "counts": asdict(batch.counts),
+    }
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
 
 
 def decode_batch(data: bytes) -> Batch:
@@ -87,22 +100,51 @@ def decode_batch(data: bytes) -> Batch:
     return Batch(**document)
 
 
+def _group_document(group: DrawnGroup) -> dict[str, Any]:
+    return {
+        "position": group.position,
+        "task": group.task,
+        "rollouts": [
+            {
+                "text": rollout.text,
+                "reward": rollout.reward,
+                "sequences": [_sequence_document(sequence) for sequence in rollout.sequences],
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def _sequence_document(sequence: TokenSequence) -> dict[str, Any]:
+    kept = KeptTokens.of(sequence.kept)
+    return {
+        "tokens": sequence.tokens,
+        "drawn": sequence.drawn,
+        "logprobs": sequence.logprobs,
+        "kept": [kept.ends, base64.b64encode(kept.data).decode()] if kept else None,
+    }
+
+
 def _group(document: Mapping[str, Any]) -> DrawnGroup:
     return DrawnGroup(
         position=document["position"],
         task=document["task"],
-        prompt=tuple(document["prompt"]),
-        rollouts=_rollouts(document["rollouts"]),
+        rollouts=tuple(
+            DrawnRollout(
+                sequences=tuple(_sequence(sequence) for sequence in rollout["sequences"]),
+                text=rollout["text"],
+                reward=rollout["reward"],
+            )
+            for rollout in document["rollouts"]
+        ),
     )
 
 
-def _rollouts(documents: Sequence[Mapping[str, Any]]) -> tuple[DrawnRollout, ...]:
-    return tuple(
-        DrawnRollout(
-            tokens=tuple(document["tokens"]),
-            logprobs=tuple(document["logprobs"]),
-            text=document["text"],
-            reward=document["reward"],
-        )
-        for document in documents
+def _sequence(document: Mapping[str, Any]) -> TokenSequence:
+    ends, data = document["kept"] or ((), "")
+    return TokenSequence(
+        tokens=tuple(document["tokens"]),
+        drawn=tuple(document["drawn"]),
+        logprobs=tuple(document["logprobs"]),
+        kept=KeptTokens(ends=tuple(ends), data=base64.b64decode(data)) if ends else (),
     )

@@ -22,11 +22,12 @@ def check_inputs(
     start: Adapter | None,
     tasksets: Sequence[Taskset],
     engine: Engine,
-    evaluator: TasksetEvaluator,
+    evaluator: TasksetEvaluator | None,
 ) -> None:
     """Raise the first thing that would make the run fail, or its result mean nothing.
 
-    `start` is the adapter to begin with; None: all weights are trained.
+    `start` is the adapter to begin with; None: all weights are trained. Without an evaluator
+    lengths are not checked: what a game says is known when it is played.
     """
     check_splits(tasksets)
     if start is not None and start.rank > engine.max_rank:
@@ -35,7 +36,7 @@ def check_inputs(
             f"{where} is {start.rank}, and the engine takes adapters up to rank "
             f"{engine.max_rank}: write {engine.max_rank} or less, or raise the engine's limit."
         )
-    if engine.context_tokens is not None:
+    if evaluator is not None and engine.context_tokens is not None:
         tasks = [task for taskset in tasksets for name in SPLITS for task in taskset.split(name)]
         evaluator.check_lengths(tasks, context_tokens=engine.context_tokens)
 

@@ -1,5 +1,6 @@
 """What a grpo run is told: the config, with every default the vetted setting."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -8,8 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
+from rookery.environments import GameConfig
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.runs.trackers import TrackerName
+from rookery.tasks.python_function import function_from_folder
+from rookery.tasks.scorers import PythonConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
 from rookery.train import FullWeights, LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
@@ -27,11 +31,19 @@ class DrawingConfig(Config):
     """Longest answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """The trainer divides by it too, so that it trains the distribution that was drawn from."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw from the most likely tokens that make up this much; 1 keeps every token. What each token
+    was drawn from is kept, and the trainer normalises over it, here and for the next two."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw from this many most likely tokens; 0 keeps every token."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Drop tokens less likely than this part of the most likely one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer."""
 
     def params(self, *, group_size: int) -> SamplingParams:
-        return SamplingParams(n=group_size, **self.model_dump())
+        params = SamplingParams(n=group_size, **self.model_dump())
+        return replace(params, return_kept=params.is_cut)
 
 
 def _section(value: object) -> object:
@@ -67,6 +79,9 @@ class GrpoConfig(ScheduleConfig):
     group_size: int = Field(default=8, ge=1)
     """Answers to each task."""
     drawing: DrawingConfig = DrawingConfig()
+    environment: GameConfig | None = None
+    """A game of several turns, which takes the place of the tasksets' scorers: each task is played
+    group_size times. null: one answer to each prompt."""
     max_extra_groups: int | None = Field(default=None, ge=0)
     """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
     so many in a step. null: as many as groups_per_step."""
@@ -111,6 +126,19 @@ class GrpoConfig(ScheduleConfig):
         return self.advantages or ("no_std" if self.loss.type == "dr_grpo" else "group_relative")
 
     @property
+    def max_drawn_tokens(self) -> int:
+        """Tokens that one rollout draws at most."""
+        return self.drawing.max_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
+    def judged_tasksets(self) -> tuple[TasksetConfig, ...]:
+        """The tasksets; where a game judges, they need no scorer, and no reference for one."""
+        if self.environment is None:
+            return self.tasksets
+        scorer = PythonConfig(function=self.environment.function)
+        return tuple(taskset.model_copy(update={"scorer": scorer}) for taskset in self.tasksets)
+
+    @property
     def max_groups(self) -> int:
         """Tasks that one step asks at most."""
         extra = self.groups_per_step if self.max_extra_groups is None else self.max_extra_groups
@@ -153,6 +181,12 @@ class GrpoConfig(ScheduleConfig):
                 "computes with the weights that each step changes: write publish_every: 1, or "
                 "share: false"
             )
+        scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
+        if self.environment is not None and scored:
+            raise ValueError(
+                "a taskset has a scorer and environment is given too; the game returns the reward: "
+                "leave one of them out"
+            )
         return self
 
     def from_folder(self, folder: Path) -> "GrpoConfig":
@@ -162,6 +196,9 @@ class GrpoConfig(ScheduleConfig):
             "engine": engine_from_folder(self.engine, folder),
             "tokenizer": local_model(self.tokenizer, folder),
         }
+        if self.environment is not None:
+            function = function_from_folder(self.environment.function, folder)
+            update["environment"] = self.environment.model_copy(update={"function": function})
         if self.init_from is not None:
             update["init_from"] = (folder / self.init_from.expanduser()).resolve()
         return self.model_copy(update=update)

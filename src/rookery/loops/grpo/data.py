@@ -1,27 +1,33 @@
-"""Batches -> data: each rollout a row, its advantage on every token it drew."""
+"""Batches -> data: each rollout one row or several, its advantage on every token it drew."""
 
 from collections.abc import Sequence
 from math import fsum
 
+from rookery.errors import TrainError
 from rookery.loops.grpo.advantages import ADVANTAGES
 from rookery.loops.grpo.batch import Batch, DrawnGroup, DrawnRollout
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.seeding import stream
 from rookery.train.averaging import averaged
-from rookery.types import Datum
+from rookery.types import Datum, SamplingParams, TokenSequence
 
 __all__ = ["make_data", "mean_gap"]
 
 
 def make_data(batch: Batch, config: GrpoConfig) -> tuple[Datum, ...]:
-    """The rows of a step, with weights that average over it as the loss has it."""
-    data = [
-        _datum(group, rollout, advantage, temperature=config.drawing.temperature)
-        for group in batch.groups
-        for rollout, advantage in zip(group.rollouts, _advantages(group, config), strict=True)
-    ]
-    [weighted] = averaged([data], config.loss.average, max_tokens=config.drawing.max_tokens)
-    return weighted
+    """The rows of a step, with weights that average over it as the loss has it.
+
+    A rollout counts as one sequence however many rows it has.
+    """
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    advantages = [own for group in batch.groups for own in _advantages(group, config)]
+    weights = _weights(rollouts, config)
+    params = config.drawing.params(group_size=config.group_size)
+    return tuple(
+        _datum(sequence, advantage, weight, params)
+        for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
+        for sequence in rollout.sequences
+    )
 
 
 def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> float:
@@ -40,16 +46,32 @@ def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:
     return ADVANTAGES[config.advantage_name](rewards, rng=rng)
 
 
+def _weights(rollouts: Sequence[DrawnRollout], config: GrpoConfig) -> list[float]:
+    """What each drawn token of a rollout weighs."""
+    whole = [
+        Datum(tokens=(), positions=(), targets=(), weights=(1.0,) * rollout.num_drawn)
+        for rollout in rollouts
+    ]
+    [weighted] = averaged([whole], config.loss.average, max_tokens=config.max_drawn_tokens)
+    return [datum.weights[0] for datum in weighted]
+
+
 def _datum(
-    group: DrawnGroup, rollout: DrawnRollout, advantage: float, *, temperature: float
+    sequence: TokenSequence, advantage: float, weight: float, params: SamplingParams
 ) -> Datum:
-    num, start = len(rollout.tokens), len(group.prompt) - 1
+    num = len(sequence.drawn)
+    if params.is_cut and len(sequence.kept) != num:
+        raise TrainError(
+            f"An answer of {num} tokens has {len(sequence.kept)} sets of tokens that it was drawn "
+            "from: with top_p, top_k or min_p the engine must report them for every token."
+        )
     return Datum(
-        tokens=group.prompt + rollout.tokens[:-1],
-        positions=tuple(range(start, start + num)),
-        targets=rollout.tokens,
-        weights=(1.0,) * num,
-        sampled_logprobs=rollout.logprobs,
+        tokens=sequence.tokens[: sequence.drawn[-1]],
+        positions=tuple(place - 1 for place in sequence.drawn),
+        targets=tuple(sequence.tokens[place] for place in sequence.drawn),
+        weights=(weight,) * num,
+        sampled_logprobs=sequence.logprobs,
         advantages=(advantage,) * num,
-        temperature=temperature,
+        temperature=params.temperature,
+        kept=sequence.kept,
     )

@@ -52,6 +52,7 @@ def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
         loss=ending.config.loss.type,
         advantages=ending.config.advantage_name,
         staleness=ending.config.staleness,
+        game="" if ending.config.environment is None else ending.config.environment.function,
         tasksets=tuple(_describe_taskset(taskset) for taskset in ending.tasksets),
         rows=tuple(ending.rows),
         chosen_step=best,
@@ -81,6 +82,7 @@ def _describe_taskset(taskset: Taskset) -> TasksetRecord:
         num_search=len(taskset.split("search")),
         num_select=len(taskset.split("select")),
         num_report=len(taskset.split("report")),
+        temperature=taskset.sampling.temperature,
     )
 
 

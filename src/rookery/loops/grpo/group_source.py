@@ -34,10 +34,10 @@ from rookery.loops.grpo.batch import (
 )
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.task_order import TaskOrder
-from rookery.rollout import Draw, GroupSampler
+from rookery.ports import GroupDrawer
 from rookery.runs import Event, Run
 from rookery.seeding import stream_seed
-from rookery.types import Group, ModelRef, Rollout, Task
+from rookery.types import Draw, Group, ModelRef, Rollout, Task
 
 __all__ = ["GroupSource", "Policy"]
 
@@ -56,9 +56,9 @@ class GroupSource:
     """The batches of one run, step by step. Ask for them in order, one at a time."""
 
     def __init__(
-        self, sampler: GroupSampler, *, tasks: Sequence[Task], config: GrpoConfig, run: Run
+        self, drawer: GroupDrawer, *, tasks: Sequence[Task], config: GrpoConfig, run: Run
     ) -> None:
-        self._sampler = sampler
+        self._drawer = drawer
         self._order = TaskOrder(tasks, seed=config.seed)
         self._config = config
         self._run = run
@@ -110,9 +110,9 @@ class GroupSource:
         while position < end and len(useful) < self._config.groups_per_step:
             num = min(self._config.groups_per_step - len(useful), end - position)
             draws = [self._draw_at(position + i) for i in range(num)]
-            groups = await self._sampler.draw(policy.ref, draws)
+            groups = await self._drawer.draw(policy.ref, draws)
             for group in groups:
-                own = self._drawn_group(position, group)
+                own = _drawn_group(position, group)
                 position += 1
                 if len(own.rollouts) > 1 and not is_equal([r.reward for r in own.rollouts]):
                     useful.append(own)
@@ -138,14 +138,6 @@ class GroupSource:
         seed = stream_seed(self._config.seed, "grpo-draw", position)
         return Draw(task=self._order[position], seed=seed)
 
-    def _drawn_group(self, position: int, group: Group) -> DrawnGroup:
-        return DrawnGroup(
-            position=position,
-            task=group.task.id,
-            prompt=self._sampler.prompt(group.task),
-            rollouts=tuple(own for r in group.rollouts if (own := _drawn_rollout(r)) is not None),
-        )
-
     def _check_failures(self, step: int, drawn: Sequence[Group]) -> None:
         """Stop before the batch is recorded: once the cause is removed, a resumed run draws it."""
         rollouts = [rollout for group in drawn for rollout in group.rollouts]
@@ -158,16 +150,19 @@ class GroupSource:
             )
 
 
+def _drawn_group(position: int, group: Group) -> DrawnGroup:
+    return DrawnGroup(
+        position=position,
+        task=group.task.id,
+        rollouts=tuple(own for r in group.rollouts if (own := _drawn_rollout(r)) is not None),
+    )
+
+
 def _drawn_rollout(rollout: Rollout) -> DrawnRollout | None:
     completion = rollout.completion
     if completion is None or rollout.reward is None or not completion.tokens:
         return None
-    return DrawnRollout(
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        text=completion.text,
-        reward=rollout.reward,
-    )
+    return DrawnRollout(sequences=rollout.sequences, text=completion.text, reward=rollout.reward)
 
 
 def _count(drawn: Sequence[Group]) -> BatchCounts:
@@ -183,5 +178,12 @@ def _count(drawn: Sequence[Group]) -> BatchCounts:
         num_equal=sum(len(own) > 1 and is_equal(own) for own in rewards_by_group),
         num_tokens=sum(len(answer.tokens) for answer in answers),
         mean_reward=fmean(rewards) if rewards else None,
+        metrics=_mean_metrics(rollouts),
         first_error=next((rollout.error for rollout in rollouts if rollout.error), ""),
     )
+
+
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of each metric, over the rollouts that have it."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+    return {name: fmean(r.metrics[name] for r in rollouts if name in r.metrics) for name in names}

@@ -47,9 +47,8 @@ from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
-from rookery.ports import Engine
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
-from rookery.rollout import GroupSampler, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
@@ -66,8 +65,8 @@ class GrpoInputs:
     see `read_start`."""
     tasksets: Sequence[Taskset]
     engine: Engine
-    sampler: GroupSampler
-    evaluator: TasksetEvaluator
+    drawer: GroupDrawer
+    evaluator: Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     return _Parts(
         config=config,
-        source=GroupSource(inputs.sampler, tasks=tasks, config=config, run=run),
+        source=GroupSource(inputs.drawer, tasks=tasks, config=config, run=run),
         trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),

@@ -102,7 +102,7 @@ class PolicyTrainer:
         the batch itself was drawn with them."""
         if policy.step != step or batch.model_step == step:
             return None
-        probes = [replace(datum, temperature=1.0) for datum in data[:NUM_PROBES]]
+        probes = [replace(datum, temperature=1.0, kept=()) for datum in data[:NUM_PROBES]]
         ours = await _logprobs(self._trainer, POLICY, probes)
         scores = await self._engine.score(
             [
@@ -115,7 +115,7 @@ class PolicyTrainer:
             ]
         )
         scored = [
-            replace(probe, sampled_logprobs=score.logprobs)
+            replace(probe, sampled_logprobs=_at(probe.positions, score.logprobs))
             for probe, score in zip(probes, scores, strict=True)
         ]
         return mean_gap(scored, ours)
@@ -138,6 +138,12 @@ async def _logprobs(
     request = TrainRequest(trainee=trainee, data=tuple(data))
     [output] = _checked(await trainer.forward([request]))
     return output.logprobs
+
+
+def _at(positions: Sequence[int], logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Those of the targets, of a score that begins with the first target: between two turns there
+    are tokens that were not drawn."""
+    return tuple(logprobs[position - positions[0]] for position in positions)
 
 
 def _checked(outputs: Sequence[TrainOutput]) -> Sequence[TrainOutput]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from rookery.loops.comparison import compare, complete_means
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
+from rookery.ports import Evaluator
 from rookery.reports import ReportRow
-from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
@@ -22,7 +22,7 @@ class Selection:
 
     def __init__(
         self,
-        evaluator: TasksetEvaluator,
+        evaluator: Evaluator,
         *,
         tasksets: Sequence[Taskset],
         weights: PolicyWeights,

@@ -89,7 +89,7 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if counts.mean_reward is not None:
         metrics["reward/mean"] = counts.mean_reward
-    return metrics
+    return metrics | {f"game/{name}": value for name, value in counts.metrics.items()}
 
 
 def _examples(group: DrawnGroup) -> tuple[Example, ...]:

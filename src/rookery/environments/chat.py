@@ -1,0 +1,155 @@
+"""What a game calls to get the model's next reply.
+
+async def play(task: Task, chat: Chat) -> float:
+    reply = await chat("Guess a number from 1 to 9.")
+    while reply.strip() != str(task.reference) and chat.turns_left:
+        reply = await chat("Wrong. Guess again.")
+    return float(reply.strip() == str(task.reference))
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rookery.concurrency import run_in_thread
+from rookery.environments.conversation import Conversation
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
+from rookery.ports import Sampler
+from rookery.seeding import stream_seed
+from rookery.tasks.template import Template
+from rookery.types import Completion, Message, ModelRef, SampleRequest, SamplingParams
+
+__all__ = ["Chat", "DrawReply", "Said", "Seat", "draw_reply"]
+
+Said = str | Message | Mapping[str, str] | Sequence[Message | Mapping[str, str]]
+"""A text of the user's, a message, or several: {"role": "user", "content": "..."}."""
+
+DrawReply = Callable[[SampleRequest], Awaitable[Completion]]
+"""The one completion of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Who replies in a game, how, and how much."""
+
+    draw: DrawReply
+    template: Template
+    model: ModelRef
+    params: SamplingParams
+    """Of each reply; `max_tokens` is the longest one."""
+    max_turns: int
+    max_tokens: int
+
+
+class Chat:
+    """One exchange with one model. Calls are made one after the other."""
+
+    def __init__(self, seat: Seat, *, seed: int, affinity: str) -> None:
+        self.seed = seed
+        """Of this game alone: for a game that draws numbers itself, so that it can be repeated."""
+        self.conversation = Conversation(seat.template)
+        self.completions: list[Completion] = []
+        self.down: EngineDownError | FleetDownError | None = None
+        """Why nobody replies any more. A game must not take that for a reply of the model."""
+        self.clock: asyncio.Timeout | None = None
+        """Ends the game; it stands still while the game waits for a reply, which may be long in
+        coming for reasons that are not the game's."""
+        self._seat = seat
+        self._affinity = affinity
+        self._is_answering = False
+        self._is_over = False
+
+    @property
+    def turns_left(self) -> int:
+        """Replies that may still be asked for."""
+        return self._seat.max_turns - len(self.completions)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be drawn: the next reply has no more."""
+        return self._seat.max_tokens - self.conversation.num_drawn
+
+    async def __call__(self, said: Said) -> str:
+        """Say something, get the reply. TaskError when no turn or no token is left."""
+        self._require_room()
+        self._is_answering = True
+        left_s = self._stop_clock()
+        try:
+            completion = await self._reply(_messages(said))
+        finally:
+            self._is_answering = False
+            self._start_clock(left_s)
+        self.completions.append(completion)
+        self.conversation.add(completion)
+        return completion.text
+
+    def close(self) -> None:
+        """The game is over: what still calls is refused."""
+        self._is_over = True
+
+    def _stop_clock(self) -> float | None:
+        """The seconds that are left; None without a limit."""
+        end_s = self.clock.when() if self.clock is not None else None
+        if self.clock is None or end_s is None:
+            return None
+        self.clock.reschedule(None)
+        return end_s - asyncio.get_running_loop().time()
+
+    def _start_clock(self, left_s: float | None) -> None:
+        if self.clock is not None and left_s is not None and not self._is_over:
+            self.clock.reschedule(asyncio.get_running_loop().time() + left_s)
+
+    async def _reply(self, messages: tuple[Message, ...]) -> Completion:
+        prompt = await run_in_thread(self.conversation.ask, messages)
+        params = replace(
+            self._seat.params,
+            n=1,
+            seed=stream_seed(self.seed, "turn", len(self.completions)),
+            max_tokens=min(self._seat.params.max_tokens, self.tokens_left),
+        )
+        request = SampleRequest(
+            model=self._seat.model, prompt=prompt, params=params, affinity=self._affinity
+        )
+        try:
+            return await self._seat.draw(request)
+        except (EngineDownError, FleetDownError) as error:
+            self.down = error
+            raise
+        except (EngineError, FleetError) as error:
+            raise TaskError(f"Turn {len(self.completions) + 1}: {error}") from error
+
+    def _require_room(self) -> None:
+        if self._is_over:
+            raise TaskError("The game is over, and its chat gives no more replies.")
+        if self._is_answering:
+            raise TaskError("The game called chat twice at a time: await one reply, then the next.")
+        if self.turns_left < 1 or self.tokens_left < 1:
+            raise TaskError(
+                f"The game asks for more than environment.max_turns ({self._seat.max_turns}) or "
+                f"environment.max_tokens ({self._seat.max_tokens}) allow: look at chat.turns_left "
+                "and chat.tokens_left and end the game, or raise these limits."
+            )
+
+
+def _messages(said: Said) -> tuple[Message, ...]:
+    if isinstance(said, str):
+        return (Message(role="user", content=said),)
+    if isinstance(said, Message | Mapping):
+        said = [said]
+    return tuple(_message(one) for one in said)
+
+
+def _message(said: Message | Mapping[str, str]) -> Message:
+    if isinstance(said, Message):
+        return said
+    if not isinstance(said, Mapping) or set(said) != {"role", "content"}:
+        raise TaskError(
+            f"The game said {said!r:.80}; a message is a text, or an object with role and content."
+        )
+    return Message(role=said["role"], content=said["content"])
+
+
+async def draw_reply(sampler: Sampler, request: SampleRequest) -> Completion:
+    """The completion of a request by itself."""
+    [[completion]] = await sampler.sample([request])
+    return completion

@@ -1,0 +1,84 @@
+"""Functions of the user, named in a config: `file.py:function`, or `package.module:function`.
+
+    reward = find_function("my_rewards.py:politeness", what="scorer")
+
+The one place where a name in a config becomes an import: here the user names code of his own, which
+no dict of ours can list.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from rookery.errors import TaskError, boundary
+
+__all__ = ["FunctionName", "find_function", "function_from_folder"]
+
+
+def _check_name(value: str) -> str:
+    module, _, name = value.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(
+            f"{value!r} does not name a function: write file.py:function or module:function"
+        )
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_check_name)]
+"""`path/to/file.py:function`, or `package.module:function` of what is installed."""
+
+
+def function_from_folder(name: str, folder: Path) -> str:
+    """The name with the path in it, if any, taken from a folder."""
+    place, _, function = name.rpartition(":")
+    return f"{(folder / place).resolve()}:{function}" if place.endswith(".py") else name
+
+
+def find_function(spec: str, *, what: str) -> Callable[..., Any]:
+    """Import the function; TaskError says why that fails. `what` it is: a scorer, a game."""
+    place, _, name = spec.rpartition(":")
+    module = _load_file(Path(place), what) if place.endswith(".py") else _import(place, what)
+    function = vars(module).get(name)
+    if not callable(function):
+        names = sorted(
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__
+        )
+        found = f"its functions are {', '.join(names)}" if names else "it has no functions"
+        raise TaskError(f"The {what} {spec} cannot be used: {place} has no {name}; {found}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise TaskError(
+            f"There is no {what} file {path} (looked in {path.absolute().parent}). "
+            "Write file.py:function with a path from the current folder, or an absolute one."
+        )
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    name = f"rookery_{what}_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    with boundary(TaskError, f"Reading the {what} file {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import(name: str, what: str) -> ModuleType:
+    with boundary(
+        TaskError,
+        f"Importing the {what} module {name}",
+        remedy={ModuleNotFoundError: "Install it, or name its file: path/to/file.py:function"},
+    ):
+        return importlib.import_module(name)

@@ -1,0 +1,265 @@
+"""Games as rollouts: rewards, limits, failures, and what is remembered of them."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from environments import games
+from transformers import PreTrainedTokenizerFast
+
+from rookery.environments import Game, GameConfig, GameEvaluator, GameSampler
+from rookery.environments.chat import draw_reply
+from rookery.errors import EngineDownError, EngineError, TaskError
+from rookery.rollout import RolloutLog
+from rookery.runs import Run
+from rookery.tasks.scorers import ExactConfig
+from rookery.tasks.taskset import Taskset
+from rookery.tasks.template import Template
+from rookery.testing import BASE, FakeAdapters, FakeSampler
+from rookery.types import (
+    Completion,
+    Draw,
+    ModelRef,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    Task,
+    TokenIds,
+)
+
+TASK = Task(id="set/1", prompt="p", reference="7", source="set")
+OTHER = Task(id="set/2", prompt="q", reference="8", source="set")
+PARAMS = SamplingParams(max_tokens=5, n=3)
+ENDINGS = {"plays": "2 0", "waits": "2 -1", "raises": "x 0"}
+
+
+@pytest.fixture
+def template(byte_tokenizer: PreTrainedTokenizerFast) -> Template:
+    return Template(byte_tokenizer)
+
+
+def make_game(name: str, template: Template, **limits: float) -> Game:
+    config = GameConfig.model_validate({"function": f"{games.__file__}:{name}", **limits})
+    return Game(config, template=template)
+
+
+class Table:
+    """One game, played with one sampler."""
+
+    def __init__(self, name: str, sampler: FakeSampler, template: Template, **limits: float):
+        self._game = make_game(name, template, **limits)
+        self._draw = partial(draw_reply, sampler)
+
+    async def play(self, task: Task, model: ModelRef, *, seed: int = 0) -> Rollout:
+        return await self._game.play(task, model, draw=self._draw, params=PARAMS, seed=seed)
+
+
+class FakeEngine(FakeSampler, FakeAdapters):
+    """Notes which requests came together."""
+
+    base = BASE
+    linear_layers: ClassVar[dict[str, tuple[int, int]]] = {}
+    max_rank = 1
+    context_tokens = None
+    token_counts: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, *, is_remote: bool, decode: Callable[[TokenIds], str]) -> None:
+        FakeSampler.__init__(self, decode=decode)
+        FakeAdapters.__init__(self)
+        self.is_remote = is_remote
+        self.calls: list[list[SampleRequest]] = []
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        self.calls.append(list(requests))
+        return await super().sample(requests)
+
+
+async def test_a_game_of_two_turns_is_one_rollout(template: Template) -> None:
+    asked: list[SampleRequest] = []
+
+    def reply(request: SampleRequest, _: int) -> tuple[int, ...]:
+        asked.append(request)
+        return (50, 51) if len(asked) == 1 else (52,)
+
+    sampler = FakeSampler(reply=reply, decode=template.decode)
+    rollout = await Table("two_words", sampler, template).play(TASK, BASE, seed=5)
+    assert rollout.error == "" and rollout.completion is not None
+    [sequence] = rollout.sequences
+    assert sequence.tokens == (*asked[1].prompt, 52)
+    assert [sequence.tokens[place] for place in sequence.drawn] == [50, 51, 52]
+    assert rollout.completion.tokens == (50, 51, 52)
+    first = template.decode((50, 51))
+    assert rollout.reward == len(first) + len(template.decode((52,)))
+    assert rollout.completion.text.splitlines()[:2] == ["system: s", "user: a"]
+    assert f"assistant: {first}" in rollout.completion.text
+    assert {request.params.n for request in asked} == {1}
+    assert len({request.params.seed for request in asked}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "error"),
+    [
+        ("endless", {"max_turns": 3}, r"max_turns \(3\)"),
+        ("endless", {"max_tokens": 9}, r"max_tokens \(9\)"),
+        ("waits", {"limit_s": 0.05}, "took longer than 0.05 s"),
+        ("silent", {}, "without a reply"),
+        ("at_once", {}, "twice at a time"),
+        ("says_nonsense", {}, "role and content"),
+        ("returns_text", {}, "return a finite number"),
+        ("returns_no_reward", {}, "no reward among them"),
+        ("returns_nan", {}, "nan"),
+        ("guess", {}, "Task set/1: the game .*guess failed: invalid literal"),
+    ],
+)
+async def test_a_game_that_fails_is_a_rollout_that_says_why(
+    template: Template,
+    name: str,
+    limits: dict[str, float],
+    error: str,
+) -> None:
+    task = Task(id="set/1", prompt="p", reference="seven", source="set")
+    rollout = await Table(name, FakeSampler(), template, **limits).play(task, BASE)
+    assert rollout.reward is None
+    assert re.search(error, rollout.error), rollout.error
+
+
+async def test_the_last_reply_gets_the_tokens_that_are_left(template: Template) -> None:
+    asked: list[int] = []
+
+    def reply(request: SampleRequest, _: int) -> tuple[int, ...]:
+        asked.append(request.params.max_tokens)
+        return (50,) * request.params.max_tokens
+
+    await Table("endless", FakeSampler(reply=reply), template, max_tokens=12).play(TASK, BASE)
+    assert asked == [5, 5, 2]
+
+
+def test_a_plain_function_is_refused(template: Template) -> None:
+    with pytest.raises(TaskError, match="write async def"):
+        make_game("plain", template)
+    with pytest.raises(TaskError, match="has no missing; its functions are"):
+        make_game("missing", template)
+
+
+class Down(FakeSampler):
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        raise EngineDownError(f"closed before {len(requests)}")
+
+
+@pytest.mark.parametrize("name", ["endless", "swallows"])
+async def test_an_engine_that_is_down_ends_the_run_whatever_the_game_does(
+    template: Template, name: str
+) -> None:
+    with pytest.raises(EngineDownError):
+        await Table(name, Down(), template).play(TASK, BASE)
+
+
+async def test_a_reply_that_cannot_be_had_fails_its_game_alone(template: Template) -> None:
+    sampler = FakeSampler()
+    broken = ModelRef(name="policy", version="broken")
+    sampler.failing.add(broken)
+    rollout = await Table("endless", sampler, template).play(TASK, broken)
+    assert "Turn 1: policy@broken was told to fail" in rollout.error
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_the_games_of_a_group_draw_apart_and_are_repeated_exactly(
+    template: Template, is_remote: bool
+) -> None:
+    engine = FakeEngine(is_remote=is_remote, decode=template.decode)
+    drawer = GameSampler(make_game("two_words", template), engine=engine, params=PARAMS)
+    draws = [Draw(task=TASK, seed=1), Draw(task=OTHER, seed=2)]
+    groups = await drawer.draw(BASE, draws)
+    assert [group.task for group in groups] == [TASK, OTHER]
+    assert all(len(group.rollouts) == 3 for group in groups)
+    played = [r.completion.tokens for g in groups for r in g.rollouts if r.completion is not None]
+    assert len(set(played)) == 6
+    assert await drawer.draw(BASE, draws) == groups
+    assert [len(call) for call in engine.calls] == ([1] * 24 if is_remote else [6] * 4)
+
+
+async def test_an_engine_of_this_process_gets_the_requests_of_all_games_together(
+    template: Template,
+) -> None:
+    """Games of 1, 2 and 3 turns, which take turns of the event loop of their own: what comes
+    together does not depend on these."""
+    calls = []
+    for delay in (0, 7):
+        engine = FakeEngine(is_remote=False, decode=template.decode)
+        game = make_game("counts", template)
+        drawer = GameSampler(game, engine=engine, params=SamplingParams(max_tokens=2, n=2))
+        tasks = [
+            Task(id=f"{turns}", prompt=f"{turns} {delay * turns}", reference=None)
+            for turns in (3, 1, 2)
+        ]
+        draws = [Draw(task=task, seed=index) for index, task in enumerate(tasks)]
+        groups = await drawer.draw(BASE, draws)
+        assert [r.reward for group in groups for r in group.rollouts] == [3, 3, 1, 1, 2, 2]
+        calls.append(engine.calls)
+    assert calls[0] == calls[1]
+    assert [len(call) for call in calls[0]] == [6, 4, 2]
+
+
+async def test_a_game_that_ends_early_holds_up_no_round(template: Template) -> None:
+    """One raises at once, one waits for something else until its time is over."""
+    engine = FakeEngine(is_remote=False, decode=template.decode)
+    game = make_game("counts", template, limit_s=0.2)
+    drawer = GameSampler(game, engine=engine, params=SamplingParams(max_tokens=2, n=1))
+    tasks = [Task(id=name, prompt=prompt, reference=None) for name, prompt in ENDINGS.items()]
+    groups = await drawer.draw(BASE, [Draw(task=task, seed=0) for task in tasks])
+    told = {group.task.id: group.rollouts[0].error for group in groups}
+    assert told["plays"] == "" and "took longer than 0.2 s" in told["waits"]
+    assert "invalid literal" in told["raises"]
+
+
+async def test_a_request_that_is_refused_fails_its_game_alone(template: Template) -> None:
+    engine = _Picky(is_remote=False, decode=template.decode)
+    game = make_game("counts", template)
+    drawer = GameSampler(game, engine=engine, params=SamplingParams(max_tokens=2, n=3))
+    task = Task(id="t", prompt="2 0", reference=None)
+    [group] = await drawer.draw(BASE, [Draw(task=task, seed=0)])
+    assert sorted(bool(rollout.error) for rollout in group.rollouts) == [False, False, True]
+    assert all(rollout.error or rollout.reward == 2 for rollout in group.rollouts)
+
+
+class _Picky(FakeEngine):
+    """Refuses every request of one seed, and whatever comes together with it."""
+
+    refused: int | None = None
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        seeds = [request.params.seed for request in requests]
+        self.refused = self.refused or seeds[0]
+        if self.refused in seeds:
+            raise EngineError("too long")
+        return await super().sample(requests)
+
+
+async def test_games_of_an_evaluation_are_played_once_and_remembered(
+    template: Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = FakeSampler(reply=lambda _request, _index: (50,), decode=lambda _tokens: "w8 ")
+    monkeypatch.setenv("FAILING_TASKS", OTHER.id)
+    taskset = Taskset(
+        name="set",
+        tasks=(TASK, OTHER),
+        scorer=ExactConfig(),
+        sampling=SamplingParams(temperature=0.0, n=2),
+    )
+    models = [BASE, ModelRef(name="policy", version="1"), ModelRef(name="copy", version="1")]
+    game = make_game("guess", template, max_turns=2)
+    with Run.create(tmp_path, kind="grpo", config={}, name="x") as run:
+        log = RolloutLog(run)
+        evaluator = GameEvaluator(game, sampler=sampler, tasksets=[taskset], log=log)
+        evaluations = await evaluator.evaluate(models, [TASK, OTHER])
+        assert sampler.num_samples == 2 * 2 * 2
+        assert await evaluator.evaluate(models, [TASK]) != []
+        assert sampler.num_samples == 2 * 2 * 2
+    for model, evaluation in zip(models, evaluations, strict=True):
+        assert evaluation.model == model
+        assert evaluation.rewards == {TASK.id: 1.0 - 1 / 92}
+        assert "no game today" in evaluation.errors[OTHER.id]
+        assert evaluation.num_tokens == 4

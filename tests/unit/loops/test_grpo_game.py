@@ -1,0 +1,103 @@
+"""Games of several turns in the grpo loop: they are learned, counted, and go on after a cut."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops.test_grpo_resume import Cut, check_same, final_weights, make_run, trained_positions
+from loops.training import Inputs, clockless, run_training
+
+from rookery.errors import TaskError
+from rookery.loops.grpo.batch import decode_batch
+from rookery.runs import Run
+from rookery.slots import SlottedModel
+
+
+async def test_a_guessing_game_is_learned(
+    grpo_inputs: Inputs, plain_model: SlottedModel, secret_numbers: Path, tmp_path: Path
+) -> None:
+    changes = grpo_inputs.game(
+        secret_numbers,
+        steps=10, groups_per_step=6, group_size=8, save_every=5, learning_rate=2e-2,
+        drawing={"max_tokens": 1, "temperature": 0.25},
+        lora={"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},
+    )  # fmt: skip
+    with make_run(tmp_path, "x") as run:
+        result = await run_training(run, grpo_inputs, model=plain_model, **changes)
+        metrics = [event.payload["metrics"] for event in run.events("step")]
+    early = sum(step["reward/mean"] for step in metrics[:2]) / 2
+    late = sum(step["reward/mean"] for step in metrics[-2:]) / 2
+    assert late > early + 0.1
+    assert all(step["grpo/logprob_gap"] < 1e-5 for step in metrics)
+    assert all("game/is_right" in step for step in metrics)
+    trained = result.report.trained
+    assert trained is not None and trained.gain is not None and trained.gain.mean is not None
+    assert trained.gain.mean > 0.1
+    assert "user: w" in result.report.steps[0].examples[0].text
+
+
+async def test_a_step_has_the_turns_of_its_games(
+    grpo_inputs: Inputs, plain_model: SlottedModel, secret_numbers: Path, tmp_path: Path
+) -> None:
+    changes = grpo_inputs.game(secret_numbers, steps=1, keep_rollouts=True)
+    with make_run(tmp_path, "x") as run:
+        await run_training(run, grpo_inputs, model=plain_model, **changes)
+        [digest] = run.blobs.digests()
+        batch = decode_batch(run.blobs.read_bytes(digest))
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            [sequence] = rollout.sequences
+            first, second = sequence.drawn
+            assert second == first + 2  # the hint of the game is between them
+            assert sequence.tokens[first + 1] in (4, 5)
+            assert len(sequence.tokens) == second + 1
+
+
+async def test_games_that_fail_are_counted_and_too_many_end_the_run(
+    grpo_inputs: Inputs,
+    plain_model: SlottedModel,
+    secret_numbers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = grpo_inputs.game(secret_numbers, steps=1, group_size=4)
+    with make_run(tmp_path, "x") as run:
+        await run_training(run, grpo_inputs, model=plain_model, **changes)
+        [step] = [event.payload for event in run.events("step")]
+    monkeypatch.setenv("FAILING_TASKS", step["examples"][0]["task"])
+    with make_run(tmp_path, "y") as run, pytest.raises(TaskError, match="no game today"):
+        await run_training(run, grpo_inputs, model=plain_model, **changes)
+    with Run.open(tmp_path / "y") as run:
+        changes["max_failed_share"] = 0.6
+        await run_training(run, grpo_inputs, model=plain_model, **changes)
+        [event] = run.events("step")
+        assert event.payload["metrics"]["grpo/num_failed_rollouts"] == 4
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_a_run_of_games_that_is_cut_off_ends_with_the_same_weights(
+    grpo_inputs: Inputs,
+    plain_model: SlottedModel,
+    secret_numbers: Path,
+    tmp_path: Path,
+    staleness: int,
+) -> None:
+    options: dict[str, Any] = {
+        "model": plain_model,
+        **grpo_inputs.game(
+            secret_numbers, steps=2, staleness=staleness, drawing={"max_tokens": 1, "top_p": 0.9}
+        ),
+    }
+    whole = Cut()
+    with make_run(tmp_path, "whole") as run:
+        result = await run_training(run, grpo_inputs, wrap=whole, **options)
+        expected = final_weights(run), trained_positions(run), clockless(result.report)
+    for at in range(staleness, len(whole.seen), 67):
+        with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
+            await run_training(run, grpo_inputs, wrap=Cut(at), **options)
+        with Run.open(tmp_path / f"cut-{at}") as run:
+            again = await run_training(run, grpo_inputs, **options)
+            check_same(run, again, expected)
+        shutil.rmtree(tmp_path / f"cut-{at}")
