@@ -45,6 +45,7 @@ from rookery.types.tasks import (
 )
 from rookery.types.training import (
     Datum,
+    LoraShape,
     OptimStep,
     StepOutput,
     TrainOutput,
@@ -65,6 +66,7 @@ __all__ = [
     "JobOutcome",
     "Json",
     "LoraFactors",
+    "LoraShape",
     "Message",
     "ModelRef",
     "ModelWeights",
