@@ -84,9 +84,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[str]:
     with _listen(config) as listener, _own_run(config) as run:
         async with AsyncExitStack() as stack:
             backends = await _open_backends(config, stack)
-            service = await stack.enter_async_context(
-                open_service(run, backends, config.service)
-            )
+            service = await stack.enter_async_context(open_service(run, backends, config.service))
             app = make_app(service, keys=keys)
             settings = uvicorn.Config(
                 app,
@@ -133,9 +131,7 @@ async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[
         if isinstance(engine, EngineConfig):
             engine = engine.model_copy(update={"model": model})
         opened[model] = await stack.enter_async_context(
-            open_backend(
-                model, engine=engine, trainer=config.trainer, alpha=config.lora_alpha
-            )
+            open_backend(model, engine=engine, trainer=config.trainer, alpha=config.lora_alpha)
         )
     return {name: opened[model] for name, model in config.models.items()}
 

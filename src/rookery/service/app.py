@@ -1,6 +1,6 @@
 """The web application: the routes, how refusals are answered, and what every request passes.
 
-    app = make_app(service, keys=Keys(path))
+app = make_app(service, keys=Keys(path))
 """
 
 import time

@@ -212,9 +212,7 @@ class Service:
     def _log(self, command: Command) -> "asyncio.Future[list[int]]":
         return self.desk.wal.append_command(command)
 
-    def _logged(
-        self, command: Command, future: Future, done: "asyncio.Future[list[int]]"
-    ) -> None:
+    def _logged(self, command: Command, future: Future, done: "asyncio.Future[list[int]]") -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
             future.reply = {}
@@ -282,4 +280,3 @@ def _new_model(command: Command) -> Model:
         last_request=command.time,
         metadata=request.user_metadata,
     )
-

@@ -20,7 +20,12 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
-from rookery.service.wire.training import TrainCall, encode_outputs, read_train_json, read_train_proto
+from rookery.service.wire.training import (
+    TrainCall,
+    encode_outputs,
+    read_train_json,
+    read_train_proto,
+)
 from rookery.service.work import Command, Result, finished
 from rookery.types import OptimStep, TrainOutput, TrainRequest
 

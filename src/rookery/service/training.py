@@ -133,9 +133,7 @@ class TrainingLoop:
         self._measure(works, seconds)
         await finish_pass(self._desk, outcomes, is_replay=record is not None)
 
-    async def _outcomes(
-        self, works: Sequence[Command], record: PassRecord | None
-    ) -> list[Outcome]:
+    async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
         doable, outcomes = self._calls.sort_out(works, record)
         if doable:

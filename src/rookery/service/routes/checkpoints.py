@@ -91,9 +91,7 @@ def _add_changes(router: APIRouter, gate: Gate) -> None:
         return Response(status_code=204)
 
     @router.put(f"{_ITEM}/ttl", status_code=204)
-    async def set_ttl(
-        run_id: str, kind: str, name: str, body: SetTtl, tenant: Tenant
-    ) -> Response:
+    async def set_ttl(run_id: str, kind: str, name: str, body: SetTtl, tenant: Tenant) -> Response:
         expires = None if body.ttl_seconds is None else gate.now() + body.ttl_seconds
         ttl = CheckpointTtl(path=_path(run_id, kind, name), expires=expires)
         await change("set_checkpoint_ttl", tenant, ttl)

@@ -1,9 +1,9 @@
 """For clients without the SDK: texts in, texts out, and adapters by name.
 
-    POST   /api/v1/sample      {"prompts": ["Once upon a time"], "sampling_params": {...}}
-    POST   /api/v1/adapters    {"adapter_id": "poet", "lora_path": "/adapters/poet"}
-    GET    /api/v1/adapters
-    DELETE /api/v1/adapters/poet
+POST   /api/v1/sample      {"prompts": ["Once upon a time"], "sampling_params": {...}}
+POST   /api/v1/adapters    {"adapter_id": "poet", "lora_path": "/adapters/poet"}
+GET    /api/v1/adapters
+DELETE /api/v1/adapters/poet
 """
 
 import base64

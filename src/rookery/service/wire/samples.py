@@ -42,7 +42,9 @@ def prompt_tokens(request: Sample) -> TokenIds:
     """The prompt, or a refusal of what is not text."""
     for chunk in request.prompt.chunks:
         if chunk.type != "encoded_text":
-            raise bad(f"The prompt has a chunk {chunk.type!r:.40}; this service takes encoded_text.")
+            raise bad(
+                f"The prompt has a chunk {chunk.type!r:.40}; this service takes encoded_text."
+            )
     tokens = tuple(token for chunk in request.prompt.chunks for token in chunk.tokens)
     if not tokens:
         raise bad("The prompt has no tokens; give at least one.")
