@@ -311,7 +311,7 @@ class FakeTrainer:
         self.trainees.pop(trainee, None)
 
     async def export(self, trainee: str, folder: Path) -> None:
-        folder.mkdir()
+        await asyncio.to_thread(folder.mkdir)
         value = json.dumps(self.trainees[trainee].value)
         await asyncio.to_thread((folder / "value.json").write_text, value)
 

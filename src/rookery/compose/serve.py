@@ -101,17 +101,24 @@ async def serving(config: ServeConfig) -> AsyncIterator[str]:
 class _Server(uvicorn.Server):
     """Without signal handlers of its own: the command line has them."""
 
+    def __init__(self, settings: uvicorn.Config) -> None:
+        super().__init__(settings)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 @asynccontextmanager
-async def _answering(server: uvicorn.Server, listener: socket.socket) -> AsyncIterator[None]:
+async def _answering(server: _Server, listener: socket.socket) -> AsyncIterator[None]:
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
-        while not server.started and not task.done():
-            await asyncio.sleep(0.01)
+        await server.ready.wait()
         yield
     finally:
         server.should_exit = True

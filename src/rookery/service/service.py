@@ -32,9 +32,9 @@ from rookery.service.drawing import Drawing
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
+from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.refusals import bad
-from rookery.service.records import Model
 from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal

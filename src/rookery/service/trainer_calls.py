@@ -8,6 +8,7 @@ from typing import Any
 
 from rookery.concurrency import run_in_thread
 from rookery.service.desk import Desk
+from rookery.service.exports import encrypt_folder
 from rookery.service.outcomes import Outcome, PassRecord
 from rookery.service.records import Model
 from rookery.service.refusals import Refusal
@@ -126,22 +127,30 @@ class TrainerCalls:
     async def _save(self, work: Command) -> Outcome:
         model = self._model(work)
         request: Any = _save_request(work)
+        is_external = work.kind == "save_weights_external"
         path = f"tinker://{model.id}/{_KINDS[work.kind]}/{request.path}"
         may_replace = work.kind == "save_weights" and request.overwrite
         if request.path is not None and path in self._desk.state.checkpoints and not may_replace:
             return Outcome.failure(
                 work, f"There is a checkpoint {path} already: save under another name.", "user"
             )
-        blob, size_bytes = await self._store(model, has_state=work.kind == "save_weights")
+        recipients = request.age_encryption_recipients or () if is_external else ()
+        blob, size_bytes = await self._store(
+            model, has_state=work.kind == "save_weights", recipients=recipients
+        )
         return _saved(work, _effect(work, model, request, blob, size_bytes))
 
-    async def _store(self, model: Model, *, has_state: bool) -> tuple[str, int]:
+    async def _store(
+        self, model: Model, *, has_state: bool, recipients: Sequence[str]
+    ) -> tuple[str, int]:
         """The digest and size of its weights, and the trainer's state if it is to be trained on."""
         backend, blobs = self._desk.backend(model.base_model), self._desk.wal.run.blobs
         with blobs.stage() as folder:
             if has_state:
                 await backend.trainer.save(model.id, folder / STATE)
             await backend.trainees.export(model.id, folder / ADAPTER)
+            if recipients:
+                await run_in_thread(encrypt_folder, folder / ADAPTER, recipients)
             size_bytes = await asyncio.to_thread(_size, folder)
             return await run_in_thread(blobs.put_folder, folder), size_bytes
 

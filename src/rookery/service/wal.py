@@ -1,11 +1,11 @@
 """The write-ahead log: what was accepted and what was done, in the journal of a run.
 
-| entry    | written                            | after a crash                                     |
-|----------|------------------------------------|---------------------------------------------------|
-| command  | before the client is told of it    | applied again, or queued again                    |
-| pass     | before its results can be fetched  | the same requests are computed together again     |
-| answer   | before the sample can be fetched   | the sample is given as it was                     |
-| snapshot | with the document of the state     | entries before it are in the document             |
+| entry    | written                           | after a crash                                 |
+|----------|-----------------------------------|-----------------------------------------------|
+| command  | before the client is told of it   | applied again, or queued again                |
+| pass     | before its results can be fetched | the same requests are computed together again |
+| answer   | before the sample can be fetched  | the sample is given as it was                 |
+| snapshot | with the document of the state    | entries before it are in the document         |
 
 An entry is written in the same turn of the event loop as the change in memory that it tells of, so
 that the journal has them in the order in which they happened.

@@ -50,12 +50,16 @@ class FakeFolders:
         self._engine = engine
 
     async def load(self, folder: Path, *, name: str) -> ModelRef:
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        version = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+        version = _hash(folder)
         return await self._engine.load(Adapter(name=name, base="", factors={}, version=version))
 
     async def unload(self, ref: ModelRef) -> None:
         await self._engine.unload(ref)
+
+
+def _hash(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 class WordCodec:

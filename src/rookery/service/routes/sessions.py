@@ -25,8 +25,12 @@ DYNAMIC_FLAGS = {
 
 def make_router(gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["sessions"])
-    desk = gate.service.desk
+    _add_facts(router, gate)
+    _add_sessions(router, gate)
+    return router
 
+
+def _add_facts(router: APIRouter, gate: Gate) -> None:
     @router.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -40,7 +44,7 @@ def make_router(gate: Gate) -> APIRouter:
         return DYNAMIC_FLAGS
 
     @router.get("/get_server_capabilities")
-    async def capabilities(tenant: Tenant) -> dict[str, Any]:
+    async def capabilities(_: Tenant) -> dict[str, Any]:
         models = [
             {
                 "model_name": name,
@@ -48,9 +52,19 @@ def make_router(gate: Gate) -> APIRouter:
                 "trainable": True,
                 "sampleable": True,
             }
-            for name, backend in desk.backends.items()
+            for name, backend in gate.service.desk.backends.items()
         ]
         return {"supported_models": models}
+
+    @router.post("/telemetry")
+    async def telemetry(request: Request, tenant: Tenant) -> dict[str, str]:
+        body = await request.body()
+        logger.debug("telemetry of %s: %d bytes", tenant, len(body))
+        return {"status": "accepted"}
+
+
+def _add_sessions(router: APIRouter, gate: Gate) -> None:
+    state = gate.state
 
     @router.post("/create_session")
     async def create_session(body: CreateSession, tenant: Tenant) -> dict[str, Any]:
@@ -64,7 +78,7 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.post("/sessions/{session_id}/finish", status_code=204)
     async def finish(session_id: str, body: FinishSession, tenant: Tenant) -> Response:
-        session = desk.state.sessions.get(session_id)
+        session = state.sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise missing("session", session_id)
         if not session.is_over:
@@ -74,26 +88,18 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.get("/sessions")
     async def sessions(tenant: Tenant, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        own = [s.id for s in reversed(desk.state.sessions.values()) if s.tenant == tenant]
+        own = [s.id for s in reversed(state.sessions.values()) if s.tenant == tenant]
         return {"sessions": own[max(offset, 0) :][: max(limit, 0)]}
 
     @router.get("/sessions/{session_id}")
     async def session(session_id: str, tenant: Tenant) -> dict[str, Any]:
-        found = desk.state.sessions.get(session_id)
+        found = state.sessions.get(session_id)
         if found is None or found.tenant != tenant:
             raise missing("session", session_id)
-        samplers = [s.id for s in desk.state.samplers.values() if s.session_id == session_id]
+        samplers = [s.id for s in state.samplers.values() if s.session_id == session_id]
         return {
-            "training_run_ids": [model.id for model in desk.state.models_of(session_id)],
+            "training_run_ids": [model.id for model in state.models_of(session_id)],
             "sampler_ids": samplers,
             "user_metadata": found.metadata,
             "display_name": found.display_name,
         }
-
-    @router.post("/telemetry")
-    async def telemetry(request: Request, tenant: Tenant) -> dict[str, str]:
-        body = await request.body()
-        logger.debug("telemetry of %s: %d bytes", tenant, len(body))
-        return {"status": "accepted"}
-
-    return router

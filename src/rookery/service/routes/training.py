@@ -87,7 +87,7 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
         }
 
     @router.post("/create_custom_loss")
-    async def create_custom_loss(tenant: Tenant) -> dict[str, Any]:
+    async def create_custom_loss(_: Tenant) -> dict[str, Any]:
         raise bad("Losses of your own are computed by the client: forward_backward_custom does it.")
 
 

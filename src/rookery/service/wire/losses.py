@@ -1,11 +1,11 @@
 """What was sent for a loss -> the trainer's data, loss and options; outputs -> metrics.
 
-| loss                | arrays                              | options                               |
-|---------------------|-------------------------------------|---------------------------------------|
-| cross_entropy       | target_tokens, weights              |                                       |
-| importance_sampling | target_tokens, logprobs, advantages |                                       |
-| ppo, cispo, gspo    | the same                            | clip_low_threshold, clip_high_threshold |
-| dro                 | the same                            | beta                                  |
+| loss                | arrays                              | options                    |
+|---------------------|-------------------------------------|----------------------------|
+| cross_entropy       | target_tokens, weights              |                            |
+| importance_sampling | target_tokens, logprobs, advantages |                            |
+| ppo, cispo, gspo    | the same                            | clip_low_/_high_threshold  |
+| dro                 | the same                            | beta                       |
 
 Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are the trainer's clips
 of 0.2 and 0.2.

@@ -3,6 +3,7 @@
 Results are kept as protobuf; clients of the JSON time get them converted.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def outputs_as_json(payload: bytes) -> dict[str, Any]:
     for record in message.loss_fn_outputs:
         field = record.fields["logprobs"]
         offsets = np.frombuffer(field.offsets, dtype="<i8")
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        for start, stop in itertools.pairwise(offsets):
             values = np.frombuffer(field.data[start:stop], dtype="<f4")
             array = values.reshape(-1, *field.trailing_shape)
             tensor = {"data": values.tolist(), "dtype": "float32", "shape": list(array.shape)}
