@@ -1,12 +1,11 @@
 """Samples and prompt scores from an engine, whoever asks: the SDK, plain HTTP or OpenAI clients."""
 
-import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from rookery.concurrency import together
+from rookery.concurrency import task_group, together
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
 from rookery.service.refusals import bad
@@ -72,14 +71,15 @@ class Drawing:
         ):
             engine = self._desk.backend(draw.base_model).engine
             request = SampleRequest(model=model, prompt=draw.prompt, params=params)
-            drawn, scores = await asyncio.gather(
-                engine.sample([request]), self._scores(draw, model)
-            )
-        num_drawn = sum(len(completion.tokens) for completion in drawn[0])
+            async with task_group() as group:
+                sampling = group.create_task(engine.sample([request]))
+                scoring = group.create_task(self._scores(draw, model))
+        [completions], scores = sampling.result(), scoring.result()
+        num_drawn = sum(len(completion.tokens) for completion in completions)
         tokens = self._desk.metrics.tokens
         tokens.labels("sampled", draw.tenant).inc(num_drawn)
         tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
-        return drawn[0], scores
+        return completions, scores
 
     def max_tokens(self, base_model: str, *, asked: int | None, num_prompt: int) -> int:
         """How many tokens may follow the prompt; a refusal when none may."""

@@ -7,7 +7,7 @@ and whoever sends it again gets the same future.
 import asyncio
 import base64
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,14 +38,31 @@ class Future:
     """When it was first fetched, by the monotonic clock."""
 
 
+@dataclass(slots=True)
+class _Finished:
+    """Ids of finished futures in order of finishing, without the first ones that were dropped."""
+
+    ids: list[str] = field(default_factory=list)
+    num_dropped: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.num_dropped + len(self.ids)
+
+    def drop_gone(self, known: Container[str]) -> None:
+        num = next((i for i, name in enumerate(self.ids) if name in known), len(self.ids))
+        del self.ids[:num]
+        self.num_dropped += num
+
+
 class Futures:
     """All futures, by id and by key."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
         self._keys: dict[str, str] = {}
-        self._finished: dict[str, list[str]] = {}
-        """Ids of finished futures by owner, in order of finishing: what pollers ask for."""
+        self._finished: dict[str, _Finished] = {}
+        """By owner: what pollers ask for."""
         self._changed: dict[str, asyncio.Event] = {}
         """Set and replaced when a future of this owner is finished."""
 
@@ -87,7 +104,7 @@ class Futures:
             return
         future.result = result
         future.done.set()
-        self._finished.setdefault(future.owner, []).append(future_id)
+        self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
         if (changed := self._changed.pop(future.owner, None)) is not None:
             changed.set()
 
@@ -107,16 +124,17 @@ class Futures:
         self, owner: str, *, cursor: int, limit_s: float
     ) -> tuple[list[Future], int]:
         """Futures of an owner that were finished behind the cursor, and the next cursor."""
-        ids = self._finished.setdefault(owner, [])
-        if cursor >= len(ids):
+        finished = self._finished.setdefault(owner, _Finished())
+        if cursor >= finished.end:
             changed = self._changed.setdefault(owner, asyncio.Event())
             try:
                 async with asyncio.timeout(limit_s):
                     await changed.wait()
             except TimeoutError:
                 return [], cursor
-        found = [self._futures.get(future_id) for future_id in ids[cursor:]]
-        return [future for future in found if future is not None], len(ids)
+        later = finished.ids[max(cursor - finished.num_dropped, 0) :]
+        found = [self._futures.get(future_id) for future_id in later]
+        return [future for future in found if future is not None], finished.end
 
     def drop_fetched(self, *, older_s: float) -> int:
         """Forget results that were fetched this long ago; how many."""
@@ -124,6 +142,8 @@ class Futures:
         old = [f for f in self._futures.values() if f.fetched is not None and f.fetched < limit]
         for future in old:
             self.drop(future)
+        for finished in self._finished.values():
+            finished.drop_gone(self._futures)
         return len(old)
 
     def drop(self, future: Future) -> None:
@@ -131,9 +151,13 @@ class Futures:
         if self._keys.get(future.key) == future.id:
             del self._keys[future.key]
 
-    def drop_owner(self, owner: str) -> None:
-        """Forget which futures of an owner finished: nobody asks any more."""
-        self._finished.pop(owner, None)
+    def end_owner(self, owner: str) -> None:
+        """Nobody may ask for its results any more: they are dropped like fetched ones."""
+        now = time.monotonic()
+        for future_id in self._finished.pop(owner, _Finished()).ids:
+            future = self._futures.get(future_id)
+            if future is not None and future.fetched is None:
+                future.fetched = now
 
     def dump(self) -> list[dict[str, Any]]:
         """All of them as JSON; results that were fetched are left out, with their futures."""

@@ -16,7 +16,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -84,11 +84,12 @@ class Service:
 
     def apply(self, command: Command) -> dict[str, Any]:
         """Change the state, now or after a restart."""
+        if command.kind != "end_session":
+            return apply(self.desk.state, command)
+        session_id = EndSession.model_validate_json(command.body).session_id
+        samplers = [s.id for s in self.desk.state.samplers.values() if s.session_id == session_id]
         reply = apply(self.desk.state, command)
-        if command.kind == "create_session":
-            self._seen[command.id] = time.monotonic()
-        if command.kind == "end_session":
-            self._end_session(EndSession.model_validate_json(command.body).session_id)
+        self._end_session(session_id, samplers)
         return reply
 
     async def accept(self, command: Command) -> dict[str, Any]:
@@ -171,6 +172,8 @@ class Service:
                     path = CheckpointPath(path=found.path)
                     await self.change("delete_checkpoint", found.tenant, path)
             self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+            if self.training.is_snapshot_due:
+                self.training.wake()
             self.show_queues()
 
     def show_queues(self) -> None:
@@ -191,13 +194,16 @@ class Service:
                 ended = EndSession(session_id=session.id)
                 await self.change("end_session", session.tenant, ended)
 
-    def _end_session(self, session_id: str) -> None:
+    def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
         self._seen.pop(session_id, None)
+        for sampler_id in samplers:
+            self.desk.futures.end_owner(sampler_id)
         for model in self.desk.state.models_of(session_id):
             for work in self.training.end_model(model.id):
                 self.desk.pending.remove(work.id)
                 sentence = "The session ended before an earlier request of this model came."
                 self.desk.futures.finish(work.id, failed(sentence, "user"))
+            self.desk.futures.end_owner(model.id)
 
     def _check_number(self, command: Command) -> None:
         if command.kind == "sample":

@@ -110,9 +110,11 @@ class State:
         for model in self.models.values():
             if model.is_live and model.snapshot:
                 yield model.snapshot
-        for holder in (*self.samplers.values(), *self.checkpoints.values()):
-            if holder.blob:
-                yield holder.blob
+        for sampler in self.samplers.values():
+            if sampler.blob:
+                yield sampler.blob
+        for checkpoint in self.checkpoints.values():
+            yield checkpoint.blob
         for adapter in self.adapters.values():
             yield adapter.blob
 

@@ -69,17 +69,27 @@ class TrainingLoop:
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
         """Serve until `stop`; `snapshot` is called between passes when it is time."""
-        limits = self._desk.config
         while not self._is_stopping:
             await self._changed.wait()
             self._changed.clear()
-            while (self._queue.peek() or self._removals) and not self._is_stopping:
+            while not self._is_stopping:
                 await self._remove_models()
                 await self._cycle()
-                is_long = self._desk.wal.num_bytes > limits.journal_mib * 2**20
-                if self.trained_s > limits.snapshot_s or is_long:
+                if self.is_snapshot_due:
                     await snapshot()
                     self.trained_s = 0.0
+                if not self._queue.peek():
+                    break
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        config = self._desk.config
+        is_long = self._desk.wal.num_bytes > config.journal_mib * 2**20
+        return self.trained_s > config.snapshot_s or is_long
+
+    def wake(self) -> None:
+        """See whether a snapshot is due, also when nothing is trained."""
+        self._changed.set()
 
     def stop(self) -> None:
         """End after the call that is running; what is queued stays pending."""

@@ -154,8 +154,14 @@ def _datum(datum: DatumArrays, loss: str, *, place: int, context_tokens: int | N
         tokens=tuple(datum.tokens.tolist()),
         positions=tuple(positions.tolist()),
         targets=tuple(targets.reshape(-1).tolist()),
-        **{name: tuple(column.reshape(-1).tolist()) for name, column in columns.items()},
+        weights=_flat(columns["weights"]),
+        sampled_logprobs=_flat(columns.get("sampled_logprobs")),
+        advantages=_flat(columns.get("advantages")),
     )
+
+
+def _flat(column: Array | None) -> tuple[float, ...]:
+    return () if column is None else tuple(column.reshape(-1).tolist())
 
 
 def _columns(inputs: dict[str, Array], loss: str, targets: Array, place: int) -> dict[str, Array]:
