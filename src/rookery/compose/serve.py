@@ -1,6 +1,7 @@
 """`serve`: the HTTP service, from its config to its end."""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -12,6 +13,7 @@ import uvicorn
 from pydantic import Field
 
 from rookery.compose.backends import open_backend
+from rookery.compose.environment import engine_of_environment
 from rookery.compose.running import Given, quiet_libraries, read_config, run_async
 from rookery.config import Config
 from rookery.embedded import EngineConfig
@@ -67,6 +69,8 @@ class ServeConfig(Config):
 def serve(config: Given | ServeConfig, *, on_ready: Callable[[str], None], **values: Any) -> None:
     """Serve until Ctrl-C. `on_ready` is told the address."""
     loaded = read_config(ServeConfig, config, values)
+    engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)
+    loaded = loaded.model_copy(update={"engine": engine})
     quiet_libraries()
     run_async(_serve(loaded, on_ready))
 

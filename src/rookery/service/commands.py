@@ -22,7 +22,12 @@ from rookery.service.records import (
 )
 from rookery.service.refusals import bad, missing
 from rookery.service.state import State
-from rookery.service.wire.requests import CopyWeights, CreateSamplingSession, CreateSession
+from rookery.service.wire.requests import (
+    CopyWeights,
+    CreateSamplingSession,
+    CreateSession,
+    JoinSamplingSession,
+)
 from rookery.service.work import Command
 
 __all__ = [
@@ -130,6 +135,12 @@ def _create_sampler(state: State, command: Command, request: CreateSamplingSessi
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
+def _join_sampler(state: State, command: Command, request: JoinSamplingSession) -> Reply:
+    sampler = state.sampler(command.tenant, request.sampling_session_id)
+    sampler.num_joined += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.num_joined}
+
+
 def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) -> Reply:
     found = state.checkpoints.get(request.path)
     if found is None or found.tenant != command.tenant:
@@ -219,6 +230,7 @@ _CHANGES = {
     "create_session": _Change(CreateSession, _create_session),
     "end_session": _Change(EndSession, _end_session),
     "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
+    "join_sampling_session": _Change(JoinSamplingSession, _join_sampler),
     "delete_checkpoint": _Change(CheckpointPath, _delete_checkpoint),
     "publish_checkpoint": _Change(CheckpointPath, _publish),
     "unpublish_checkpoint": _Change(CheckpointPath, _unpublish),

@@ -115,7 +115,9 @@ class Drawing:
             score = await self._score(draw, model)
             unscored = len(draw.prompt) - len(score.logprobs)
             logprobs = [*[None] * unscored, *score.logprobs]
-            top = [*[()] * unscored, *score.top_logprobs] if draw.top_k else None
+            # The engine also gives the row behind the prompt.
+            rows = score.top_logprobs[: len(score.logprobs)]
+            top = [*[()] * unscored, *rows] if draw.top_k else None
         targets, alternatives = await together(
             [self._targets(draw, model), self._alternatives(draw, model)]
         )

@@ -16,6 +16,8 @@ from rookery.service.work import Result
 
 __all__ = ["Future", "Futures"]
 
+_CURSOR_RANGE = 1 << 32
+
 
 @dataclass(slots=True, kw_only=True)
 class Future:
@@ -63,6 +65,8 @@ class Futures:
         self._keys: dict[str, str] = {}
         self._finished: dict[str, _Finished] = {}
         """By owner: what pollers ask for."""
+        self._epoch = int(time.time())
+        """Part of cursors: one of before a restart counts from the beginning."""
         self._changed: dict[str, asyncio.Event] = {}
         """Set and replaced when a future of this owner is finished."""
 
@@ -124,17 +128,20 @@ class Futures:
         self, owner: str, *, cursor: int, limit_s: float
     ) -> tuple[list[Future], int]:
         """Futures of an owner that were finished behind the cursor, and the next cursor."""
+        epoch, place = divmod(cursor, _CURSOR_RANGE)
+        place = place if epoch == self._epoch else 0
         finished = self._finished.setdefault(owner, _Finished())
-        if cursor >= finished.end:
+        if place >= finished.end:
             changed = self._changed.setdefault(owner, asyncio.Event())
             try:
                 async with asyncio.timeout(limit_s):
                     await changed.wait()
             except TimeoutError:
                 return [], cursor
-        later = finished.ids[max(cursor - finished.num_dropped, 0) :]
+        later = finished.ids[max(place - finished.num_dropped, 0) :]
         found = [self._futures.get(future_id) for future_id in later]
-        return [future for future in found if future is not None], finished.end
+        next_cursor = self._epoch * _CURSOR_RANGE + finished.end
+        return [future for future in found if future is not None], next_cursor
 
     def drop_fetched(self, *, older_s: float) -> int:
         """Forget results that were fetched this long ago; how many."""

@@ -11,9 +11,11 @@ import pytest
 from service.tenants import Client, Served, crashed_copy, serve, train_body
 
 from rookery.compose.backends import open_backend
+from rookery.compose.environment import engine_of_environment
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError
+from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
 from rookery.train import TrainerConfig
 from rookery.weights import read_adapter
@@ -48,9 +50,7 @@ async def exported(served: Served, client: Client, model: str, seq: int) -> byte
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-async def test_a_killed_service_trains_to_the_same_bits(
-    tmp_path: Path, tiny_folder: Path
-) -> None:
+async def test_a_killed_service_trains_to_the_same_bits(tmp_path: Path, tiny_folder: Path) -> None:
     async with served_model(tmp_path / "run", tiny_folder) as served:
         ada = served.client()
         model = await ada.model(await ada.session())
@@ -122,7 +122,7 @@ async def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: 
     with pytest.raises(ConfigError, match="rookery keys add"):
         async with serving(ServeConfig(folder=folder, keys=keys)):
             pass
-    with pytest.raises(ConfigError, match="listen on 127.0.0.1"):
+    with pytest.raises(ConfigError, match=r"listen on 127\.0\.0\.1"):
         async with serving(ServeConfig(folder=folder, anonymous=True, host="0.0.0.0")):
             pass
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -131,3 +131,16 @@ async def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: 
             async with serving(ServeConfig(folder=folder, anonymous=True, port=port)):
                 pass
     assert not folder.exists()
+
+
+def test_the_environment_names_the_vllm_server() -> None:
+    own = EngineConfig()
+    assert engine_of_environment(own, {"USE_VLLM": "false"}, port=8000) is own
+    given = {"USE_VLLM": "true", "VLLM_HOST": "0.0.0.0", "VLLM_PORT": "8001"}
+    engine = engine_of_environment(own, given, port=8000)
+    assert isinstance(engine, FleetConfig)
+    assert engine.urls == ("http://127.0.0.1:8001",)
+    with pytest.raises(ConfigError, match="VLLM_PORT"):
+        engine_of_environment(own, {"USE_VLLM": "true"}, port=8000)
+    with pytest.raises(ConfigError, match="write true or false"):
+        engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)

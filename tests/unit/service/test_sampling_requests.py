@@ -45,7 +45,7 @@ async def test_samples_with_all_that_can_be_asked_of_the_prompt(tmp_path: Path) 
         found = await ada.samples(reply)
     scores = np.frombuffer(found.prompt_logprobs, dtype="<f4")
     assert np.isnan(scores).tolist() == [True, True, False]
-    assert found.topk_prompt_logprobs.k == 2
+    assert (found.topk_prompt_logprobs.k, found.topk_prompt_logprobs.length) == (2, 3)
     targets = np.frombuffer(found.target_prompt_logprobs.dense, dtype="<f4")
     assert np.isnan(targets).tolist() == [False, True]
     assert list(found.prompt_alt_tokens.tokens.shape) == [2, 2]
@@ -88,7 +88,9 @@ async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> No
         reply = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
         answer = await waiting
         assert [one["request_id"] for one in answer["completions"]] == [reply["request_id"]]
-        assert answer["cursor"] == 1
+        of_another_start = {"target": target, "prev_cursor": 7}
+        again = await ada.post("retrieve_futures", of_another_start)
+        assert again == answer, "cursors do not outlive a restart, what they point to does"
 
 
 async def test_a_cancelled_sample_says_so(tmp_path: Path) -> None:

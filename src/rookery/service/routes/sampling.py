@@ -27,9 +27,7 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.post("/join_sampling_session")
     async def join(body: JoinSamplingSession, tenant: Tenant) -> dict[str, Any]:
-        sampler = desk.state.sampler(tenant, body.sampling_session_id)
-        sampler.num_joined += 1
-        return {"type": "join_sampling_session", "client_counter": sampler.num_joined}
+        return await service.change("join_sampling_session", tenant, body)
 
     @router.get("/samplers/{sampler_id}")
     async def sampler_info(sampler_id: str, tenant: Tenant) -> dict[str, Any]:

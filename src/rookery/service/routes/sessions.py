@@ -14,8 +14,13 @@ __all__ = ["make_router"]
 
 logger = logging.getLogger(__name__)
 
-FLAGS = {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_len": 1024}
-"""What clients are told to do: chunks of 1,024 data, compressed with zstd."""
+FLAGS = {
+    "proto_compress_fwdbwd": True,
+    "fwdbwd_max_chunk_len": 1024,
+    "sample_use_retrieve_futures": True,
+}
+"""What clients are told to do: chunks of 1,024 data, compressed with zstd, and one poll for all
+samples of a session."""
 DYNAMIC_FLAGS = {
     "refresh_interval_sec": 300,
     "sample_cancel_enabled": True,
