@@ -34,8 +34,9 @@ test: $(VENV)/.ready
 coverage: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov tests/unit $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-tinker/.ready
 	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) \
+	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -55,7 +56,7 @@ bench: $(VENV)/.ready .venv-openevolve/.ready
 	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-tinker build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -84,4 +85,12 @@ $(VENV)/.ready: pyproject.toml
 	test -x .venv-openevolve/bin/python || $(PYTHON) -m venv .venv-openevolve
 	.venv-openevolve/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0"
+	@touch $@
+
+# The client that the service is made for; its dependencies are its own.
+.venv-tinker/.ready:
+	@echo "setting up .venv-tinker (once)"
+	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
 	@touch $@

@@ -23,6 +23,7 @@ from rookery.runs import Run
 from rookery.service.app import make_app
 from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
+from rookery.service.futures import Futures
 from rookery.service.keys import Keys, default_key_file, list_keys
 from rookery.service.service import open_service
 from rookery.train import TrainerConfig
@@ -98,7 +99,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[str]:
                 timeout_graceful_shutdown=GRACE_S,
             )
             host, port = listener.getsockname()[:2]
-            async with _answering(_Server(settings), listener):
+            async with _answering(_Server(settings), listener, service.desk.futures):
                 yield f"http://{host}:{port}"
 
 
@@ -119,13 +120,16 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _answering(server: _Server, listener: socket.socket) -> AsyncIterator[None]:
+async def _answering(
+    server: _Server, listener: socket.socket, futures: Futures
+) -> AsyncIterator[None]:
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
         await server.ready.wait()
         yield
     finally:
         server.should_exit = True
+        futures.release()  # polls end with "not yet", and are sent again to the next process
         await task
 
 

@@ -120,7 +120,7 @@ class Futures:
                     await future.done.wait()
             except TimeoutError:
                 return None
-        if future.fetched is None:
+        if future.fetched is None and future.result is not None:
             future.fetched = time.monotonic()
         return future.result
 
@@ -142,6 +142,13 @@ class Futures:
         found = [self._futures.get(future_id) for future_id in later]
         next_cursor = self._epoch * _CURSOR_RANGE + finished.end
         return [future for future in found if future is not None], next_cursor
+
+    def release(self) -> None:
+        """Wake all who wait, also without a result: the service ends."""
+        for future in self._futures.values():
+            future.done.set()
+        for changed in self._changed.values():
+            changed.set()
 
     def drop_fetched(self, *, older_s: float) -> int:
         """Forget results that were fetched this long ago; how many."""
