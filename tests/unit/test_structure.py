@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rookery.compose.serve import ServeConfig
 from rookery.loops.evolve.config import read_config
 from rookery.loops.genome import GenomeConfig
 from rookery.loops.grpo import GrpoConfig
@@ -126,8 +127,10 @@ def test_help_does_not_import_torch() -> None:
 ICM_CONFIGS = sorted((ROOT / "configs").glob("icm_*.yaml"))
 EVOLVE_CONFIGS = sorted((ROOT / "configs").glob("evolve*.yaml"))
 GRPO_CONFIGS = sorted((ROOT / "configs").glob("grpo_*.yaml"))
+SERVE_CONFIGS = sorted((ROOT / "configs").glob("serve*.yaml"))
 GENOME_CONFIGS = sorted(
-    {*(ROOT / "configs").glob("*.yaml")} - {*ICM_CONFIGS, *EVOLVE_CONFIGS, *GRPO_CONFIGS}
+    {*(ROOT / "configs").glob("*.yaml")}
+    - {*ICM_CONFIGS, *EVOLVE_CONFIGS, *GRPO_CONFIGS, *SERVE_CONFIGS}
 )
 
 
@@ -141,6 +144,12 @@ def test_every_genome_config_parses(path: Path) -> None:
 def test_every_grpo_config_parses(path: Path) -> None:
     config = GrpoConfig.model_validate(yaml.safe_load(path.read_text()))
     assert config.from_folder(path.parent).tasksets
+
+
+@pytest.mark.parametrize("path", SERVE_CONFIGS, ids=lambda p: p.name)
+def test_every_serve_config_parses(path: Path) -> None:
+    config = ServeConfig.model_validate(yaml.safe_load(path.read_text()))
+    assert config.from_folder(path.parent).models
 
 
 @pytest.mark.parametrize("path", ICM_CONFIGS, ids=lambda p: p.name)

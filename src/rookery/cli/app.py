@@ -12,7 +12,9 @@ from rookery.cli.fleet import fleet
 from rookery.cli.genome import genome
 from rookery.cli.grpo import grpo
 from rookery.cli.icm import icm
+from rookery.cli.keys import keys
 from rookery.cli.runs import runs
+from rookery.cli.serve import serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.compose.stopping import Stopped, stop_signals
@@ -34,6 +36,8 @@ app.command(icm)
 app.command(evolve)
 app.command(sft)
 app.command(fleet)
+app.command(serve)
+app.command(keys)
 app.command(runs)
 app.command(doctor)
 
@@ -45,7 +49,10 @@ EXTRAS = {
     "jsonschema": "tasks",
     "math_verify": "tasks",
     "modal": "modal",
+    "google": "serve",
     "peft": "hf",
+    "prometheus_client": "serve",
+    "pyrage": "serve",
     "ray": "ray",
     "sandlock": "evolve",
     "tensorboard": "track",
@@ -55,6 +62,7 @@ EXTRAS = {
     "transformers": "hf",
     "vllm": "vllm",
     "wandb": "track",
+    "zstandard": "serve",
 }
 """Packages that come with an extra of Rookery, by the name they are imported by."""
 

@@ -21,6 +21,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,11 @@ class Journal:
 
     async def append_many(self, data: Sequence[bytes]) -> list[int]:
         """Store all of them, or none."""
+        return await asyncio.wrap_future(self.submit(data))
+
+    def submit(self, data: Sequence[bytes]) -> "Future[list[int]]":
+        """Have entries stored, all or none, in the order of the calls, without waiting; the future
+        ends when they are durable. Whoever submits looks at it: it may end with a RunError."""
         for one in data:
             if not isinstance(one, bytes):
                 raise RunError(f"Got an entry that is {type(one).__name__}: an entry is bytes.")
@@ -119,7 +125,7 @@ class Journal:
                     f"An entry of {len(one):,} bytes is too large for a journal, the most is "
                     f"{ENTRY_BYTES:,}: store it with blobs.put_bytes and journal its digest."
                 )
-        return await asyncio.wrap_future(self._group.submit(list(data)))
+        return self._group.submit(list(data))
 
     async def cut(self, *, through: int) -> None:
         """Drop the entries up to this number, which a durable snapshot contains.

@@ -188,7 +188,7 @@ class Template:
         return pieces[:1] != [] and pieces[0].startswith("▁")
 
 
-def load_template(model_folder: str | Path) -> Template:
+def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Template:
     """The template of a model folder's tokenizer; a name such as owner/model is a model's id."""
     folder = Path(model_folder).expanduser()
     is_id = isinstance(model_folder, str) and not model_folder.startswith((".", "/", "~"))
@@ -209,4 +209,4 @@ def load_template(model_folder: str | Path) -> Template:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             str(folder if folder.is_dir() else model_folder)
         )
-    return Template(tokenizer)
+    return Template(tokenizer, chat=chat)

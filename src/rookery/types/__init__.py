@@ -50,6 +50,7 @@ from rookery.types.tasks import (
 )
 from rookery.types.training import (
     Datum,
+    LoraShape,
     OptimStep,
     StepOutput,
     TrainOutput,
@@ -72,6 +73,7 @@ __all__ = [
     "Json",
     "KeptTokens",
     "LoraFactors",
+    "LoraShape",
     "Message",
     "ModelRef",
     "ModelWeights",

@@ -9,6 +9,7 @@ from rookery.types.models import Json, TokenIds
 
 __all__ = [
     "Datum",
+    "LoraShape",
     "OptimStep",
     "StepOutput",
     "TrainOutput",
@@ -49,6 +50,19 @@ class Datum:
     """The tokens that top_p, top_k and min_p left to draw each target from, each once:
     log-probabilities are normalised over them. An empty entry, or none at all: the whole
     vocabulary. KeptTokens takes the least memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraShape:
+    """The shape of a new adapter, as a client of the service chooses it."""
+
+    rank: int
+    seed: int
+    """Of the first factors; the second ones are zero."""
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    """The output layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

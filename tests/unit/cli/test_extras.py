@@ -28,6 +28,7 @@ NEEDS = {
     "fleet up": ["fleet", "up", "smollm2"],
     "fleet verify": ["fleet", "verify", "http://127.0.0.1:9", "--adapter", "poet"],
     "runs resume": ["runs", "resume", "old"],
+    "serve": ["serve", "serve.yaml"],
 }
 """Commands that need an extra, at least with these words."""
 WORKS = {
@@ -39,6 +40,9 @@ WORKS = {
     "evolve run": (["evolve", "run", "none.py", "e.py"], 2, "There is no program"),
     "evolve check": (["evolve", "check", "none.py", "e.py"], 2, "There is no program"),
     "evolve export": (["evolve", "export", "runs/old", "x.jsonl"], 2, "kind 'eval', not of evolve"),
+    "keys add": (["keys", "add", "ada", "--file", "keys.json"], 0, "tml-"),
+    "keys list": (["keys", "list", "--file", "keys.json"], 0, "ada"),
+    "keys remove": (["keys", "remove", "ada", "--file", "keys.json"], 0, "Removed 1 key"),
     "runs list": (["runs", "list"], 0, "old"),
     "runs export": (["runs", "export", "old", "events.jsonl"], 0, "events written"),
     "runs show": (["runs", "show", "old"], 0, "old"),

@@ -1,0 +1,210 @@
+"""`serve`: the HTTP service, from its config to its end."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import Field
+
+from rookery.compose.backends import open_backend
+from rookery.compose.environment import engine_of_environment
+from rookery.compose.running import Given, quiet_libraries, read_config, run_async
+from rookery.config import Config
+from rookery.embedded import EngineConfig
+from rookery.engines import EngineChoice, local_model
+from rookery.errors import ConfigError, RunError
+from rookery.runs import Run
+from rookery.service.app import make_app
+from rookery.service.backend import Backend
+from rookery.service.config import ServiceConfig
+from rookery.service.futures import Futures
+from rookery.service.keys import Keys, default_key_file, list_keys
+from rookery.service.service import open_service
+from rookery.train import TrainerConfig
+
+__all__ = ["ServeConfig", "serve", "serving"]
+
+GRACE_S = 3
+"""How long requests in flight may take when the service ends; clients send them again."""
+
+
+class ServeConfig(Config):
+    """The service: where it listens, who may use it, which models it has."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free one."""
+    models: dict[str, str] = Field(default={"smollm2": "smollm2"}, min_length=1)
+    """Names that clients use for base models, each with its folder, Hugging Face id, or
+    `smollm2`. Names of one folder share it."""
+    folder: Path = Path("runs/serve")
+    """Where everything is kept that survives a restart."""
+    anonymous: bool = False
+    """Serve without keys, everybody as one tenant; on this machine's own address only."""
+    keys: Path | None = None
+    """The key file; by default that of `rookery keys`."""
+    engine: EngineChoice = Field(default_factory=EngineConfig)
+    """What samples: in this process, sharing its weights with the trainer, or vLLM servers."""
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """Adapters are multiplied by this over their rank; clients cannot choose it."""
+    service: ServiceConfig = Field(default_factory=ServiceConfig)
+
+    def from_folder(self, folder: Path) -> "ServeConfig":
+        """With its paths taken from the folder of its file."""
+        return self.model_copy(
+            update={
+                "models": {n: local_model(model, folder) for n, model in self.models.items()},
+                "folder": folder / self.folder,
+                "keys": None if self.keys is None else folder / self.keys,
+            }
+        )
+
+
+def serve(config: Given | ServeConfig, *, on_ready: Callable[[str], None], **values: Any) -> None:
+    """Serve until Ctrl-C. `on_ready` is told the address."""
+    loaded = read_config(ServeConfig, config, values)
+    engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)
+    loaded = loaded.model_copy(update={"engine": engine})
+    quiet_libraries()
+    run_async(_serve(loaded, on_ready))
+
+
+async def _serve(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
+    async with serving(config) as url:
+        on_ready(url)
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving(config: ServeConfig) -> AsyncIterator[str]:
+    """The service at its address, inside the block."""
+    keys = _keys(config)
+    with _listen(config) as listener, _own_run(config) as run:
+        async with AsyncExitStack() as stack:
+            backends = await _open_backends(config, stack)
+            service = await stack.enter_async_context(open_service(run, backends, config.service))
+            app = make_app(service, keys=keys)
+            settings = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+            host, port = listener.getsockname()[:2]
+            async with _answering(_Server(settings), listener, service.desk.futures):
+                yield f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Without signal handlers of its own: the command line has them."""
+
+    def __init__(self, settings: uvicorn.Config) -> None:
+        super().__init__(settings)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _answering(
+    server: _Server, listener: socket.socket, futures: Futures
+) -> AsyncIterator[None]:
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        await server.ready.wait()
+        yield
+    finally:
+        server.should_exit = True
+        futures.release()  # polls end with "not yet", and are sent again to the next process
+        await task
+
+
+async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:
+    folders = dict.fromkeys(config.models.values())
+    if len(folders) > 1 and not isinstance(config.engine, EngineConfig):
+        raise ConfigError(
+            f"models names {len(folders)} models, and a fleet serves one: map all names to it, or "
+            "use the engine of this process."
+        )
+    opened = {}
+    for model in folders:
+        engine = config.engine
+        if isinstance(engine, EngineConfig):
+            engine = engine.model_copy(update={"model": model})
+        opened[model] = await stack.enter_async_context(
+            open_backend(model, engine=engine, trainer=config.trainer, alpha=config.lora_alpha)
+        )
+    return {name: opened[model] for name, model in config.models.items()}
+
+
+def _keys(config: ServeConfig) -> Keys | None:
+    if config.anonymous:
+        if not _is_loopback(config.host):
+            raise ConfigError(
+                f"anonymous serves everybody who reaches {config.host}: leave it out and make keys "
+                "with `rookery keys add NAME`, or listen on 127.0.0.1."
+            )
+        return None
+    path = config.keys or default_key_file()
+    if not list_keys(path):
+        raise ConfigError(
+            f"There are no keys in {path}: make one with `rookery keys add NAME`, or write "
+            "anonymous: true to serve programs of this machine without."
+        )
+    return Keys(path)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _listen(config: ServeConfig) -> Iterator[socket.socket]:
+    """The port, taken before models are loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.create_server(
+            (config.host, config.port), family=family, backlog=2048, reuse_port=False
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{config.host}:{config.port} cannot be used: {error.strerror}. A vLLM server takes "
+            "port 8000 by default too: set `port` of the service, or VLLM_PORT and the --port of "
+            "vLLM, to another."
+        ) from error
+    with listener:
+        yield listener
+
+
+@contextmanager
+def _own_run(config: ServeConfig) -> Iterator[Run]:
+    """The service's folder, made when it is not there."""
+    try:
+        run = Run.open(config.folder)
+    except RunError:
+        if (config.folder / "events.db").exists():
+            raise
+        document = config.model_dump(mode="json")
+        root, name = config.folder.parent, config.folder.name
+        run = Run.create(root, kind="serve", name=name, config=document)
+    with run:
+        yield run

@@ -1,0 +1,119 @@
+"""The web application: the routes, how refusals are answered, and what every request passes.
+
+app = make_app(service, keys=Keys(path))
+"""
+
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rookery.errors import EngineDownError, FleetDownError, RookeryError
+from rookery.service.keys import Keys
+from rookery.service.metrics import Metrics
+from rookery.service.refusals import Refusal
+from rookery.service.routes import (
+    checkpoints,
+    futures,
+    openai,
+    plain,
+    sampling,
+    sessions,
+    training,
+)
+from rookery.service.routes.gate import Gate
+from rookery.service.service import Service
+from rookery.service.wire.body import too_large
+
+__all__ = ["make_app"]
+
+RETRY_AFTER_S = "1"
+
+
+def make_app(service: Service, *, keys: Keys | None) -> FastAPI:
+    """The application over a running service; without keys everybody is one tenant."""
+    gate = Gate(service, keys)
+    app = FastAPI(
+        title="Rookery",
+        summary="Sampling and training over HTTP, by the protocol of the tinker SDK.",
+        docs_url="/docs",
+    )
+    app.state.gate = gate
+    for module in (sessions, training, sampling, futures, checkpoints, plain, openai):
+        app.include_router(module.make_router(gate))
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(RookeryError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_middleware(Passage, limit_bytes=gate.body_bytes, metrics=service.desk.metrics)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> PlainTextResponse:
+        service.show_queues()
+        return PlainTextResponse(service.desk.metrics.text())
+
+    return app
+
+
+class Passage:
+    """Every request: bodies over the limit are refused as they arrive, and all are counted."""
+
+    def __init__(self, app: ASGIApp, *, limit_bytes: int, metrics: Metrics) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, num_bytes, status = time.monotonic(), 0, 500
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit_bytes:
+                raise HTTPException(413, str(too_large(self._limit_bytes)))
+            return message
+
+        async def noted_send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, counted_receive, noted_send)
+        finally:
+            # The route's pattern: ids in paths would make a number of its own each.
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.seconds.labels(path).observe(time.monotonic() - started)
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+    status = 400
+    if isinstance(error, Refusal):
+        status = error.status
+    elif isinstance(error, EngineDownError | FleetDownError):
+        status = 503
+    headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
+    return JSONResponse(_document(str(error)), status_code=status, headers=headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    lines = []
+    for detail in error.errors():
+        place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
+        lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")
+    return JSONResponse(_document(f"{'; '.join(lines[:5])}."), status_code=422)
+
+
+def _document(sentence: str) -> dict[str, str]:
+    return {"error": sentence, "detail": sentence, "category": "user"}

@@ -1,0 +1,241 @@
+"""Requests that change the state at once, one function each: command -> reply.
+
+    reply = apply(state, command)
+
+A function refuses before it changes anything, and depends on the command and the state alone: the
+same commands in the same order make the same state after a restart. Limits, which may be set anew
+for a restart, are looked at before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from rookery.service.records import (
+    Checkpoint,
+    Model,
+    RegisteredAdapter,
+    SamplingSession,
+    Session,
+)
+from rookery.service.refusals import bad, missing
+from rookery.service.state import State
+from rookery.service.wire.requests import (
+    CopyWeights,
+    CreateSamplingSession,
+    CreateSession,
+    JoinSamplingSession,
+)
+from rookery.service.work import Command
+
+__all__ = [
+    "AdapterId",
+    "CheckpointPath",
+    "CheckpointTtl",
+    "EndSession",
+    "NewAdapter",
+    "apply",
+    "is_immediate",
+]
+
+Reply = dict[str, Any]
+
+
+class EndSession(BaseModel):
+    """A session that its client finished, or that had no heartbeat."""
+
+    session_id: str
+
+
+class CheckpointPath(BaseModel):
+    """Which checkpoint."""
+
+    path: str
+
+
+class CheckpointTtl(BaseModel):
+    """When a checkpoint is to expire."""
+
+    path: str
+    expires: float | None
+
+
+class NewAdapter(BaseModel):
+    """A registered adapter whose files are stored."""
+
+    adapter_id: str
+    base_model: str
+    blob: str
+    lora_path: str
+
+
+class AdapterId(BaseModel):
+    """Which registered adapter."""
+
+    adapter_id: str
+
+
+def apply(state: State, command: Command) -> Reply:
+    """Change the state, or raise a Refusal."""
+    change = _CHANGES[command.kind]
+    return change.function(state, command, change.request.model_validate_json(command.body))
+
+
+def is_immediate(kind: str) -> bool:
+    """Whether a command is done when it is accepted; the others take their turn."""
+    return kind in _CHANGES
+
+
+def _create_session(state: State, command: Command, request: CreateSession) -> Reply:
+    state.sessions[command.id] = Session(
+        id=command.id,
+        tenant=command.tenant,
+        created=command.time,
+        tags=request.tags,
+        metadata=request.user_metadata,
+        display_name=request.display_name,
+    )
+    return {"type": "create_session", "session_id": command.id}
+
+
+def _end_session(state: State, command: Command, request: EndSession) -> Reply:
+    session = state.sessions.get(request.session_id)
+    if session is None or session.tenant != command.tenant:
+        raise missing("session", request.session_id)
+    session.is_over = True
+    for model in state.models_of(session.id):
+        model.is_live = False
+    for sampler in [s for s in state.samplers.values() if s.session_id == session.id]:
+        del state.samplers[sampler.id]
+    return {}
+
+
+def _create_sampler(state: State, command: Command, request: CreateSamplingSession) -> Reply:
+    session = state.session(command.tenant, request.session_id)
+    sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
+    path, blob, base_model = "", "", request.base_model or ""
+    if request.model_path:
+        path = request.model_path
+        source = state.checkpoint(command.tenant, path, now=command.time)
+        base_model, blob = source.base_model, source.blob
+    known = state.samplers.get(sampler_id)
+    if known is not None and (known.path, known.base_model) != (path, base_model):
+        raise bad(f"The sampling session {sampler_id} was made before, of another model.")
+    if known is None:
+        state.samplers[sampler_id] = SamplingSession(
+            id=sampler_id,
+            session_id=session.id,
+            tenant=command.tenant,
+            base_model=base_model,
+            path=path,
+            blob=blob,
+        )
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+def _join_sampler(state: State, command: Command, request: JoinSamplingSession) -> Reply:
+    sampler = state.sampler(command.tenant, request.sampling_session_id)
+    sampler.num_joined += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.num_joined}
+
+
+def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) -> Reply:
+    found = state.checkpoints.get(request.path)
+    if found is None or found.tenant != command.tenant:
+        raise missing("checkpoint", request.path)
+    del state.checkpoints[request.path]
+    return {}
+
+
+def _publish(state: State, command: Command, request: CheckpointPath) -> Reply:
+    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = True
+    return {}
+
+
+def _unpublish(state: State, command: Command, request: CheckpointPath) -> Reply:
+    state.checkpoint(command.tenant, request.path, now=command.time, own=True).is_public = False
+    return {}
+
+
+def _set_ttl(state: State, command: Command, request: CheckpointTtl) -> Reply:
+    found = state.checkpoint(command.tenant, request.path, now=command.time, own=True)
+    found.expires = request.expires
+    return {}
+
+
+def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
+    source = state.checkpoint(command.tenant, request.source_path, now=command.time)
+    if request.session_id is None or request.model_seq_id is None:
+        raise bad("This service has no projects: give session_id and model_seq_id to copy to.")
+    session = state.session(command.tenant, request.session_id)
+    model_id = f"{session.id}:train:{request.model_seq_id}"
+    if model_id not in state.models:
+        state.models[model_id] = Model(
+            id=model_id,
+            session_id=session.id,
+            tenant=command.tenant,
+            base_model=source.base_model,
+            lora=source.lora,
+            created=command.time,
+            last_request=command.time,
+            is_live=False,
+        )
+    ttl_s = request.ttl_seconds
+    copy = Checkpoint(
+        model_id=model_id,
+        kind=source.kind,
+        name=source.name,
+        tenant=command.tenant,
+        base_model=source.base_model,
+        lora=source.lora,
+        created=command.time,
+        blob=source.blob,
+        size_bytes=source.size_bytes,
+        expires=None if ttl_s is None else command.time + ttl_s,
+        metadata=source.metadata,
+    )
+    if copy.path in state.checkpoints:
+        raise bad(f"There is a checkpoint {copy.path} already: copy to another model_seq_id.")
+    state.checkpoints[copy.path] = copy
+    return {"tinker_path": copy.path}
+
+
+def _register_adapter(state: State, command: Command, request: NewAdapter) -> Reply:
+    state.adapters[command.tenant, request.adapter_id] = RegisteredAdapter(
+        tenant=command.tenant,
+        adapter_id=request.adapter_id,
+        base_model=request.base_model,
+        blob=request.blob,
+        lora_path=request.lora_path,
+        created=command.time,
+    )
+    return {"adapter_id": request.adapter_id, "lora_path": request.lora_path}
+
+
+def _remove_adapter(state: State, command: Command, request: AdapterId) -> Reply:
+    state.adapter(command.tenant, request.adapter_id)
+    del state.adapters[command.tenant, request.adapter_id]
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    request: type[BaseModel]
+    function: Callable[[State, Command, Any], Reply]
+
+
+_CHANGES = {
+    "create_session": _Change(CreateSession, _create_session),
+    "end_session": _Change(EndSession, _end_session),
+    "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
+    "join_sampling_session": _Change(JoinSamplingSession, _join_sampler),
+    "delete_checkpoint": _Change(CheckpointPath, _delete_checkpoint),
+    "publish_checkpoint": _Change(CheckpointPath, _publish),
+    "unpublish_checkpoint": _Change(CheckpointPath, _unpublish),
+    "set_checkpoint_ttl": _Change(CheckpointTtl, _set_ttl),
+    "copy_weights": _Change(CopyWeights, _copy),
+    "register_adapter": _Change(NewAdapter, _register_adapter),
+    "remove_adapter": _Change(AdapterId, _remove_adapter),
+}

@@ -1,0 +1,57 @@
+"""What the service allows, and how long it waits."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from rookery.config import Config
+
+__all__ = ["Limits", "ServiceConfig"]
+
+
+class Limits(Config):
+    """What one tenant, or one request, may take."""
+
+    body_mib: float = Field(default=64.0, gt=0)
+    """The largest request body, after decompression."""
+    waiting: int = Field(default=4096, ge=1)
+    """Requests of one tenant that wait or run; more are answered with 429."""
+    waiting_mib: float = Field(default=512.0, gt=0)
+    """Bodies of all waiting requests together."""
+    models: int = Field(default=64, ge=1)
+    """Models in training of one tenant."""
+    rank: int = Field(default=64, ge=1)
+    """The highest rank of a model in training."""
+    samples: int = Field(default=1024, ge=1)
+    """Samples of one request."""
+    checkpoints: int = Field(default=10_000, ge=1)
+    """Checkpoints and adapters of one tenant."""
+    requests_per_s: float = Field(default=2000.0, gt=0)
+    """Requests of one tenant per second, heartbeats and polls not counted."""
+
+
+class ServiceConfig(Config):
+    """Times and sizes of the service."""
+
+    limits: Limits = Field(default_factory=Limits)
+    poll_s: float = Field(default=25.0, gt=0, lt=45)
+    """How long a poll for a result waits; the SDK gives up after 45 s."""
+    session_s: float = Field(default=1800.0, ge=60)
+    """A session without a heartbeat for this long ends, and its models with it."""
+    result_s: float = Field(default=600.0, ge=60)
+    """How long a result is kept after it was fetched: a client may ask again."""
+    pass_tokens: int = Field(default=65_536, ge=1)
+    """Tokens of all tenants that are trained on before the queue is looked at again."""
+    samples_in_flight: int = Field(default=64, ge=1)
+    """Samples that the engine is given at the same time."""
+    loaded_adapters: int = Field(default=64, ge=1)
+    """Sampler weights held in the engine; the least recently used of more are unloaded."""
+    snapshot_s: float = Field(default=60.0, gt=0)
+    """Snapshots are taken after this much training, which is what a restart repeats at most."""
+    journal_mib: float = Field(default=256.0, gt=0)
+    """Or when this much was written since the last one."""
+    adapter_folders: tuple[Path, ...] = ()
+    """Folders on this machine from which tenants may register adapters by path."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """Of the training checkpoints of a model, and of its sampler checkpoints, only the newest;
+    by default all are kept until they are deleted or expire."""

@@ -1,0 +1,213 @@
+"""Results to be fetched: a future per accepted request, held until its result was fetched.
+
+The keys of futures make requests happen once: `MODEL_ID#7` names the seventh request of a model,
+and whoever sends it again gets the same future.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rookery.service.refusals import bad, missing
+from rookery.service.work import Result
+
+__all__ = ["Future", "Futures"]
+
+_CURSOR_RANGE = 1 << 32
+
+
+@dataclass(slots=True, kw_only=True)
+class Future:
+    """One accepted request and, sooner or later, its result."""
+
+    id: str
+    tenant: str
+    key: str
+    """What makes it unique to its client; "" when nothing does."""
+    digest: str
+    """Of the request's content: the same key with another content is a mistake."""
+    owner: str
+    reply: dict[str, Any]
+    """What was answered when it was accepted, and is answered again."""
+    durable: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the journal has it; before that nobody may be told of it."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Result | None = None
+    fetched: float | None = None
+    """When it was first fetched, by the monotonic clock."""
+
+
+@dataclass(slots=True)
+class _Finished:
+    """Ids of finished futures in order of finishing, without the first ones that were dropped."""
+
+    ids: list[str] = field(default_factory=list)
+    num_dropped: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.num_dropped + len(self.ids)
+
+    def drop_gone(self, known: Container[str]) -> None:
+        num = next((i for i, name in enumerate(self.ids) if name in known), len(self.ids))
+        del self.ids[:num]
+        self.num_dropped += num
+
+
+class Futures:
+    """All futures, by id and by key."""
+
+    def __init__(self) -> None:
+        self._futures: dict[str, Future] = {}
+        self._keys: dict[str, str] = {}
+        self._finished: dict[str, _Finished] = {}
+        """By owner: what pollers ask for."""
+        self._epoch = int(time.time())
+        """Part of cursors: one of before a restart counts from the beginning."""
+        self._changed: dict[str, asyncio.Event] = {}
+        """Set and replaced when a future of this owner is finished."""
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __iter__(self) -> Iterator[Future]:
+        return iter(list(self._futures.values()))
+
+    def add(self, future: Future) -> None:
+        self._futures[future.id] = future
+        if future.key:
+            self._keys[future.key] = future.id
+
+    def find(self, key: str, *, digest: str) -> Future | None:
+        """The future that this request already has; a refusal when it was another request."""
+        future = self._futures.get(self._keys.get(key, ""))
+        if future is not None and future.digest != digest:
+            owner, _, number = key.rpartition("#")
+            raise bad(
+                f"The request {number} of {owner} was sent before with another content: every "
+                "request has a number of its own."
+            )
+        return future
+
+    def get(self, future_id: str, *, tenant: str) -> Future:
+        future = self._futures.get(future_id)
+        if future is None or future.tenant != tenant:
+            raise missing("request", future_id)
+        return future
+
+    def known(self, future_id: str) -> Future | None:
+        return self._futures.get(future_id)
+
+    def finish(self, future_id: str, result: Result) -> None:
+        """Give it its result and wake those who wait; nothing when it was dropped meanwhile."""
+        future = self._futures.get(future_id)
+        if future is None or future.result is not None:
+            return
+        future.result = result
+        future.done.set()
+        self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
+        if (changed := self._changed.pop(future.owner, None)) is not None:
+            changed.set()
+
+    async def wait(self, future: Future, *, limit_s: float) -> Result | None:
+        """Its result, or None when the time is up."""
+        if future.result is None:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await future.done.wait()
+            except TimeoutError:
+                return None
+        if future.fetched is None and future.result is not None:
+            future.fetched = time.monotonic()
+        return future.result
+
+    async def finished_since(
+        self, owner: str, *, cursor: int, limit_s: float
+    ) -> tuple[list[Future], int]:
+        """Futures of an owner that were finished behind the cursor, and the next cursor."""
+        epoch, place = divmod(cursor, _CURSOR_RANGE)
+        place = place if epoch == self._epoch else 0
+        finished = self._finished.setdefault(owner, _Finished())
+        if place >= finished.end:
+            changed = self._changed.setdefault(owner, asyncio.Event())
+            try:
+                async with asyncio.timeout(limit_s):
+                    await changed.wait()
+            except TimeoutError:
+                return [], cursor
+        later = finished.ids[max(place - finished.num_dropped, 0) :]
+        found = [self._futures.get(future_id) for future_id in later]
+        next_cursor = self._epoch * _CURSOR_RANGE + finished.end
+        return [future for future in found if future is not None], next_cursor
+
+    def release(self) -> None:
+        """Wake all who wait, also without a result: the service ends."""
+        for future in self._futures.values():
+            future.done.set()
+        for changed in self._changed.values():
+            changed.set()
+
+    def drop_fetched(self, *, older_s: float) -> int:
+        """Forget results that were fetched this long ago; how many."""
+        limit = time.monotonic() - older_s
+        old = [f for f in self._futures.values() if f.fetched is not None and f.fetched < limit]
+        for future in old:
+            self.drop(future)
+        for finished in self._finished.values():
+            finished.drop_gone(self._futures)
+        return len(old)
+
+    def drop(self, future: Future) -> None:
+        self._futures.pop(future.id, None)
+        if self._keys.get(future.key) == future.id:
+            del self._keys[future.key]
+
+    def end_owner(self, owner: str) -> None:
+        """Nobody may ask for its results any more: they are dropped like fetched ones."""
+        now = time.monotonic()
+        for future_id in self._finished.pop(owner, _Finished()).ids:
+            future = self._futures.get(future_id)
+            if future is not None and future.fetched is None:
+                future.fetched = now
+
+    def dump(self) -> list[dict[str, Any]]:
+        """All of them as JSON; results that were fetched are left out, with their futures."""
+        return [_dump(future) for future in self._futures.values() if future.fetched is None]
+
+    @classmethod
+    def restore(cls, rows: list[dict[str, Any]]) -> "Futures":
+        futures = cls()
+        for row in rows:
+            result = row.pop("result")
+            future = Future(**row)
+            future.durable.set()
+            futures.add(future)
+            if result is not None:
+                payload = base64.b64decode(result["payload"])
+                futures.finish(
+                    future.id,
+                    Result(payload, form=result["form"], is_failure=result["is_failure"]),
+                )
+        return futures
+
+
+def _dump(future: Future) -> dict[str, Any]:
+    result = future.result
+    return {
+        "id": future.id,
+        "tenant": future.tenant,
+        "key": future.key,
+        "digest": future.digest,
+        "owner": future.owner,
+        "reply": future.reply,
+        "result": None
+        if result is None
+        else {
+            "payload": base64.b64encode(result.payload).decode(),
+            "form": result.form,
+            "is_failure": result.is_failure,
+        },
+    }

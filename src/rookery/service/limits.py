@@ -1,0 +1,77 @@
+"""What a tenant may take: looked at when a request is accepted, not when it is repeated."""
+
+import time
+
+from rookery.service.desk import Desk
+from rookery.service.refusals import Refusal, bad
+from rookery.service.wire.requests import CreateModel, Sample
+from rookery.service.work import Command
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """The limits of the config, per tenant."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._limits = desk.config.limits
+        self._credit: dict[str, tuple[float, float]] = {}
+        """Requests that a tenant may still send, and when that was so."""
+
+    def check(self, command: Command) -> None:
+        """Refuse what is too much: 429 when it may be sent again later."""
+        num_own = self._desk.pending.count(command.tenant)
+        if num_own >= self._limits.waiting:
+            raise _full(
+                f"{num_own} of your requests are waiting; at most {self._limits.waiting} may."
+            )
+        waiting_bytes = self._desk.pending.num_bytes
+        if waiting_bytes + len(command.body) > self._limits.waiting_mib * 2**20:
+            raise _full(
+                f"The requests that wait hold {waiting_bytes / 2**20:.0f} MiB, of at most "
+                f"{self._limits.waiting_mib:g}."
+            )
+        if command.kind == "create_model":
+            self._check_model(command)
+
+    def check_rate(self, tenant: str) -> None:
+        """Count a request; refuse it when too many came within a second."""
+        rate, now = self._limits.requests_per_s, time.monotonic()
+        credit, then = self._credit.get(tenant, (rate, now))
+        credit = min(rate, credit + (now - then) * rate)
+        if credit < 1:
+            raise _full(f"You sent more than {rate:g} requests in a second.")
+        self._credit[tenant] = (credit - 1, now)
+
+    def check_sample(self, request: Sample) -> None:
+        if request.num_samples > self._limits.samples:
+            raise bad(f"num_samples is {request.num_samples}; at most {self._limits.samples}.")
+
+    def check_checkpoints(self, tenant: str) -> None:
+        state = self._desk.state
+        num = sum(found.tenant == tenant for found in state.checkpoints.values())
+        num += sum(who == tenant for who, _ in state.adapters)
+        if num >= self._limits.checkpoints:
+            raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
+
+    def _check_model(self, command: Command) -> None:
+        request = CreateModel.model_validate_json(command.body)
+        rank = request.lora_config.rank
+        most = min(self._limits.rank, self._desk.backend(request.base_model).engine.max_rank)
+        if rank > most:
+            raise bad(f"rank is {rank}; this service trains ranks 1 to {most}.")
+        live = [
+            model
+            for model in self._desk.state.models.values()
+            if model.tenant == command.tenant and model.is_live
+        ]
+        if len(live) >= self._limits.models:
+            raise bad(
+                f"You have {len(live)} models in training, and at most {self._limits.models} may "
+                "be: close the clients of those you do not need."
+            )
+
+
+def _full(sentence: str) -> Refusal:
+    return Refusal(429, f"{sentence} Send it again later.")

@@ -1,0 +1,104 @@
+"""What tenants have: sessions, models in training, sampling sessions, checkpoints, adapters.
+
+A tenant's training run is a model in training; both have the same id, `SESSION:train:0`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rookery.types import Json, LoraShape
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointKind",
+    "Model",
+    "RegisteredAdapter",
+    "SamplingSession",
+    "Session",
+]
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One client program."""
+
+    id: str
+    tenant: str
+    created: float
+    tags: list[str] = field(default_factory=list)
+    metadata: dict[str, Json] | None = None
+    display_name: str | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Model:
+    """A model in training, also after its session: its checkpoints are listed under it."""
+
+    id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    lora: LoraShape
+    created: float
+    last_request: float
+    metadata: dict[str, Json] | None = None
+    next_seq: int = 0
+    """The number of the request that is done next; 0 makes the model."""
+    is_live: bool = True
+    """Until its session ends."""
+    failure: str = ""
+    """Why it could not be made."""
+    snapshot: str = ""
+    """Digest of its saved state; "" before the first."""
+    snapshot_seq: int = 0
+    """`next_seq` when the snapshot was taken."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingSession:
+    """What samples are drawn from. Without a blob it is the base model."""
+
+    id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    path: str = ""
+    blob: str = ""
+    num_joined: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """Saved weights: `tinker://MODEL_ID/KIND/NAME`."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+    tenant: str
+    base_model: str
+    lora: LoraShape
+    created: float
+    blob: str
+    size_bytes: int
+    is_public: bool = False
+    expires: float | None = None
+    metadata: dict[str, Json] | None = None
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+@dataclass(slots=True, kw_only=True)
+class RegisteredAdapter:
+    """A PEFT folder that a tenant registered to sample from."""
+
+    tenant: str
+    adapter_id: str
+    base_model: str
+    blob: str
+    lora_path: str
+    created: float

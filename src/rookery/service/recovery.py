@@ -1,0 +1,115 @@
+"""Snapshots of a service, and how one goes on after its process was killed.
+
+    state = document of the last snapshot + entries of the journal since, in their order
+
+Commands are applied again, passes are computed again from the same weights with the same company,
+and samples that were drawn are given as they were. What was accepted and not done is queued.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from rookery.concurrency import run_in_thread
+from rookery.errors import RunError
+from rookery.service.commands import is_immediate
+from rookery.service.desk import Desk
+from rookery.service.futures import Futures
+from rookery.service.outcomes import PassRecord
+from rookery.service.records import Model
+from rookery.service.state import State
+from rookery.service.trainer_calls import STATE
+from rookery.service.wal import read_entry
+from rookery.service.work import Command, Result
+
+if TYPE_CHECKING:
+    from rookery.service.service import Service
+
+__all__ = ["recover", "take_snapshot"]
+
+
+async def take_snapshot(desk: Desk) -> None:
+    """Save what has changed since the last one. No pass may be running."""
+    for model in desk.state.models.values():
+        if _has_weights(model) and model.snapshot_seq != model.next_seq:
+            model.snapshot = await _save(desk, model)
+            model.snapshot_seq = model.next_seq
+    pending = [work.id for work in desk.pending]
+    document = {
+        "state": desk.state.dump(),
+        "futures": desk.futures.dump(),
+        "pending": pending,
+    }
+    # In the same turn of the event loop as the document: entries before it are in there.
+    seq = await desk.wal.begin_snapshot()
+    # A work that was done meanwhile is not queued again: its entry comes after the snapshot's.
+    seqs = [number for work_id in pending if (number := desk.pending.seq(work_id)) is not None]
+    await desk.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
+    desk.metrics.snapshots.inc()
+
+
+async def recover(service: "Service") -> None:
+    """Bring the service to where it was."""
+    desk = service.desk
+    restart = await asyncio.to_thread(desk.wal.read)
+    pending: set[str] = set()
+    if restart.document is not None:
+        desk.state = State.restore(restart.document["state"])
+        desk.futures = Futures.restore(restart.document["futures"])
+        pending = set(restart.document["pending"])
+        await _load_models(desk)
+    for entry in restart.entries:
+        header, body = read_entry(entry.data)
+        if entry.seq > restart.snapshot_seq:
+            await _replay(service, header, body, entry.seq)
+        elif header["entry"] == "command" and header["id"] in pending:
+            service.queue(_command(header, body))
+            desk.pending.set_durable(header["id"], entry.seq)
+    service.start_samples()
+
+
+async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: int) -> None:
+    desk = service.desk
+    match header.pop("entry"):
+        case "command":
+            command = _command(header, body)
+            if is_immediate(command.kind):
+                service.apply(command)
+                return
+            service.enqueue(command).durable.set()
+            desk.pending.set_durable(command.id, seq)
+        case "pass":
+            await service.training.replay(PassRecord.read(header))
+        case "answer":
+            desk.pending.remove(header["id"])
+            result = Result(body, form=header["form"], is_failure=header["is_failure"])
+            desk.futures.finish(header["id"], result)
+        case "snapshot":
+            pass  # the process was killed before the document was durable
+        case other:
+            raise RunError(f"The journal has an entry of the unknown kind {other!r}.")
+
+
+def _command(header: dict[str, Any], body: bytes) -> Command:
+    fields = {key: value for key, value in header.items() if key != "entry"}
+    return Command(body=body, **fields)
+
+
+async def _load_models(desk: Desk) -> None:
+    for model in desk.state.models.values():
+        if not _has_weights(model):
+            continue
+        backend = desk.backend(model.base_model)
+        await backend.trainees.create(model.id, model.lora)
+        folder = desk.wal.run.blobs.path(model.snapshot, verify=True)
+        await backend.trainer.load(model.id, folder / STATE)
+
+
+def _has_weights(model: Model) -> bool:
+    return model.is_live and model.next_seq > 0 and not model.failure
+
+
+async def _save(desk: Desk, model: Model) -> str:
+    blobs = desk.wal.run.blobs
+    with blobs.stage() as folder:
+        await desk.backend(model.base_model).trainer.save(model.id, folder / STATE)
+        return await run_in_thread(blobs.put_folder, folder)

@@ -1,0 +1,13 @@
+"""HTTP: one file per group of paths, each a function from the gate to a router.
+
+gate.py         who is asking, and the body of a request
+sessions.py     config, health, capabilities, sessions, telemetry
+training.py     models, gradients, steps, saving and loading
+sampling.py     sampling sessions and samples
+futures.py      results
+checkpoints.py  training runs, checkpoints, downloads
+plain.py        /api/v1/sample and /api/v1/adapters, for clients without the SDK
+openai.py       /v1 for OpenAI clients
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,219 @@
+"""Training runs and checkpoints: listed, published, given a time to live, deleted, downloaded."""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse, RedirectResponse
+from starlette.background import BackgroundTask
+
+from rookery.service.commands import CheckpointPath, CheckpointTtl
+from rookery.service.exports import write_archive
+from rookery.service.records import Checkpoint, Model
+from rookery.service.refusals import Refusal, bad, missing
+from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.trainer_calls import ADAPTER
+from rookery.service.wire.requests import SetTtl
+
+__all__ = ["make_router"]
+
+URL_S = 3600
+"""How long a download link is good for."""
+_TYPES = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+_ITEM = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+    _add_lists(router, gate)
+    _add_changes(router, gate)
+    _add_downloads(router, gate, Links(secrets.token_bytes(32)))
+    return router
+
+
+def _add_lists(router: APIRouter, gate: Gate) -> None:
+    @router.get("/training_runs")
+    async def runs(tenant: Tenant, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+        own = [model for model in gate.state.models.values() if model.tenant == tenant]
+        own.sort(key=lambda model: model.last_request, reverse=True)
+        page = own[max(offset, 0) :][: max(limit, 0)]
+        rows = [_run_row(gate, model) for model in page]
+        return {"training_runs": rows, "cursor": _cursor(offset, limit, len(own))}
+
+    @router.get("/training_runs/{run_id}")
+    async def run(run_id: str, tenant: Tenant) -> dict[str, Any]:
+        return _run_row(gate, gate.state.run(tenant, run_id))
+
+    @router.get("/training_runs/{run_id}/checkpoints")
+    async def run_checkpoints(run_id: str, tenant: Tenant) -> dict[str, Any]:
+        gate.state.run(tenant, run_id)
+        found = gate.state.own_checkpoints(tenant, now=gate.now())
+        return {"checkpoints": [_row(one) for one in found if one.model_id == run_id]}
+
+    @router.get("/checkpoints")
+    async def checkpoints(tenant: Tenant, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+        found = gate.state.own_checkpoints(tenant, now=gate.now())
+        page = found[max(offset, 0) :][: max(limit, 0)]
+        rows = [_row(one) for one in page]
+        return {"checkpoints": rows, "cursor": _cursor(offset, limit, len(found))}
+
+
+def _add_changes(router: APIRouter, gate: Gate) -> None:
+    change = gate.service.change
+
+    @router.delete(_ITEM, status_code=204)
+    async def delete(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
+        path = CheckpointPath(path=_path(run_id, kind, name))
+        await change("delete_checkpoint", tenant, path)
+        return Response(status_code=204)
+
+    @router.post(f"{_ITEM}/publish", status_code=204)
+    async def publish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
+        path = CheckpointPath(path=_path(run_id, kind, name))
+        await change("publish_checkpoint", tenant, path)
+        return Response(status_code=204)
+
+    @router.delete(f"{_ITEM}/publish", status_code=204)
+    async def unpublish(run_id: str, kind: str, name: str, tenant: Tenant) -> Response:
+        path = CheckpointPath(path=_path(run_id, kind, name))
+        await change("unpublish_checkpoint", tenant, path)
+        return Response(status_code=204)
+
+    @router.put(f"{_ITEM}/ttl", status_code=204)
+    async def set_ttl(run_id: str, kind: str, name: str, body: SetTtl, tenant: Tenant) -> Response:
+        expires = None if body.ttl_seconds is None else gate.now() + body.ttl_seconds
+        ttl = CheckpointTtl(path=_path(run_id, kind, name), expires=expires)
+        await change("set_checkpoint_ttl", tenant, ttl)
+        return Response(status_code=204)
+
+
+def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
+    def found(tenant: str, run_id: str, kind: str, name: str) -> Checkpoint:
+        return gate.state.checkpoint(tenant, _path(run_id, kind, name), now=gate.now())
+
+    @router.get(f"{_ITEM}/external_weights_urls")
+    async def urls(
+        run_id: str, kind: str, name: str, request: Request, tenant: Tenant
+    ) -> dict[str, Any]:
+        checkpoint = found(tenant, run_id, kind, name)
+        folder = gate.service.desk.wal.run.blobs.path(checkpoint.blob) / ADAPTER
+        expires = int(time.time()) + URL_S
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        signed = {
+            file: str(request.url_for("download", token=links.sign(checkpoint.blob, expires)))
+            + f"/{file}"
+            for file in sorted(names)
+        }
+        return {"urls": signed, "expires": _iso(expires)}
+
+    @router.get(f"{_ITEM}/archive")
+    async def archive(
+        run_id: str, kind: str, name: str, request: Request, tenant: Tenant
+    ) -> Response:
+        """SDKs up to 0.35 ask for a tar this way."""
+        checkpoint = found(tenant, run_id, kind, name)
+        expires = int(time.time()) + URL_S
+        token = links.sign(checkpoint.blob, expires)
+        url = str(request.url_for("download_archive", token=token))
+        return RedirectResponse(url, status_code=302, headers={"expires": _iso(expires)})
+
+    @router.get("/download/{token}/archive.tar", name="download_archive")
+    async def download_archive(token: str) -> Response:
+        folder = gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER
+        scratch = Path(tempfile.mkstemp(suffix=".tar")[1])
+        await asyncio.to_thread(write_archive, folder, scratch)
+        return FileResponse(
+            scratch, filename="adapter.tar", background=BackgroundTask(scratch.unlink)
+        )
+
+    @router.get("/download/{token}", name="download", include_in_schema=False)
+    async def download(token: str) -> Response:
+        raise missing("file of", token)
+
+    @router.get("/download/{token}/{file:path}")
+    async def download_file(token: str, file: str) -> Response:
+        folder = (gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER).resolve()
+        path = (folder / file).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise missing("file", file)
+        return FileResponse(path)
+
+
+class Links:
+    """Download links that name a blob, good for a while, without a key: `DIGEST-EXPIRES-SIGN`."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def sign(self, blob: str, expires: int) -> str:
+        return f"{blob}-{expires}-{self._signature(blob, str(expires))}"
+
+    def blob(self, token: str) -> str:
+        """The digest of a link that is still good."""
+        parts = token.split("-")
+        is_real = len(parts) == 3 and hmac.compare_digest(
+            parts[2].encode(), self._signature(parts[0], parts[1]).encode()
+        )
+        if not is_real or int(parts[1]) < time.time():
+            raise Refusal(404, "This download link is not good any more: ask for a new one.")
+        return parts[0]
+
+    def _signature(self, blob: str, expires: str) -> str:
+        return hmac.new(self._secret, f"{blob}-{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _path(run_id: str, kind: str, name: str) -> str:
+    if kind not in _TYPES:
+        raise bad(f"{kind!r:.60} is not a kind of checkpoint: {', '.join(_TYPES)}.")
+    return f"tinker://{run_id}/{kind}/{name}"
+
+
+def _run_row(gate: Gate, model: Model) -> dict[str, Any]:
+    own = gate.state.own_checkpoints(model.tenant, now=gate.now())
+    of_model = [one for one in own if one.model_id == model.id]
+    last = next((one for one in of_model if one.kind == "weights"), None)
+    last_sampler = next((one for one in of_model if one.kind == "sampler_weights"), None)
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base_model,
+        "model_owner": model.tenant,
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "corrupted": bool(model.failure),
+        "last_request_time": _iso(model.last_request),
+        "last_checkpoint": None if last is None else _row(last),
+        "last_sampler_checkpoint": None if last_sampler is None else _row(last_sampler),
+        "user_metadata": model.metadata,
+    }
+
+
+def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": _TYPES[checkpoint.kind],
+        "time": _iso(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.is_public,
+        "user_metadata": checkpoint.metadata,
+        "expires_at": None if checkpoint.expires is None else _iso(checkpoint.expires),
+    }
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat()

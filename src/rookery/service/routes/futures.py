@@ -1,0 +1,90 @@
+"""Results of accepted requests: one at a time, or those of a sampling session together."""
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from rookery.service.futures import Future
+from rookery.service.refusals import bad
+from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.wire.body import PROTOBUF, accepts_protobuf
+from rookery.service.wire.requests import CancelFuture, RetrieveFuture, RetrieveFutures
+from rookery.service.wire.samples import samples_as_json
+from rookery.service.wire.training import outputs_as_json
+from rookery.service.work import Result
+
+__all__ = ["make_router"]
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api/v1", tags=["results"])
+    service = gate.service
+    futures = service.desk.futures
+    limit_s = service.desk.config.poll_s
+
+    @router.post("/retrieve_future")
+    async def retrieve(body: RetrieveFuture, request: Request, tenant: Tenant) -> Response:
+        """The result when it is there within the poll's time; 408 with the place in the queue
+        when it is not."""
+        future = futures.get(body.request_id, tenant=tenant)
+        result = await futures.wait(future, limit_s=limit_s)
+        if result is None:
+            return _pending(gate, future)
+        if result.form == "json":
+            return Response(result.payload, media_type="application/json")
+        if accepts_protobuf(request.headers.get("accept", "")):
+            return Response(result.payload, media_type=PROTOBUF)
+        document = await asyncio.to_thread(_as_json, future, result)
+        return Response(document, media_type="application/json")
+
+    @router.post("/retrieve_futures")
+    async def retrieve_many(body: RetrieveFutures, tenant: Tenant) -> dict[str, Any]:
+        """Which samples of a session are finished since the cursor."""
+        sampler = service.desk.state.sampler(tenant, body.target.sampling_session_id)
+        cursor = _cursor(body.prev_cursor)
+        found, cursor = await futures.finished_since(sampler.id, cursor=cursor, limit_s=limit_s)
+        completions = [
+            {
+                "state": "finished",
+                "request_id": future.id,
+                "response_payload_uncompressed_size": len(future.result.payload),
+            }
+            for future in found
+            if future.result is not None
+        ]
+        return {"completions": completions, "cursor": cursor}
+
+    @router.post("/cancel_future", status_code=204)
+    async def cancel(body: CancelFuture, tenant: Tenant) -> Response:
+        await service.cancel(tenant, body.request_id)
+        return Response(status_code=204)
+
+    return router
+
+
+def _pending(gate: Gate, future: Future) -> Response:
+    state, reason = gate.service.describe(future)
+    document = {
+        "type": "try_again",
+        "request_id": future.id,
+        "queue_state": state,
+        "queue_state_reason": reason,
+    }
+    return Response(json.dumps(document), status_code=408, media_type="application/json")
+
+
+def _as_json(future: Future, result: Result) -> bytes:
+    is_sample = "sample_sequence_ids" in future.reply
+    document = (samples_as_json if is_sample else outputs_as_json)(result.payload)
+    return json.dumps(document).encode()
+
+
+def _cursor(given: int | str | None) -> int:
+    if given is None or given == "":
+        return 0
+    try:
+        return max(int(given), 0)
+    except ValueError as error:
+        raise bad(f"prev_cursor is {given!r:.60}; send the cursor of the last answer.") from error

@@ -1,0 +1,252 @@
+"""`/v1` for OpenAI clients: completions and chats of base models, adapters and checkpoints.
+
+Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so that what was drawn
+can be trained on.
+"""
+
+import time
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rookery.concurrency import together
+from rookery.errors import TaskError
+from rookery.ports import Codec
+from rookery.seeding import stream_seed
+from rookery.service.drawing import Draw
+from rookery.service.refusals import bad
+from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.models import find_source, model_names
+from rookery.service.service import new_id
+from rookery.service.wire.requests import Finite
+from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
+
+__all__ = ["make_router"]
+
+MAX_TOP = 20
+
+
+class _Options(BaseModel):
+    """What both kinds of requests share."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    stop: list[str] | str | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stream: bool = False
+
+    def params(self, *, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            stop=stop,
+            seed=seed,
+            n=self.n,
+            top_logprobs=top_logprobs,
+        )
+
+
+class CompletionRequest(_Options):
+    """Prompts as texts or tokens."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+
+
+class ChatMessage(BaseModel):
+    """One turn."""
+
+    role: str
+    content: str
+
+
+class ChatRequest(_Options):
+    """A chat to be continued."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["openai"])
+
+    @router.get("/models")
+    async def models(tenant: Tenant) -> dict[str, Any]:
+        rows = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "rookery"}
+            for name in model_names(gate, tenant)
+        ]
+        return {"object": "list", "data": rows}
+
+    @router.post("/completions")
+    async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
+        gate.service.admission.check_rate(tenant)
+        codec = _codec(gate, tenant, body)
+        prompts = [codec.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
+        works = [
+            _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
+            for place, prompt in enumerate(prompts)
+        ]
+        answers = await together(works)
+        has_logprobs = body.logprobs is not None
+        choices = [
+            _text_choice(one, codec, prompt, has_logprobs=has_logprobs)
+            for prompt, drawn in zip(prompts, answers, strict=True)
+            for one in drawn
+        ]
+        return _response("text_completion", body.model, choices, prompts)
+
+    @router.post("/chat/completions")
+    async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
+        gate.service.admission.check_rate(tenant)
+        codec = _codec(gate, tenant, body)
+        messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+        try:
+            prompt = codec.encode_chat(messages)
+        except TaskError as error:
+            raise bad(str(error)) from error
+        asked = body.max_completion_tokens or body.max_tokens
+        top = (body.top_logprobs or 0) if body.logprobs else 0
+        drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))
+        choices = [_chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        return _response("chat.completion", body.model, choices, [prompt])
+
+    return router
+
+
+def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
+    if body.stream:
+        raise bad("Answers are not streamed here: leave stream out.")
+    source = find_source(gate, tenant, body.model)
+    return gate.service.desk.backend(source.base_model).codec
+
+
+def _prompts(body: CompletionRequest) -> list[str | TokenIds]:
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(one, int) for one in given):
+        return [tuple(one for one in given if isinstance(one, int))]
+    prompts = [one if isinstance(one, str) else tuple(one) for one in given if one != 0]  # type: ignore[arg-type]
+    if not prompts or not all(prompts):
+        raise bad("prompt is empty: give a text, tokens, or a list of them.")
+    return prompts
+
+
+async def _complete(
+    gate: Gate,
+    tenant: str,
+    body: _Options,
+    prompt: TokenIds,
+    asked: tuple[int | None, int, int],
+) -> tuple[Completion, ...]:
+    """`asked`: the most tokens, the most likely tokens to report, the place of the prompt."""
+    max_tokens, top_logprobs, place = asked
+    source = find_source(gate, tenant, body.model)
+    request_id = new_id("cmpl")
+    drawing = gate.service.drawing
+    limit = drawing.max_tokens(source.base_model, asked=max_tokens, num_prompt=len(prompt))
+    seed = stream_seed(0, request_id) if body.seed is None else stream_seed(body.seed, place)
+    draw = Draw(
+        id=request_id,
+        tenant=tenant,
+        base_model=source.base_model,
+        blob=source.blob,
+        prompt=prompt,
+        params=body.params(max_tokens=limit, seed=seed, top_logprobs=top_logprobs),
+    )
+    completions, _ = await drawing.draw(draw)
+    return completions
+
+
+def _text_choice(
+    one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "text": one.text,
+        "finish_reason": one.finish_reason,
+        "token_ids": list(one.tokens),
+        "prompt_token_ids": list(prompt),
+        "logprobs": None,
+    }
+    if has_logprobs:
+        texts = [codec.decode((token,)) for token in one.tokens]
+        tops = [{codec.decode((t,)): lp for t, lp in row} for row in one.top_logprobs]
+        choice["logprobs"] = {
+            "tokens": texts,
+            "token_logprobs": list(one.logprobs),
+            "top_logprobs": tops or None,
+            "text_offset": _offsets(texts),
+        }
+    return choice
+
+
+def _chat_choice(
+    one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "message": {"role": "assistant", "content": one.text},
+        "finish_reason": one.finish_reason,
+        "token_ids": list(one.tokens),
+        "prompt_token_ids": list(prompt),
+        "logprobs": None,
+    }
+    if has_logprobs:
+        rows: list[TopLogprobs] = list(one.top_logprobs) or [()] * len(one.tokens)
+        choice["logprobs"] = {
+            "content": [
+                {**_token(codec, token, lp), "top_logprobs": [_token(codec, *pair) for pair in row]}
+                for token, lp, row in zip(one.tokens, one.logprobs, rows, strict=True)
+            ]
+        }
+    return choice
+
+
+def _token(codec: Codec, token: int, logprob: float) -> dict[str, Any]:
+    text = codec.decode((token,))
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _offsets(texts: list[str]) -> list[int]:
+    offsets, place = [], 0
+    for text in texts:
+        offsets.append(place)
+        place += len(text)
+    return offsets
+
+
+def _response(
+    kind: Literal["text_completion", "chat.completion"],
+    model: str,
+    choices: list[dict[str, Any]],
+    prompts: list[TokenIds],
+) -> dict[str, Any]:
+    num_prompt = sum(map(len, prompts))
+    num_drawn = sum(len(choice["token_ids"]) for choice in choices)
+    return {
+        "id": new_id("cmpl"),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": place, **choice} for place, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_drawn,
+            "total_tokens": num_prompt + num_drawn,
+        },
+    }

@@ -1,0 +1,229 @@
+"""For clients without the SDK: texts in, texts out, and adapters by name.
+
+POST   /api/v1/sample      {"prompts": ["Once upon a time"], "sampling_params": {...}}
+POST   /api/v1/adapters    {"adapter_id": "poet", "lora_path": "/adapters/poet"}
+GET    /api/v1/adapters
+DELETE /api/v1/adapters/poet
+"""
+
+import base64
+import binascii
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from rookery.concurrency import run_in_thread, together
+from rookery.seeding import stream_seed
+from rookery.service.commands import AdapterId, NewAdapter
+from rookery.service.drawing import Draw
+from rookery.service.refusals import Refusal, bad
+from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.models import find_source
+from rookery.service.service import new_id
+from rookery.service.trainer_calls import ADAPTER
+from rookery.service.wire.requests import Finite, Prompt
+from rookery.service.wire.samples import PromptScores
+from rookery.types import Completion, SamplingParams, TokenIds
+
+__all__ = ["make_router"]
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+MAX_PROMPTS = 1024
+
+
+class PlainOptions(BaseModel):
+    """How to draw; min_p is beyond what the SDK can send."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int | None = Field(default=16, ge=1)
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    stop: list[str] | str = []
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+
+class PlainSample(BaseModel):
+    """Prompts as texts or as tokens, and which model continues them."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    prompts: list[str | list[int]] = Field(default=[], max_length=MAX_PROMPTS)
+    prompt: Prompt | None = None
+    model_id: str | None = None
+    """A registered adapter, a tinker:// path or a base model; by default the first base model."""
+    adapter_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    num_samples: int | None = Field(default=None, ge=1, le=1024)
+    prompt_logprobs: bool = False
+    sampling_params: PlainOptions = PlainOptions()
+
+
+class AdapterUpload(BaseModel):
+    """A PEFT folder: a path on the server under a folder the operator lists, or its two files."""
+
+    adapter_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    lora_path: str | None = None
+    adapter_config: dict[str, Any] | None = None
+    adapter_model: str | None = None
+    """The safetensors file, base64."""
+    base_model: str | None = None
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api/v1", tags=["plain"])
+
+    @router.post("/sample")
+    async def sample(body: PlainSample, tenant: Tenant) -> dict[str, Any]:
+        """`n` completions of every prompt, in order, as texts and as tokens."""
+        gate.service.admission.check_rate(tenant)
+        name = body.model_id or body.adapter_id or body.model_path or body.base_model
+        source = find_source(gate, tenant, name)
+        codec = gate.service.desk.backend(source.base_model).codec
+        prompts = [codec.encode(p) if isinstance(p, str) else tuple(p) for p in body.prompts]
+        if body.prompt is not None:
+            prompts.append(tuple(t for chunk in body.prompt.chunks for t in chunk.tokens))
+        if not prompts or not all(prompts):
+            raise bad("Give prompts: a list of texts, or of lists of tokens, none of them empty.")
+        draws = [
+            _draw(gate, tenant, (source.base_model, source.blob), prompt, (body, place))
+            for place, prompt in enumerate(prompts)
+        ]
+        answers = await together(gate.service.drawing.draw(draw) for draw in draws)
+        return _answer(answers)
+
+    @router.post("/adapters", status_code=201)
+    async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
+        gate.service.admission.check_rate(tenant)
+        gate.service.admission.check_checkpoints(tenant)
+        base_model = body.base_model or next(iter(gate.service.desk.backends))
+        backend = gate.service.desk.backend(base_model)
+        blobs = gate.service.desk.wal.run.blobs
+        async with gate.service.blob_lock:
+            blob = await run_in_thread(_store, gate, body)
+            # Loaded once to see that it fits; samples load it again when they need it.
+            ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
+            await backend.folders.unload(ref)
+            adapter = NewAdapter(
+                adapter_id=body.adapter_id,
+                base_model=base_model,
+                blob=blob,
+                lora_path=body.lora_path or "upload",
+            )
+            return await gate.service.change("register_adapter", tenant, adapter)
+
+    @router.get("/adapters")
+    async def adapters(tenant: Tenant) -> list[dict[str, str]]:
+        return [
+            {"adapter_id": one.adapter_id, "lora_path": one.lora_path}
+            for one in gate.state.adapters.values()
+            if one.tenant == tenant
+        ]
+
+    @router.delete("/adapters/{adapter_id}", status_code=204)
+    async def unregister(adapter_id: str, tenant: Tenant) -> Response:
+        await gate.service.change("remove_adapter", tenant, AdapterId(adapter_id=adapter_id))
+        return Response(status_code=204)
+
+    return router
+
+
+def _draw(
+    gate: Gate,
+    tenant: str,
+    model: tuple[str, str],
+    prompt: TokenIds,
+    asked: tuple[PlainSample, int],
+) -> Draw:
+    body, place = asked
+    options = body.sampling_params
+    request_id = new_id("plain")
+    max_tokens = gate.service.drawing.max_tokens(
+        model[0], asked=options.max_tokens, num_prompt=len(prompt)
+    )
+    seed = stream_seed(0, request_id) if options.seed is None else stream_seed(options.seed, place)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=max(options.top_k, 0),
+        min_p=options.min_p,
+        stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop),
+        seed=seed,
+        n=body.num_samples or options.n,
+    )
+    return Draw(
+        id=request_id,
+        tenant=tenant,
+        base_model=model[0],
+        blob=model[1],
+        prompt=prompt,
+        params=params,
+        scored=len(prompt) if body.prompt_logprobs else 0,
+    )
+
+
+def _answer(answers: list[tuple[tuple[Completion, ...], PromptScores]]) -> dict[str, Any]:
+    completions = [one for completions, _ in answers for one in completions]
+    scores = [None if s.logprobs is None else list(s.logprobs) for _, s in answers]
+    has_scores = any(row is not None for row in scores)
+    return {
+        "sequences": [
+            {
+                "stop_reason": one.finish_reason,
+                "tokens": list(one.tokens),
+                "logprobs": list(one.logprobs),
+            }
+            for one in completions
+        ],
+        "completions": [one.text for one in completions],
+        "prompt_logprobs": scores if has_scores else None,
+    }
+
+
+def _store(gate: Gate, body: AdapterUpload) -> str:
+    """The digest of its files. Waits for the disk."""
+    if (body.lora_path is None) == (body.adapter_model is None):
+        raise bad("Give lora_path, or adapter_config and adapter_model, and not both.")
+    files = _read_path(gate, body.lora_path) if body.lora_path else _read_upload(body)
+    blobs = gate.service.desk.wal.run.blobs
+    with blobs.stage() as staged:
+        (staged / ADAPTER).mkdir()
+        for name, data in files.items():
+            (staged / ADAPTER / name).write_bytes(data)
+        return blobs.put_folder(staged)
+
+
+def _read_path(gate: Gate, lora_path: str) -> dict[str, bytes]:
+    folder = Path(lora_path).resolve()
+    allowed = gate.service.desk.config.adapter_folders
+    if not any(folder.is_relative_to(root.resolve()) for root in allowed):
+        roots = ", ".join(map(str, allowed)) or "none"
+        raise bad(
+            f"Adapters may be read from the folders that the operator lists ({roots}): upload the "
+            "files as adapter_config and adapter_model, or ask for adapter_folders to be set."
+        )
+    if not folder.exists():
+        raise bad(f"LoRA path does not exist: {lora_path}")
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise bad(f"{lora_path} has no {missing[0]}: save the adapter with PEFT's save_pretrained.")
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+def _read_upload(body: AdapterUpload) -> dict[str, bytes]:
+    if body.adapter_config is None or body.adapter_model is None:
+        raise Refusal(422, "An upload has adapter_config (JSON) and adapter_model (base64).")
+    try:
+        weights = base64.b64decode(body.adapter_model, validate=True)
+    except binascii.Error as error:
+        raise bad(f"adapter_model is not base64: {error}.") from error
+    config = json.dumps(body.adapter_config).encode()
+    return dict(zip(FILES, (config, weights), strict=True))

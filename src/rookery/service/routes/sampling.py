@@ -1,0 +1,56 @@
+"""Sampling: sessions that name what is drawn from, and samples."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from rookery.service.refusals import bad
+from rookery.service.routes.gate import Body, Gate, Tenant
+from rookery.service.sampling import read_draw
+from rookery.service.wire.requests import CreateSamplingSession, JoinSamplingSession, Sample
+
+__all__ = ["make_router"]
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api/v1", tags=["sampling"])
+    service, desk = gate.service, gate.service.desk
+
+    @router.post("/create_sampling_session")
+    async def create(body: CreateSamplingSession, tenant: Tenant) -> dict[str, Any]:
+        service.admission.check_rate(tenant)
+        if bool(body.base_model) == bool(body.model_path):
+            raise bad("Give base_model or model_path, and not both.")
+        if body.base_model:
+            desk.backend(body.base_model)
+        return await service.change("create_sampling_session", tenant, body)
+
+    @router.post("/join_sampling_session")
+    async def join(body: JoinSamplingSession, tenant: Tenant) -> dict[str, Any]:
+        return await service.change("join_sampling_session", tenant, body)
+
+    @router.get("/samplers/{sampler_id}")
+    async def sampler_info(sampler_id: str, tenant: Tenant) -> dict[str, Any]:
+        sampler = desk.state.sampler(tenant, sampler_id)
+        tokenizer = desk.backend(sampler.base_model).tokenizer
+        return {
+            "sampler_id": sampler.id,
+            "base_model": tokenizer,
+            "model_path": sampler.path or None,
+        }
+
+    @router.post("/asample")
+    async def asample(body: Sample, tenant: Tenant) -> dict[str, Any]:
+        service.admission.check_rate(tenant)
+        service.admission.check_sample(body)
+        if not body.sampling_session_id:
+            raise bad("Give sampling_session_id, as create_sampling_session answers it.")
+        sampler = desk.state.sampler(tenant, body.sampling_session_id)
+        seq = gate.sample_number(body.seq_id)
+        data = body.model_dump_json(exclude_none=True).encode()
+        content = Body(data, base_model=sampler.base_model)
+        command = gate.work("sample", tenant, content, owner=sampler.id, seq=seq)
+        read_draw(desk, service.drawing, command)  # refuses what can never be drawn
+        return await service.accept(command)
+
+    return router

@@ -1,0 +1,180 @@
+"""Training: models, gradients, optimizer steps, saving and loading."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from rookery.service.records import Model
+from rookery.service.refusals import bad
+from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
+from rookery.service.wire.body import PROTOBUF, inflate, parse_json
+from rookery.service.wire.losses import train_request
+from rookery.service.wire.requests import (
+    CopyWeights,
+    CreateModel,
+    GetInfo,
+    LoadWeights,
+    OptimStepRequest,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+    WeightsInfo,
+)
+from rookery.service.wire.training import TrainCall, read_train_json, read_train_proto
+
+__all__ = ["make_router"]
+
+INLINE_BYTES = 1 << 15
+"""Larger bodies are read in a thread."""
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(prefix="/api/v1", tags=["training"])
+    _add_models(router, gate)
+    _add_gradients(router, gate)
+    _add_weights(router, gate)
+    return router
+
+
+def _add_models(router: APIRouter, gate: Gate) -> None:
+    desk = gate.service.desk
+
+    @router.post("/create_model")
+    async def create_model(body: CreateModel, tenant: Tenant) -> dict[str, Any]:
+        gate.service.admission.check_rate(tenant)
+        session = desk.state.session(tenant, body.session_id)
+        desk.backend(body.base_model)
+        shape = body.lora_config
+        if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
+            kind = body.optimizer_config.type
+            raise bad(f"The optimizer {kind!r:.60} is not there: this service has adamw.")
+        if not (shape.train_attn or shape.train_mlp or shape.train_unembed):
+            raise bad("Nothing is to be trained: set train_attn, train_mlp or train_unembed.")
+        model_id = f"{session.id}:train:{body.model_seq_id}"
+        data = body.model_dump_json(exclude_none=True).encode()
+        content = Body(data, base_model=body.base_model)
+        command = gate.work("create_model", tenant, content, owner=model_id, seq=0)
+        return await gate.service.accept(command)
+
+    @router.post("/get_info")
+    async def get_info(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
+        model = desk.state.run(tenant, body.model_id)
+        tokenizer = desk.backend(model.base_model).tokenizer
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": {"model_name": model.base_model, "tokenizer_id": tokenizer},
+            "optimizer_config": {"type": "adamw"},
+            "is_lora": True,
+            "lora_rank": model.lora.rank,
+            "model_name": model.base_model,
+        }
+
+    @router.post("/weights_info")
+    async def weights_info(body: WeightsInfo, tenant: Tenant) -> dict[str, Any]:
+        now = gate.now()
+        found = desk.state.checkpoint(tenant, body.tinker_path, now=now)
+        return {
+            "base_model": found.base_model,
+            "is_lora": True,
+            "lora_rank": found.lora.rank,
+            "train_unembed": found.lora.train_unembed,
+            "train_mlp": found.lora.train_mlp,
+            "train_attn": found.lora.train_attn,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    @router.post("/create_custom_loss")
+    async def create_custom_loss(_: Tenant) -> dict[str, Any]:
+        raise bad("Losses of your own are computed by the client: forward_backward_custom does it.")
+
+
+def _add_gradients(router: APIRouter, gate: Gate) -> None:
+    desk = gate.service.desk
+
+    @router.post("/forward_backward")
+    @router.post("/forward", include_in_schema=False)
+    async def forward_backward(request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Gradients (or, with forward_only, none) of a model on data: protobuf or JSON."""
+        gate.service.admission.check_rate(tenant)
+        raw = await request.body()
+        encoding = request.headers.get("content-encoding", "")
+        is_proto = request.headers.get("content-type", "").startswith(PROTOBUF)
+
+        def read() -> tuple[TrainCall, Body]:
+            body = inflate(raw, encoding=encoding, limit_bytes=gate.body_bytes)
+            call, content = _read(body, is_proto=is_proto)
+            model = desk.state.model(tenant, call.model_id)
+            context = desk.backend(model.base_model).engine.context_tokens
+            train_request(call, context_tokens=context)
+            return call, content
+
+        is_short = len(raw) <= INLINE_BYTES and not encoding
+        call, content = read() if is_short else await asyncio.to_thread(read)
+        seq = gate.number(call.model_id, call.seq_id)
+        kind = "forward" if call.forward_only else "forward_backward"
+        command = gate.work(kind, tenant, content, owner=call.model_id, seq=seq)
+        return await gate.service.accept(command)
+
+    @router.post("/optim_step")
+    async def optim_step(body: OptimStepRequest, tenant: Tenant) -> dict[str, Any]:
+        if body.adam_params is None and body.optimizer_params is not None:
+            kind = body.optimizer_params.get("type")
+            raise bad(f"The optimizer {kind!r:.60} is not there: send adam_params.")
+        return await _accept(gate, "optim_step", tenant, body)
+
+
+def _add_weights(router: APIRouter, gate: Gate) -> None:
+    admission = gate.service.admission
+
+    @router.post("/save_weights")
+    async def save_weights(body: SaveWeights, tenant: Tenant) -> dict[str, Any]:
+        admission.check_checkpoints(tenant)
+        return await _accept(gate, "save_weights", tenant, body)
+
+    @router.post("/save_weights_for_sampler")
+    async def save_for_sampler(body: SaveForSampler, tenant: Tenant) -> dict[str, Any]:
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise bad("Give a path to save under, or sampling_session_seq_id, and not both.")
+        admission.check_checkpoints(tenant)
+        return await _accept(gate, "save_weights_for_sampler", tenant, body)
+
+    @router.post("/save_weights_external")
+    async def save_external(body: SaveExternal, tenant: Tenant) -> dict[str, Any]:
+        admission.check_checkpoints(tenant)
+        if body.age_encryption_recipients:
+            await asyncio.to_thread(gate.check_recipients, body.age_encryption_recipients)
+        return await _accept(gate, "save_weights_external", tenant, body)
+
+    @router.post("/load_weights")
+    async def load_weights(body: LoadWeights, tenant: Tenant) -> dict[str, Any]:
+        gate.service.desk.state.checkpoint(tenant, body.path, now=gate.now())
+        return await _accept(gate, "load_weights", tenant, body)
+
+    @router.post("/copy_weights")
+    async def copy_weights(body: CopyWeights, tenant: Tenant) -> dict[str, Any]:
+        admission.check_checkpoints(tenant)
+        return await gate.service.change("copy_weights", tenant, body)
+
+
+async def _accept(gate: Gate, kind: str, tenant: str, body: BaseModel) -> dict[str, Any]:
+    """A JSON request of a model, in its turn."""
+    gate.service.admission.check_rate(tenant)
+    fields = body.model_dump(include={"model_id", "seq_id"})
+    model: Model = gate.service.desk.state.model(tenant, fields["model_id"])
+    seq = gate.number(model.id, fields["seq_id"])
+    return await gate.service.accept(gate.command(kind, tenant, body, owner=model.id, seq=seq))
+
+
+def _read(body: bytes, *, is_proto: bool) -> tuple[TrainCall, Body]:
+    if is_proto:
+        call, canonical = read_train_proto(body)
+        digest = digest_of(canonical)
+    else:
+        call, digest = read_train_json(parse_json(body)), digest_of(body)
+    form = Body(
+        body, form="proto" if is_proto else "json", tokens=max(call.num_tokens, 1), digest=digest
+    )
+    return call, form

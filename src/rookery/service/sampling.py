@@ -1,0 +1,113 @@
+"""Accepted samples -> the engine -> results, each in a task of its own that waits for its turn."""
+
+import asyncio
+
+from rookery.errors import EngineDownError, FleetDownError, RookeryError, ServiceError, boundary
+from rookery.seeding import stream_seed
+from rookery.service.desk import Desk
+from rookery.service.drawing import Draw, Drawing
+from rookery.service.wire.requests import Sample
+from rookery.service.wire.samples import (
+    encode_samples,
+    prompt_tokens,
+    sampling_params,
+    target_tokens,
+)
+from rookery.service.work import Command, Result, failed
+
+__all__ = ["Samples", "read_draw"]
+
+
+class Samples:
+    """The samples that wait or are drawn. The task group ends them with the service."""
+
+    def __init__(self, desk: Desk, drawing: Drawing) -> None:
+        self._desk = desk
+        self._drawing = drawing
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, work: Command, group: asyncio.TaskGroup) -> None:
+        task = group.create_task(self._answer(work), name=work.id)
+        self._tasks[work.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(work.id, None))
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks.values())
+
+    async def cancel(self, work: Command) -> None:
+        """Give a sample up: its result says so."""
+        if (task := self._tasks.get(work.id)) is not None:
+            task.cancel()
+        await self._finish(work, failed("The sample was cancelled by its client.", "user"))
+
+    def describe(self, work: Command) -> tuple[str, str]:
+        """Its queue state and a sentence."""
+        place = self._drawing.turns.place(work.id)
+        if place is None:
+            return "active", "It is being drawn."
+        sentence = f"Place {place.ahead + 1} of {self._drawing.turns.num_waiting} for samples."
+        return "paused_capacity" if place.ahead else "active", sentence
+
+    async def _answer(self, work: Command) -> None:
+        try:
+            with boundary(ServiceError, "Drawing the sample failed"):
+                draw = read_draw(self._desk, self._drawing, work)
+                completions, scores = await self._drawing.draw(draw)
+                payload = await asyncio.to_thread(
+                    encode_samples, completions, scores, top_k=draw.params.top_logprobs
+                )
+            result = Result(payload, form="proto")
+        except (EngineDownError, FleetDownError) as error:
+            result = failed(str(error), "server")
+        except RookeryError as error:
+            result = failed(str(error), "user")
+        await self._finish(work, result)
+
+    async def _finish(self, work: Command, result: Result) -> None:
+        """Once: who comes second, the drawing or the cancelling, changes nothing."""
+        if not self._desk.pending.remove(work.id):
+            return
+        header = {
+            "entry": "answer",
+            "id": work.id,
+            "form": result.form,
+            "is_failure": result.is_failure,
+        }
+        await self._desk.wal.append(header, result.payload)
+        self._desk.futures.finish(work.id, result)
+
+
+def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
+    """What an accepted sample asks for; a refusal when it can never be drawn.
+
+    Without a seed of its own a sample gets one from its id, so that it is drawn alike after a
+    restart.
+    """
+    request = Sample.model_validate_json(work.body)
+    prompt = prompt_tokens(request)
+    sampler = desk.state.sampler(work.tenant, work.owner)
+    options = request.sampling_params
+    max_tokens = drawing.max_tokens(
+        sampler.base_model, asked=options.max_tokens, num_prompt=len(prompt)
+    )
+    has_scores = request.prompt_logprobs or request.topk_prompt_logprobs
+    seed = stream_seed(0, work.id) if options.seed is None else options.seed & (2**63 - 1)
+    return Draw(
+        id=work.id,
+        tenant=work.tenant,
+        base_model=sampler.base_model,
+        blob=sampler.blob,
+        prompt=prompt,
+        params=sampling_params(
+            options,
+            n=request.num_samples,
+            seed=seed,
+            max_tokens=max_tokens,
+            top_logprobs=request.topk_sample_logprobs,
+        ),
+        scored=(request.prompt_logprobs_last_n or len(prompt)) if has_scores else 0,
+        top_k=request.topk_prompt_logprobs,
+        targets=target_tokens(request, num_prompt=len(prompt)),
+        alternatives=request.prompt_alt_tokens_k,
+    )

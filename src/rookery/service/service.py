@@ -1,0 +1,288 @@
+"""Service: accepts requests, keeps them durable, and joins the loops that do them.
+
+    async with open_service(run, backends, config) as service:
+        reply = await service.change("create_session", tenant, request)
+        reply = await service.accept(command)
+
+| part          | does                                                        |
+|---------------|-------------------------------------------------------------|
+| `change`      | requests that are done when they are accepted               |
+| `accept`      | requests that take their turn, once each                    |
+| training loop | one task: passes of all models                              |
+| samples       | one task each                                               |
+| housekeeping  | one task: sessions without heartbeat, expired checkpoints   |
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel
+
+from rookery.concurrency import run_in_thread, task_group
+from rookery.runs import Run
+from rookery.service.backend import Backend
+from rookery.service.commands import CheckpointPath, EndSession, apply
+from rookery.service.config import ServiceConfig
+from rookery.service.desk import Desk
+from rookery.service.drawing import Drawing
+from rookery.service.futures import Future
+from rookery.service.limits import Admission
+from rookery.service.metrics import Metrics
+from rookery.service.records import Model
+from rookery.service.recovery import recover, take_snapshot
+from rookery.service.refusals import bad
+from rookery.service.sampling import Samples
+from rookery.service.training import TrainingLoop
+from rookery.service.wal import Wal
+from rookery.service.wire.requests import CreateModel, Sample
+from rookery.service.work import Command, failed
+from rookery.types import LoraShape
+
+__all__ = ["Service", "new_id", "open_service"]
+
+HOUSEKEEPING_S = 10.0
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+class Service:
+    """What the routes call. Made by `open_service`."""
+
+    def __init__(self, desk: Desk, group: asyncio.TaskGroup) -> None:
+        self.desk = desk
+        self.training = TrainingLoop(desk)
+        self.drawing = Drawing(desk)
+        self.samples = Samples(desk, self.drawing)
+        self.admission = Admission(desk)
+        self.blob_lock = asyncio.Lock()
+        """Held by who stores a blob and has not named it in the state yet, and while unused blobs
+        are deleted."""
+        self._group = group
+        self._is_open = False
+        """False while what happened before a restart is repeated."""
+        self._seen: dict[str, float] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
+        """Do a request that is done at once; its reply."""
+        command = Command(
+            kind=kind,
+            id=new_id("session" if kind == "create_session" else "change"),
+            tenant=tenant,
+            time=time.time(),
+            body=request.model_dump_json().encode(),
+        )
+        reply = self.apply(command)
+        await asyncio.shield(self._log(command))
+        return reply
+
+    def apply(self, command: Command) -> dict[str, Any]:
+        """Change the state, now or after a restart."""
+        if command.kind != "end_session":
+            return apply(self.desk.state, command)
+        session_id = EndSession.model_validate_json(command.body).session_id
+        samplers = [s.id for s in self.desk.state.samplers.values() if s.session_id == session_id]
+        reply = apply(self.desk.state, command)
+        self._end_session(session_id, samplers)
+        return reply
+
+    async def accept(self, command: Command) -> dict[str, Any]:
+        """Have a request done in its turn, once: who sends it again gets the same reply."""
+        future = self.desk.futures.find(command.key, digest=command.digest) if command.key else None
+        if future is None:
+            self.admission.check(command)
+            self._check_number(command)
+            future = self.enqueue(command)
+            logged = self._log(command)
+            logged.add_done_callback(lambda done: self._logged(command, future, done))
+            await asyncio.shield(logged)
+        await future.durable.wait()
+        return future.reply
+
+    def enqueue(self, command: Command) -> Future:
+        """Put a request into its queue, now or after a restart."""
+        future = Future(
+            id=command.id,
+            tenant=command.tenant,
+            key=command.key,
+            digest=command.digest,
+            owner=command.owner,
+            reply=_reply(command),
+        )
+        self.desk.futures.add(future)
+        self.queue(command)
+        return future
+
+    def queue(self, command: Command) -> None:
+        """The same for a request whose future is there."""
+        if command.kind == "create_model" and command.owner not in self.desk.state.models:
+            self.desk.state.models[command.owner] = _new_model(command)
+        self.desk.pending.add(command)
+        if command.kind != "sample":
+            self.training.add(command)
+        elif self._is_open:
+            self.samples.add(command, self._group)
+
+    def start_samples(self) -> None:
+        """Draw those that were accepted before a restart, now that it is known which are done."""
+        self._is_open = True
+        for work in self.desk.pending:
+            if work.kind == "sample":
+                self.samples.add(work, self._group)
+
+    def describe(self, future: Future) -> tuple[str, str]:
+        """Where an unfinished request is: its queue state and a sentence."""
+        work = self.desk.pending.get(future.id)
+        if work is None:
+            return "active", "It is being stored."
+        return (self.samples if work.kind == "sample" else self.training).describe(work)
+
+    async def cancel(self, tenant: str, request_id: str) -> None:
+        """Give a sample up; requests of other kinds are done all the same."""
+        future = self.desk.futures.get(request_id, tenant=tenant)
+        work = self.desk.pending.get(future.id)
+        if work is not None and work.kind == "sample":
+            await self.samples.cancel(work)
+
+    def heartbeat(self, tenant: str, session_id: str) -> None:
+        self.desk.state.session(tenant, session_id)
+        self._seen[session_id] = time.monotonic()
+
+    async def snapshot(self) -> None:
+        """Take a snapshot. Called between passes."""
+        await take_snapshot(self.desk)
+        async with self.blob_lock:
+            keep = set(self.desk.state.blobs())
+            await run_in_thread(self.desk.wal.prune, keep=keep)
+
+    async def keep_house(self) -> None:
+        """End what nobody uses any more, until cancelled."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            await self._end_silent_sessions()
+            now = time.time()
+            for found in list(self.desk.state.checkpoints.values()):
+                if found.expires is not None and found.expires <= now:
+                    path = CheckpointPath(path=found.path)
+                    await self.change("delete_checkpoint", found.tenant, path)
+            self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+            if self.training.is_snapshot_due:
+                self.training.wake()
+            self.show_queues()
+
+    def show_queues(self) -> None:
+        """Update the gauges."""
+        metrics = self.desk.metrics
+        metrics.waiting.labels("training").set(self.training.num_waiting)
+        metrics.waiting.labels("sampling").set(self.drawing.turns.num_waiting)
+        metrics.models.set(sum(model.is_live for model in self.desk.state.models.values()))
+
+    async def watch(self) -> None:
+        """Ends with the error of the journal, if it has one: nothing can be promised after it."""
+        await self._failed
+
+    async def _end_silent_sessions(self) -> None:
+        limit = time.monotonic() - self.desk.config.session_s
+        for session in list(self.desk.state.sessions.values()):
+            if not session.is_over and self._seen.setdefault(session.id, time.monotonic()) < limit:
+                ended = EndSession(session_id=session.id)
+                await self.change("end_session", session.tenant, ended)
+
+    def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
+        self._seen.pop(session_id, None)
+        for sampler_id in samplers:
+            self.desk.futures.end_owner(sampler_id)
+        for model in self.desk.state.models_of(session_id):
+            for work in self.training.end_model(model.id):
+                self.desk.pending.remove(work.id)
+                sentence = "The session ended before an earlier request of this model came."
+                self.desk.futures.finish(work.id, failed(sentence, "user"))
+            self.desk.futures.end_owner(model.id)
+
+    def _check_number(self, command: Command) -> None:
+        if command.kind == "sample":
+            return
+        expected = self.training.lane(command.owner).next_seq
+        if command.seq < expected:
+            raise bad(
+                f"Request {command.seq} of {command.owner} was done before, and its result is not "
+                f"kept any more: the next one is {expected}."
+            )
+
+    def _log(self, command: Command) -> "asyncio.Future[list[int]]":
+        return self.desk.wal.append_command(command)
+
+    def _logged(self, command: Command, future: Future, done: "asyncio.Future[list[int]]") -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            future.reply = {}
+            self.desk.futures.drop(future)
+            if not self._failed.done():
+                self._failed.set_exception(error)
+        elif not done.cancelled():
+            self.desk.pending.set_durable(command.id, done.result()[0])
+        future.durable.set()
+
+
+@asynccontextmanager
+async def open_service(
+    run: Run, backends: Mapping[str, Backend], config: ServiceConfig
+) -> AsyncIterator[Service]:
+    """The service, running inside the block, with all that was accepted before a restart."""
+    wal = await run_in_thread(Wal, run)
+    desk = Desk(config=config, backends=backends, wal=wal, metrics=Metrics())
+    async with task_group() as group:
+        service = Service(desk, group)
+        await recover(service)
+        training = group.create_task(service.training.run(service.snapshot), name="training")
+        others = [
+            group.create_task(service.keep_house(), name="housekeeping"),
+            group.create_task(service.watch(), name="journal"),
+        ]
+        try:
+            yield service
+        finally:
+            # A call of the trainer runs to its end, and must be in the journal when it has.
+            service.training.stop()
+            await asyncio.wait([training])
+            for task in (*others, *service.samples.tasks):
+                task.cancel()
+    await take_snapshot(desk)
+
+
+def _reply(command: Command) -> dict[str, Any]:
+    """What the client is told when its request is accepted."""
+    reply: dict[str, Any] = {"request_id": command.id}
+    if command.kind != "sample":
+        return {**reply, "model_id": command.owner}
+    request = Sample.model_validate_json(command.body)
+    names = [f"{command.owner}:{command.seq}:{place}" for place in range(request.num_samples)]
+    return {**reply, "sample_sequence_ids": names}
+
+
+def _new_model(command: Command) -> Model:
+    request = CreateModel.model_validate_json(command.body)
+    shape = request.lora_config
+    seed = shape.seed if shape.seed is not None else int(command.digest[:12], 16)
+    return Model(
+        id=command.owner,
+        session_id=request.session_id,
+        tenant=command.tenant,
+        base_model=request.base_model,
+        lora=LoraShape(
+            rank=shape.rank,
+            seed=seed,
+            train_attn=shape.train_attn,
+            train_mlp=shape.train_mlp,
+            train_unembed=shape.train_unembed,
+        ),
+        created=command.time,
+        last_request=command.time,
+        metadata=request.user_metadata,
+    )

@@ -1,0 +1,146 @@
+"""Everything the service knows of its tenants, in memory; one document saves and restores it.
+
+Lookups name the tenant: what another tenant has looks as if it did not exist.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rookery.service.records import (
+    Checkpoint,
+    Model,
+    RegisteredAdapter,
+    SamplingSession,
+    Session,
+)
+from rookery.service.refusals import Refusal, bad, missing
+from rookery.types import LoraShape
+
+__all__ = ["State"]
+
+_PATH = re.compile(
+    r"tinker://(?P<model>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)"
+)
+
+
+class State:
+    """Sessions, models, sampling sessions, checkpoints and adapters of all tenants."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.checkpoints: dict[str, Checkpoint] = {}
+        """By path."""
+        self.adapters: dict[tuple[str, str], RegisteredAdapter] = {}
+        """By tenant and adapter id."""
+
+    def session(self, tenant: str, session_id: str) -> Session:
+        """One that is not over."""
+        session = self.sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise missing("session", session_id)
+        if session.is_over:
+            raise Refusal(410, f"The session {session_id} is over: make a new ServiceClient.")
+        return session
+
+    def model(self, tenant: str, model_id: str) -> Model:
+        """One that can be trained."""
+        model = self.run(tenant, model_id)
+        if not model.is_live:
+            raise bad(
+                f"The session of model {model_id} is over, and its training with it: go on from a "
+                "checkpoint with create_training_client_from_state."
+            )
+        return model
+
+    def run(self, tenant: str, model_id: str) -> Model:
+        """A model, also after its session."""
+        model = self.models.get(model_id)
+        if model is None or model.tenant != tenant:
+            raise missing("model", model_id)
+        return model
+
+    def sampler(self, tenant: str, sampler_id: str) -> SamplingSession:
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.tenant != tenant:
+            raise missing("sampling session", sampler_id)
+        return sampler
+
+    def checkpoint(self, tenant: str, path: str, *, now: float, own: bool = False) -> Checkpoint:
+        """The tenant's own or, unless `own`, a published one."""
+        if _PATH.fullmatch(path) is None:
+            raise bad(
+                f"{path!r:.300} is not a checkpoint: write "
+                "tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME."
+            )
+        found = self.checkpoints.get(path)
+        if found is None or (found.tenant != tenant and (own or not found.is_public)):
+            raise missing("checkpoint", path)
+        if found.expires is not None and found.expires <= now:
+            raise missing("checkpoint", path)
+        return found
+
+    def adapter(self, tenant: str, adapter_id: str) -> RegisteredAdapter:
+        adapter = self.adapters.get((tenant, adapter_id))
+        if adapter is None:
+            own = ", ".join(name for who, name in self.adapters if who == tenant) or "none"
+            raise Refusal(
+                404, f"There is no adapter {adapter_id!r:.200}. Your adapters: {own:.300}."
+            )
+        return adapter
+
+    def own_checkpoints(self, tenant: str, *, now: float) -> list[Checkpoint]:
+        """Those of a tenant that have not expired, newest first."""
+        own = [
+            checkpoint
+            for checkpoint in self.checkpoints.values()
+            if checkpoint.tenant == tenant
+            and (checkpoint.expires is None or checkpoint.expires > now)
+        ]
+        return sorted(own, key=lambda checkpoint: checkpoint.created, reverse=True)
+
+    def models_of(self, session_id: str) -> list[Model]:
+        return [model for model in self.models.values() if model.session_id == session_id]
+
+    def blobs(self) -> Iterator[str]:
+        """The digests that are in use."""
+        for model in self.models.values():
+            if model.is_live and model.snapshot:
+                yield model.snapshot
+        for sampler in self.samplers.values():
+            if sampler.blob:
+                yield sampler.blob
+        for checkpoint in self.checkpoints.values():
+            yield checkpoint.blob
+        for adapter in self.adapters.values():
+            yield adapter.blob
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "sessions": [asdict(session) for session in self.sessions.values()],
+            "models": [asdict(model) for model in self.models.values()],
+            "samplers": [asdict(sampler) for sampler in self.samplers.values()],
+            "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints.values()],
+            "adapters": [asdict(adapter) for adapter in self.adapters.values()],
+        }
+
+    @classmethod
+    def restore(cls, document: dict[str, Any]) -> "State":
+        """What `dump` gave."""
+        state = cls()
+        for row in document["sessions"]:
+            state.sessions[row["id"]] = Session(**row)
+        for row in document["models"]:
+            state.models[row["id"]] = Model(**{**row, "lora": LoraShape(**row["lora"])})
+        for row in document["samplers"]:
+            state.samplers[row["id"]] = SamplingSession(**row)
+        for row in document["checkpoints"]:
+            checkpoint = Checkpoint(**{**row, "lora": LoraShape(**row["lora"])})
+            state.checkpoints[checkpoint.path] = checkpoint
+        for row in document["adapters"]:
+            state.adapters[row["tenant"], row["adapter_id"]] = RegisteredAdapter(**row)
+        return state

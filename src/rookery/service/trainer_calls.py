@@ -1,0 +1,254 @@
+"""Works of one kind as one call of the trainer, and its outputs as outcomes."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rookery.concurrency import run_in_thread
+from rookery.service.desk import Desk
+from rookery.service.exports import encrypt_folder
+from rookery.service.outcomes import Outcome, PassRecord
+from rookery.service.records import Model
+from rookery.service.refusals import Refusal
+from rookery.service.wire.losses import output_arrays, output_metrics, train_request
+from rookery.service.wire.requests import (
+    AdamParams,
+    LoadWeights,
+    OptimStepRequest,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+)
+from rookery.service.wire.training import (
+    TrainCall,
+    encode_outputs,
+    read_train_json,
+    read_train_proto,
+)
+from rookery.service.work import Command, Result, finished
+from rookery.types import OptimStep, TrainOutput, TrainRequest
+
+__all__ = ["ADAPTER", "STATE", "TrainerCalls", "read_call"]
+
+STATE, ADAPTER = "state", "adapter"
+"""What a checkpoint is made of: the trainer's state as a file, the weights as a PEFT folder."""
+
+_KINDS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+
+
+def read_call(work: Command) -> TrainCall:
+    """The forward_backward or forward of a work."""
+    if work.form == "proto":
+        return read_train_proto(work.body)[0]
+    return read_train_json(json.loads(work.body))
+
+
+class TrainerCalls:
+    """What the training loop asks of the trainers."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def sort_out(
+        self, works: Sequence[Command], record: PassRecord | None
+    ) -> tuple[list[Command], list[Outcome]]:
+        """The works that can be computed, and outcomes of the others: failed before the restart,
+        or of a model that is gone."""
+        doable: list[Command] = []
+        outcomes: list[Outcome] = []
+        for work in works:
+            model = self._desk.state.models[work.owner]
+            if record is not None and work.id in record.failures:
+                outcomes.append(Outcome.failure(work, *record.failures[work.id]))
+            elif record is not None and work.kind in _KINDS:
+                outcomes.append(_saved(work, record.effects[work.id]))
+            elif not model.is_live and record is None:
+                outcomes.append(Outcome.failure(work, "The session of this model ended.", "user"))
+            elif model.failure:
+                sentence = f"The model could not be made: {model.failure}"
+                outcomes.append(Outcome.failure(work, sentence, "user"))
+            else:
+                doable.append(work)
+        return doable, outcomes
+
+    async def call(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
+        """Works of one kind and one base model; one outcome each."""
+        match works[0].kind:
+            case "forward_backward" | "forward":
+                return await self._train(works)
+            case "optim_step":
+                return await self._step(works)
+            case "create_model":
+                return [await self._create(work) for work in works]
+            case "load_weights":
+                return [await self._load(work, record) for work in works]
+            case _:
+                return [await self._save(work) for work in works]
+
+    async def _train(self, works: Sequence[Command]) -> list[Outcome]:
+        backend = self._desk.backend(works[0].base_model)
+        context = backend.engine.context_tokens
+
+        def read() -> list[TrainRequest]:
+            return [train_request(read_call(work), context_tokens=context) for work in works]
+
+        requests = await asyncio.to_thread(read)
+        trainer = backend.trainer
+        is_forward = works[0].kind == "forward"
+        outputs = await (trainer.forward if is_forward else trainer.forward_backward)(requests)
+        return await asyncio.to_thread(
+            lambda: [_trained(*three) for three in zip(works, requests, outputs, strict=True)]
+        )
+
+    async def _step(self, works: Sequence[Command]) -> list[Outcome]:
+        steps = [_optim_step(work) for work in works]
+        outputs = await self._desk.backend(works[0].base_model).trainer.optim_step(steps)
+        outcomes = []
+        for work, output in zip(works, outputs, strict=True):
+            if output.error:
+                outcomes.append(Outcome.failure(work, output.error, "user"))
+                continue
+            metrics = {f"{k.removeprefix('train/')}:mean": v for k, v in output.metrics.items()}
+            outcomes.append(Outcome(work=work, result=finished({"metrics": metrics})))
+        return outcomes
+
+    async def _create(self, work: Command) -> Outcome:
+        model = self._model(work)
+        await self._desk.backend(model.base_model).trainees.create(model.id, model.lora)
+        result = finished({"type": "create_model", "model_id": model.id})
+        return Outcome(work=work, result=result)
+
+    async def _save(self, work: Command) -> Outcome:
+        model = self._model(work)
+        request: Any = _save_request(work)
+        is_external = work.kind == "save_weights_external"
+        path = f"tinker://{model.id}/{_KINDS[work.kind]}/{request.path}"
+        may_replace = work.kind == "save_weights" and request.overwrite
+        if request.path is not None and path in self._desk.state.checkpoints and not may_replace:
+            return Outcome.failure(
+                work, f"There is a checkpoint {path} already: save under another name.", "user"
+            )
+        recipients = request.age_encryption_recipients or () if is_external else ()
+        blob, size_bytes = await self._store(
+            model, has_state=work.kind == "save_weights", recipients=recipients
+        )
+        return _saved(work, _effect(work, model, request, blob, size_bytes))
+
+    async def _store(
+        self, model: Model, *, has_state: bool, recipients: Sequence[str]
+    ) -> tuple[str, int]:
+        """The digest and size of its weights, and the trainer's state if it is to be trained on."""
+        backend, blobs = self._desk.backend(model.base_model), self._desk.wal.run.blobs
+        with blobs.stage() as folder:
+            if has_state:
+                await backend.trainer.save(model.id, folder / STATE)
+            await backend.trainees.export(model.id, folder / ADAPTER)
+            if recipients:
+                await run_in_thread(encrypt_folder, folder / ADAPTER, recipients)
+            size_bytes = await asyncio.to_thread(_size, folder)
+            return await run_in_thread(blobs.put_folder, folder), size_bytes
+
+    async def _load(self, work: Command, record: PassRecord | None) -> Outcome:
+        model = self._model(work)
+        request = LoadWeights.model_validate_json(work.body)
+        backend = self._desk.backend(model.base_model)
+        try:
+            blob = self._source(work, model, request, record)
+        except Refusal as refusal:
+            return Outcome.failure(work, str(refusal), "user")
+        folder = self._desk.wal.run.blobs.path(blob)
+        if request.optimizer:
+            if not (folder / STATE).exists():
+                sentence = f"{request.path} has no optimizer state: load it without the optimizer."
+                return Outcome.failure(work, sentence, "user")
+            await backend.trainer.load(model.id, folder / STATE)
+        else:
+            await backend.trainees.create(model.id, folder / ADAPTER)
+        document = {"type": "load_weights", "path": request.path, "model_id": model.id}
+        return Outcome(work=work, result=finished(document), effect={"loaded": blob})
+
+    def _source(
+        self, work: Command, model: Model, request: LoadWeights, record: PassRecord | None
+    ) -> str:
+        if record is not None:
+            return str(record.effects[work.id]["loaded"])
+        source = self._desk.state.checkpoint(work.tenant, request.path, now=work.time)
+        if source.lora.rank != model.lora.rank or source.base_model != model.base_model:
+            raise Refusal(
+                400,
+                f"{source.path} is of rank {source.lora.rank} on {source.base_model}, and this "
+                f"model of rank {model.lora.rank} on {model.base_model}: create it alike.",
+            )
+        return source.blob
+
+    def _model(self, work: Command) -> Model:
+        return self._desk.state.models[work.owner]
+
+
+def _trained(work: Command, request: TrainRequest, output: TrainOutput) -> Outcome:
+    if output.error:
+        return Outcome.failure(work, output.error, "user")
+    payload = encode_outputs(output_arrays(request, output), output_metrics(request, output))
+    return Outcome(work=work, result=Result(payload, form="proto"))
+
+
+def _optim_step(work: Command) -> OptimStep:
+    adam = OptimStepRequest.model_validate_json(work.body).adam_params or AdamParams()
+    return OptimStep(
+        trainee=work.owner,
+        learning_rate=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        epsilon=adam.eps,
+        weight_decay=adam.weight_decay,
+        max_grad_norm=adam.grad_clip_norm,
+    )
+
+
+def _save_request(work: Command) -> SaveWeights | SaveForSampler | SaveExternal:
+    if work.kind == "save_weights":
+        return SaveWeights.model_validate_json(work.body)
+    if work.kind == "save_weights_for_sampler":
+        return SaveForSampler.model_validate_json(work.body)
+    return SaveExternal.model_validate_json(work.body)
+
+
+def _effect(
+    work: Command, model: Model, request: Any, blob: str, size_bytes: int
+) -> dict[str, Any]:
+    if request.path is None:
+        sampler_id = f"{model.session_id}:sample:{request.sampling_session_seq_id}"
+        return {"sampler": {"id": sampler_id, "blob": blob}}
+    ttl_s = request.ttl_seconds
+    row = {
+        "kind": _KINDS[work.kind],
+        "name": request.path,
+        "blob": blob,
+        "size_bytes": size_bytes,
+        "expires": None if ttl_s is None else work.time + ttl_s,
+        "metadata": None if work.kind == "save_weights_external" else request.user_metadata,
+    }
+    return {"checkpoint": row}
+
+
+def _saved(work: Command, effect: Any) -> Outcome:
+    """The result of a save, made of what it changed."""
+    document: dict[str, Any] = {"type": work.kind}
+    if (sampler := effect.get("sampler")) is not None:
+        document["sampling_session_id"] = sampler["id"]
+    else:
+        row = effect["checkpoint"]
+        document["path"] = f"tinker://{work.owner}/{row['kind']}/{row['name']}"
+        if work.kind == "save_weights_external":
+            document["size_bytes"] = row["size_bytes"]
+    return Outcome(work=work, result=finished(document), effect=effect)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,172 @@
+"""The training loop: ready requests -> calls of the trainer -> results.
+
+    lanes (order by number) -> fair queue (by tokens) -> stages -> trainer -> journal -> futures
+
+| stage    | consumes            | produces            | waits for                          |
+|----------|---------------------|---------------------|------------------------------------|
+| `add`    | accepted commands   | ready works         | nothing                            |
+| the loop | ready works         | outcomes            | works; the trainer                 |
+| commit   | outcomes            | entries, results    | the disk                           |
+
+One loop serves all models. A request that fails has a result that says so, and touches no other.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rookery.errors import RookeryError, ServiceError, boundary
+from rookery.service.desk import Desk
+from rookery.service.fair_queue import FairQueue
+from rookery.service.ordering import Lane
+from rookery.service.outcomes import Outcome, PassRecord, finish_pass
+from rookery.service.passes import stages
+from rookery.service.trainer_calls import TrainerCalls
+from rookery.service.work import Command
+
+__all__ = ["TrainingLoop"]
+
+RATE_DECAY = 0.8
+"""How much of the measured tokens per second stays from one pass to the next."""
+
+
+class TrainingLoop:
+    """Takes works in, and gives each of them a result. Run by one task."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._calls = TrainerCalls(desk)
+        self._lanes: dict[str, Lane[Command]] = {}
+        # Filled by `add`, drained by `run`; bounded by the limits that are looked at before.
+        self._queue: FairQueue[str] = FairQueue()
+        self._changed = asyncio.Event()
+        self._removals: list[str] = []
+        self._running: frozenset[str] = frozenset()
+        self._is_stopping = False
+        self.tokens_per_s = 0.0
+        self.trained_s = 0.0
+        """Seconds in the trainer since the last snapshot."""
+
+    def lane(self, model_id: str) -> Lane[Command]:
+        lane = self._lanes.get(model_id)
+        if lane is None:
+            model = self._desk.state.models.get(model_id)
+            lane = self._lanes[model_id] = Lane(next_seq=model.next_seq if model else 0)
+        return lane
+
+    def add(self, work: Command) -> None:
+        """Queue a work, and those that waited for it."""
+        for ready in self.lane(work.owner).add(work.seq, work):
+            self._queue.put(ready.id, tenant=ready.tenant, tokens=ready.tokens)
+        self._changed.set()
+
+    def end_model(self, model_id: str) -> list[Command]:
+        """Forget a model; the works that wait for numbers that never came are returned."""
+        self._removals.append(model_id)
+        self._changed.set()
+        lane = self._lanes.pop(model_id, None)
+        return lane.clear() if lane is not None else []
+
+    async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
+        """Serve until `stop`; `snapshot` is called between passes when it is time."""
+        while not self._is_stopping:
+            await self._changed.wait()
+            self._changed.clear()
+            while not self._is_stopping:
+                await self._remove_models()
+                await self._cycle()
+                if self.is_snapshot_due:
+                    await snapshot()
+                    self.trained_s = 0.0
+                if not self._queue.peek():
+                    break
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        config = self._desk.config
+        is_long = self._desk.wal.num_bytes > config.journal_mib * 2**20
+        return self.trained_s > config.snapshot_s or is_long
+
+    def wake(self) -> None:
+        """See whether a snapshot is due, also when nothing is trained."""
+        self._changed.set()
+
+    def stop(self) -> None:
+        """End after the call that is running; what is queued stays pending."""
+        self._is_stopping = True
+        self._changed.set()
+
+    async def replay(self, record: PassRecord) -> None:
+        """Do again what was done in a pass before a restart."""
+        works = [self._desk.pending[work_id] for work_id in record.ids]
+        for work in works:
+            self._queue.remove(work.id)
+        await self._perform(works, record)
+
+    def describe(self, work: Command) -> tuple[str, str]:
+        """Its queue state and a sentence."""
+        if work.id in self._running:
+            return "active", "It is being computed."
+        place = self._queue.place(work.id)
+        if place is None:
+            number = self.lane(work.owner).next_seq
+            return "active", f"It waits for request {number} of this model, which has not come."
+        sentence = f"Place {place.ahead + 1} of {len(self._queue)} in the training queue"
+        if self.tokens_per_s:
+            sentence += f", about {place.tokens_ahead / self.tokens_per_s:.0f} s"
+        return "paused_capacity" if place.ahead else "active", f"{sentence}."
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def _cycle(self) -> None:
+        """Take works up to the token limit, in fair order, and compute them in stages."""
+        works: list[Command] = []
+        tokens = 0
+        while tokens < self._desk.config.pass_tokens and (work_id := self._queue.take()):
+            work = self._desk.pending[work_id]
+            works.append(work)
+            tokens += work.tokens
+        self._running = frozenset(work.id for work in works)
+        for stage in stages(works):
+            if self._is_stopping:
+                return
+            await self._perform(stage, None)
+        self._running = frozenset()
+
+    async def _perform(self, works: Sequence[Command], record: PassRecord | None) -> None:
+        started = time.monotonic()
+        outcomes = await self._outcomes(works, record)
+        seconds = time.monotonic() - started
+        self.trained_s += seconds
+        self._measure(works, seconds)
+        await finish_pass(self._desk, outcomes, is_replay=record is not None)
+
+    async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
+        """One per work, in order. Whatever goes wrong in a call is the result of its works."""
+        doable, outcomes = self._calls.sort_out(works, record)
+        if doable:
+            try:
+                with boundary(ServiceError, f"{doable[0].kind} failed"):
+                    outcomes += await self._calls.call(doable, record)
+            except RookeryError as error:
+                outcomes += [Outcome.failure(work, str(error), "server") for work in doable]
+        by_id = {outcome.work.id: outcome for outcome in outcomes}
+        return [by_id[work.id] for work in works]
+
+    def _measure(self, works: Sequence[Command], seconds: float) -> None:
+        tokens = sum(work.tokens for work in works)
+        metrics, call = self._desk.metrics, works[0].kind
+        metrics.passes.labels(call).inc()
+        metrics.pass_requests.labels(call).inc(len(works))
+        for work in works:
+            metrics.tokens.labels("trained", work.tenant).inc(work.tokens)
+        if call == "forward_backward" and seconds > 0:
+            before = self.tokens_per_s or tokens / seconds
+            self.tokens_per_s = RATE_DECAY * before + (1 - RATE_DECAY) * tokens / seconds
+
+    async def _remove_models(self) -> None:
+        while self._removals:
+            model = self._desk.state.models[self._removals.pop()]
+            await self._desk.backend(model.base_model).trainees.remove(model.id)

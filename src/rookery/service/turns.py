@@ -1,0 +1,72 @@
+"""Turns at something of limited width, fair between tenants by tokens.
+
+    async with turns.take("ada", tokens=200, width=4, id="req-1"): ...      # four samples at once
+
+A turn wider than all there is is given when nothing else runs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rookery.service.fair_queue import FairQueue, Place
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Who waits is woken in fair order when enough width is free."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._used = 0
+        # Filled by `take`, drained when a turn ends or begins; bounded by the limits on requests.
+        self._queue: FairQueue[str] = FairQueue()
+        self._waiting: dict[str, tuple[asyncio.Future[None], int]] = {}
+        self._next: str | None = None
+        """Taken from the queue, and waiting for enough width."""
+
+    @asynccontextmanager
+    async def take(self, tenant: str, *, tokens: int, width: int, id: str) -> AsyncIterator[None]:
+        """Wait for a turn, which lasts as long as the block."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = (turn, width)
+        self._queue.put(id, tenant=tenant, tokens=tokens)
+        self._wake()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._used -= width
+            else:  # cancelled while it waited
+                self._waiting.pop(id, None)
+                self._queue.remove(id)
+                self._next = None if self._next == id else self._next
+            self._wake()
+
+    def place(self, id: str) -> Place | None:
+        """Where it is in the queue; None when it has its turn."""
+        if id == self._next:
+            return Place(0, 0)
+        place = self._queue.place(id)
+        if place is None:
+            return None
+        return Place(place.ahead + (self._next is not None), place.tokens_ahead)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _wake(self) -> None:
+        while True:
+            self._next = self._next or self._queue.take()
+            if self._next is None:
+                return
+            turn, width = self._waiting[self._next]
+            if self._used and self._used + width > self._width:
+                return
+            del self._waiting[self._next]
+            self._next = None
+            self._used += width
+            turn.set_result(None)

@@ -1,0 +1,196 @@
+"""What was sent for a loss -> the trainer's data, loss and options; outputs -> metrics.
+
+| loss                | arrays                              | options                    |
+|---------------------|-------------------------------------|----------------------------|
+| cross_entropy       | target_tokens, weights              |                            |
+| importance_sampling | target_tokens, logprobs, advantages |                            |
+| ppo, cispo, gspo    | the same                            | clip_low_/_high_threshold  |
+| dro                 | the same                            | beta                       |
+
+Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are the trainer's clips
+of 0.2 and 0.2.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rookery.service.refusals import bad
+from rookery.service.wire.tensors import Array
+from rookery.service.wire.training import DatumArrays, TrainCall
+from rookery.types import Datum, Json, TrainOutput, TrainRequest
+
+__all__ = ["LOSSES", "output_arrays", "output_metrics", "train_request"]
+
+_Options = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """How the trainer computes a loss of the protocol."""
+
+    is_policy: bool
+    options: tuple[str, ...] = ()
+    translate: Callable[[_Options], dict[str, Json]] = lambda _: {}
+
+
+def _clips(options: _Options) -> dict[str, Json]:
+    clips: dict[str, Json] = {}
+    if "clip_low_threshold" in options:
+        clips["clip_low"] = 1.0 - options["clip_low_threshold"]
+    if "clip_high_threshold" in options:
+        clips["clip_high"] = options["clip_high_threshold"] - 1.0
+    return clips
+
+
+def _cispo(options: _Options) -> dict[str, Json]:
+    if options.get("clip_low_threshold", 0.0) > 0.0:
+        raise bad("cispo is computed without a lower bound: leave clip_low_threshold out, or 0.")
+    return {"max_ratio": options.get("clip_high_threshold", 4.0)}
+
+
+_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+LOSSES = {
+    "cross_entropy": _Loss(is_policy=False),
+    "importance_sampling": _Loss(is_policy=True),
+    "ppo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_clips),
+    "cispo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_cispo),
+    "gspo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_clips),
+    "dro": _Loss(is_policy=True, options=("beta",), translate=lambda options: {**options}),
+}
+
+
+def train_request(call: TrainCall, *, context_tokens: int | None) -> TrainRequest:
+    """The trainer's request, or a refusal that names the datum and the array."""
+    loss = LOSSES.get(call.loss)
+    if loss is None:
+        raise bad(f"{call.loss!r:.60} is not a loss here. There are: {', '.join(LOSSES)}.")
+    if not call.data:
+        raise bad("The request has no data; give at least one datum.")
+    unknown = sorted(set(call.options) - set(loss.options))
+    if unknown:
+        allowed = ", ".join(loss.options) or "none"
+        raise bad(f"{call.loss} has no option {unknown[0]!r:.60}. Its options: {allowed}.")
+    numbers = {key: value for key, value in call.options.items() if isinstance(value, int | float)}
+    if len(numbers) < len(call.options):
+        raise bad(f"The options of {call.loss} are numbers; got {dict(call.options)!r:.200}.")
+    return TrainRequest(
+        trainee=call.model_id,
+        data=tuple(
+            _datum(datum, call.loss, place=place, context_tokens=context_tokens)
+            for place, datum in enumerate(call.data)
+        ),
+        loss=call.loss,
+        loss_options=loss.translate(numbers),
+    )
+
+
+def output_arrays(request: TrainRequest, output: TrainOutput) -> list[Array]:
+    """The log-probabilities of each datum in the shape of its targets."""
+    arrays = []
+    for datum, logprobs in zip(request.data, output.logprobs, strict=True):
+        array: Array = np.asarray(logprobs, dtype="<f4")
+        num_rows = datum.positions[-1] + 1 if datum.positions else 0
+        is_flat = num_rows in (0, len(array))
+        arrays.append(array if is_flat else array.reshape(num_rows, -1))
+    return arrays
+
+
+def output_metrics(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
+    """`name:reduction` as the SDK merges them over chunks; `loss:sum` is always there.
+
+    For losses of drawn tokens also how far sampler and trainer are apart on those tokens.
+    """
+    metrics = {"loss:sum": output.metrics["train/loss_sum"]}
+    for key, value in output.metrics.items():
+        name = key.removeprefix("train/")
+        if name == "loss_sum":
+            continue
+        if name.endswith("_sum"):
+            metrics[f"{name.removesuffix('_sum')}:sum"] = value
+        elif name.endswith("_max"):
+            metrics[f"{name.removesuffix('_max')}:max"] = value
+        else:
+            metrics[f"{name}:{'sum' if name.startswith('num_') else 'mean'}"] = value
+    return {**metrics, **_drift(request, output)}
+
+
+def _drift(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
+    gaps = [
+        sampled - logprob
+        for datum, logprobs in zip(request.data, output.logprobs, strict=True)
+        for sampled, logprob, advantage in zip(
+            datum.sampled_logprobs, logprobs, datum.advantages, strict=False
+        )
+        if advantage != 0.0
+    ]
+    if not gaps:
+        return {}
+    values = np.asarray(gaps)
+    return {
+        "kl_sample_train_v1:mean": float(values.mean()),
+        "kl_sample_train_v2:mean": float((values**2).mean() / 2),
+    }
+
+
+def _datum(datum: DatumArrays, loss: str, *, place: int, context_tokens: int | None) -> Datum:
+    inputs, num_tokens = dict(datum.inputs), len(datum.tokens)
+    if context_tokens is not None and num_tokens > context_tokens:
+        raise bad(
+            f"Datum {place} has {num_tokens} tokens; this model reads at most {context_tokens}."
+        )
+    targets = _take(inputs, "target_tokens", loss, place)
+    if targets.shape[:1] != (num_tokens,) or targets.ndim > 2 or targets.dtype.kind != "i":
+        raise bad(
+            f"Datum {place}: target_tokens has the shape {list(targets.shape)} for {num_tokens} "
+            "tokens; it holds whole numbers, one row per token, [T] or [T, K]."
+        )
+    positions = np.repeat(np.arange(num_tokens), targets.size // num_tokens if num_tokens else 0)
+    columns = _columns(inputs, loss, targets, place)
+    if inputs:
+        raise bad(f"Datum {place}: {loss} takes no {sorted(inputs)[0]!r:.60}: leave it out.")
+    return Datum(
+        tokens=tuple(datum.tokens.tolist()),
+        positions=tuple(positions.tolist()),
+        targets=tuple(targets.reshape(-1).tolist()),
+        weights=_flat(columns["weights"]),
+        sampled_logprobs=_flat(columns.get("sampled_logprobs")),
+        advantages=_flat(columns.get("advantages")),
+    )
+
+
+def _flat(column: Array | None) -> tuple[float, ...]:
+    return () if column is None else tuple(column.reshape(-1).tolist())
+
+
+def _columns(inputs: dict[str, Array], loss: str, targets: Array, place: int) -> dict[str, Array]:
+    if not LOSSES[loss].is_policy:
+        weights = _column(inputs, "weights", loss, targets, place)
+        return {"weights": weights}
+    sampled = _column(inputs, "logprobs", loss, targets, place)
+    advantages = _column(inputs, "advantages", loss, targets, place)
+    weights = np.ones(targets.shape, dtype="<f4")
+    if loss == "gspo":
+        # A sequence's ratio is the mean over its drawn tokens; the prompt has no part in it.
+        drawn = inputs.pop("sequence_ratio_mask", None)
+        weights = (advantages != 0 if drawn is None else drawn != 0).astype("<f4")
+    return {"weights": weights, "sampled_logprobs": sampled, "advantages": advantages}
+
+
+def _column(inputs: dict[str, Array], name: str, loss: str, targets: Array, place: int) -> Array:
+    column = _take(inputs, name, loss, place)
+    if column.shape != targets.shape:
+        raise bad(
+            f"Datum {place}: {name} has the shape {list(column.shape)} and target_tokens "
+            f"{list(targets.shape)}; they are alike."
+        )
+    if not np.isfinite(column).all():
+        raise bad(f"Datum {place}: {name} has values that are NaN or infinite.")
+    return column.astype("<f4")
+
+
+def _take(inputs: dict[str, Array], name: str, loss: str, place: int) -> Array:
+    if name not in inputs:
+        raise bad(f"Datum {place}: {loss} needs {name!r} in loss_fn_inputs.")
+    return inputs.pop(name)

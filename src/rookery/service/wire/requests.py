@@ -1,0 +1,271 @@
+"""JSON requests of the protocol, one class each. Unknown fields are ignored: newer SDKs send more.
+
+The docs of the routes are made from these classes.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "AdamParams",
+    "CancelFuture",
+    "CopyWeights",
+    "CreateModel",
+    "CreateSamplingSession",
+    "CreateSession",
+    "FinishSession",
+    "Finite",
+    "GetInfo",
+    "JoinSamplingSession",
+    "LoadWeights",
+    "LoraConfig",
+    "OptimStepRequest",
+    "Prompt",
+    "RetrieveFuture",
+    "RetrieveFutures",
+    "Sample",
+    "SamplingOptions",
+    "SaveExternal",
+    "SaveForSampler",
+    "SaveWeights",
+    "SessionId",
+    "SetTtl",
+    "WeightsInfo",
+]
+
+MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+"""Of a checkpoint: it becomes the end of a path."""
+Id = Annotated[str, Field(min_length=1, max_length=400)]
+Metadata = dict[str, Any]
+Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+Seq = Annotated[int, Field(ge=0, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class CreateSession(_Request):
+    """The beginning of a client's life; heartbeats follow."""
+
+    tags: list[str] = []
+    user_metadata: Metadata | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionId(_Request):
+    """A heartbeat."""
+
+    session_id: Id
+
+
+class FinishSession(_Request):
+    """The end of a session, as the client sees it."""
+
+    reason: Metadata | None = None
+    detail: str | None = None
+
+
+class LoraConfig(_Request):
+    """The shape of a new adapter."""
+
+    rank: int = Field(default=32, ge=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(_Request):
+    """Which optimizer; AdamW is what there is."""
+
+    type: str = "adamw"
+
+
+class CreateModel(_Request):
+    """A new adapter to train."""
+
+    session_id: Id
+    model_seq_id: Seq
+    base_model: str
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: OptimizerConfig | None = None
+
+
+class GetInfo(_Request):
+    """What a model in training is."""
+
+    model_id: Id
+
+
+class AdamParams(_Request):
+    """One AdamW step, with Tinker's defaults."""
+
+    learning_rate: Finite = Field(default=1e-4, ge=0)
+    beta1: Finite = Field(default=0.9, ge=0, lt=1)
+    beta2: Finite = Field(default=0.95, ge=0, lt=1)
+    eps: Finite = Field(default=1e-12, gt=0)
+    weight_decay: Finite = Field(default=0.0, ge=0)
+    grad_clip_norm: Finite = Field(default=0.0, ge=0)
+
+
+class OptimStepRequest(_Request):
+    """Apply the gradients since the last step."""
+
+    model_id: Id
+    seq_id: Seq | None = None
+    adam_params: AdamParams | None = None
+    optimizer_params: Metadata | None = None
+
+
+class SaveWeights(_Request):
+    """Weights and optimizer state under a name."""
+
+    model_id: Id
+    path: Name
+    seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSampler(_Request):
+    """Weights to sample from: under a name, or for one sampling session."""
+
+    model_id: Id
+    path: Name | None = None
+    sampling_session_seq_id: Seq | None = None
+    seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+    user_metadata: Metadata | None = None
+
+
+class SaveExternal(_Request):
+    """Weights to download."""
+
+    model_id: Id
+    path: Name
+    seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeights(_Request):
+    """Go on from a checkpoint."""
+
+    model_id: Id
+    path: Id
+    seq_id: Seq | None = None
+    optimizer: bool = False
+
+
+class WeightsInfo(_Request):
+    """What a checkpoint is of."""
+
+    tinker_path: Id
+
+
+class CopyWeights(_Request):
+    """A checkpoint of one's own, or a published one, as a checkpoint of another model."""
+
+    source_path: Id
+    session_id: Id | None = None
+    model_seq_id: Seq | None = None
+    ttl_seconds: Ttl | None = None
+
+
+class CreateSamplingSession(_Request):
+    """What later samples are drawn from: a base model or a checkpoint."""
+
+    session_id: Id
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class JoinSamplingSession(_Request):
+    """A copy of a sampling client in another process."""
+
+    sampling_session_id: Id
+
+
+class Chunk(_Request):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(_Request):
+    """Tokens, in pieces."""
+
+    chunks: list[Chunk] = []
+
+
+class SamplingOptions(_Request):
+    """How to draw tokens."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | list[int] | None = None
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+
+
+class Sample(_Request):
+    """Draw samples, or score the prompt."""
+
+    prompt: Prompt
+    sampling_params: SamplingOptions = SamplingOptions()
+    num_samples: int = Field(default=1, ge=1)
+    sampling_session_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    seq_id: Seq | None = None
+    prompt_logprobs: bool | None = False
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=1000)
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=1000)
+    target_prompt_logprobs: Metadata | None = None
+    prompt_alt_tokens_k: int = Field(default=0, ge=0, le=1000)
+
+
+class RetrieveFuture(_Request):
+    """Ask for a result."""
+
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class FuturesTarget(_Request):
+    """Which requests are meant."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Id
+
+
+class RetrieveFutures(_Request):
+    """Ask which samples of a session are finished."""
+
+    target: FuturesTarget
+    prev_cursor: int | str | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class CancelFuture(_Request):
+    """Give a sample up."""
+
+    request_id: Id
+
+
+class SetTtl(_Request):
+    """When a checkpoint expires; null: never."""
+
+    ttl_seconds: Ttl | None = None

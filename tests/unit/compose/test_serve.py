@@ -1,0 +1,146 @@
+"""The service with a real model: training and sampling, killed and started again."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from service.tenants import Client, Served, crashed_copy, serve, train_body
+
+from rookery.compose.backends import open_backend
+from rookery.compose.environment import engine_of_environment
+from rookery.compose.serve import ServeConfig, serving
+from rookery.embedded import EngineConfig
+from rookery.errors import ConfigError
+from rookery.fleet import FleetConfig
+from rookery.service.keys import add_key
+from rookery.train import TrainerConfig
+from rookery.weights import read_adapter
+
+
+@asynccontextmanager
+async def served_model(folder: Path, model: Path) -> AsyncIterator[Served]:
+    engine = EngineConfig(model=str(model))
+    async with (
+        open_backend(str(model), engine=engine, trainer=TrainerConfig(), alpha=32.0) as backend,
+        serve(folder, backend=backend) as served,
+    ):
+        yield served
+
+
+async def train_on(client: Client, model: str, seqs: range) -> None:
+    """Pairs of gradients and a step, so that the first number of each is odd."""
+    for seq in seqs:
+        if seq % 2:
+            tokens = [5 + (seq * 3 + place) % 60 for place in range(8)]
+            await client.train(train_body(model, seq, tokens=tokens))
+        else:
+            await client.step(model, seq, rate=1e-2)
+
+
+async def exported(served: Served, client: Client, model: str, seq: int) -> bytes:
+    body = {"model_id": model, "seq_id": seq, "path": f"final{seq}"}
+    result = await client.result(await client.post("save_weights_for_sampler", body))
+    blob = served.service.desk.state.checkpoints[result["path"]].blob
+    folder = served.service.desk.wal.run.blobs.path(blob) / "adapter"
+    assert read_adapter(folder).rank == 4
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+async def test_a_killed_service_trains_to_the_same_bits(tmp_path: Path, tiny_folder: Path) -> None:
+    async with served_model(tmp_path / "run", tiny_folder) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        other = await ada.model(await ada.session(), rank=2)
+        await train_on(ada, model, range(1, 7))
+        await train_on(ada, other, range(1, 4))
+        await ada.result(await ada.step(model, 7))
+        await served.service.snapshot()
+        await train_on(ada, model, range(8, 12))
+        first_kill = crashed_copy(tmp_path / "run", tmp_path / "first")
+        await train_on(ada, model, range(12, 15))
+        whole = await exported(served, ada, model, 15)
+    async with served_model(first_kill, tiny_folder) as served:
+        ada = served.client()
+        await train_on(ada, model, range(12, 14))
+        second_kill = crashed_copy(first_kill, tmp_path / "second")
+    async with served_model(second_kill, tiny_folder) as served:
+        ada = served.client()
+        await train_on(ada, model, range(14, 15))
+        assert await exported(served, ada, model, 15) == whole
+
+
+async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, tiny_folder: Path) -> None:
+    async with served_model(tmp_path / "run", tiny_folder) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        body = train_body(model, 5, tokens=[5, 6, 7, 8], forward_only=True)
+        forward = await ada.outputs(await ada.train(body))
+        save = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
+        reply = await ada.result(await ada.post("save_weights_for_sampler", save))
+        sample = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, 8, 9]}]},
+            "sampling_session_id": reply["sampling_session_id"],
+            "seq_id": 0,
+            "sampling_params": {"max_tokens": 1},
+            "prompt_logprobs": True,
+        }
+        scored = await ada.result(await ada.post("asample", sample))
+        trained = forward.loss_fn_outputs[0].fields["logprobs"]
+    of_trainer = np.frombuffer(trained.data, dtype="<f4")
+    assert scored["prompt_logprobs"][1:] == pytest.approx(of_trainer.tolist(), abs=1e-4)
+
+
+async def test_the_service_listens_and_ends(tmp_path: Path, tiny_folder: Path) -> None:
+    key = add_key(tmp_path / "keys.json", name="ada")
+    config = ServeConfig(
+        port=0,
+        models={"tiny": str(tiny_folder), "also/tiny": str(tiny_folder)},
+        folder=tmp_path / "run",
+        keys=tmp_path / "keys.json",
+    )
+    async with serving(config) as url, aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.get(f"{url}/v1/models", headers=headers) as response:
+            names = [row["id"] for row in (await response.json())["data"]]
+        async with http.get(f"{url}/v1/models") as response:
+            assert response.status == 401
+        async with http.get(f"{url}/openapi.json") as response:
+            paths = (await response.json())["paths"]
+    assert names == ["tiny", "also/tiny"]
+    assert "/api/v1/asample" in paths
+    async with serving(config):
+        pass  # the folder and the port are free again
+
+
+async def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    folder, keys = tmp_path / "run", tmp_path / "none.json"
+    with pytest.raises(ConfigError, match="rookery keys add"):
+        async with serving(ServeConfig(folder=folder, keys=keys)):
+            pass
+    with pytest.raises(ConfigError, match=r"listen on 127\.0\.0\.1"):
+        async with serving(ServeConfig(folder=folder, anonymous=True, host="0.0.0.0")):
+            pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="VLLM_PORT"):
+            async with serving(ServeConfig(folder=folder, anonymous=True, port=port)):
+                pass
+    assert not folder.exists()
+
+
+def test_the_environment_names_the_vllm_server() -> None:
+    own = EngineConfig()
+    assert engine_of_environment(own, {"USE_VLLM": "false"}, port=8000) is own
+    given = {"USE_VLLM": "true", "VLLM_HOST": "0.0.0.0", "VLLM_PORT": "8001"}
+    engine = engine_of_environment(own, given, port=8000)
+    assert isinstance(engine, FleetConfig)
+    assert engine.urls == ("http://127.0.0.1:8001",)
+    with pytest.raises(ConfigError, match="VLLM_PORT"):
+        engine_of_environment(own, {"USE_VLLM": "true"}, port=8000)
+    with pytest.raises(ConfigError, match="write true or false"):
+        engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)

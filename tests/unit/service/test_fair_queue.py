@@ -1,0 +1,123 @@
+"""Fair between tenants by tokens, and turns of limited width."""
+
+import asyncio
+
+from rookery.service.fair_queue import FairQueue
+from rookery.service.ordering import Lane
+from rookery.service.passes import stages
+from rookery.service.turns import Turns
+from rookery.service.work import Command
+
+
+def drained(queue: FairQueue[str]) -> list[str]:
+    taken = []
+    while (item := queue.take()) is not None:
+        taken.append(item)
+    return taken
+
+
+def test_one_tenant_does_not_wait_for_all_of_another() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.put(f"ada{number}", tenant="ada", tokens=10)
+    queue.put("bob", tenant="bob", tokens=10)
+    assert drained(queue).index("bob") <= 1
+
+
+def test_tokens_count_and_not_requests() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        queue.put(f"long{number}", tenant="ada", tokens=100)
+    for number in range(30):
+        queue.put(f"short{number}", tenant="bob", tokens=10)
+    order = drained(queue)
+    assert order.index("long1") - order.index("long0") >= 10
+    assert order.index("long2") < 33
+
+
+def test_a_pause_saves_no_turns_up() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(50):
+        queue.put(f"ada{number}", tenant="ada", tokens=10)
+    for _ in range(40):
+        queue.take()
+    for number in range(10):
+        queue.put(f"bob{number}", tenant="bob", tokens=10)
+    order = drained(queue)
+    assert [name[:3] for name in order[:6]].count("bob") <= 4
+
+
+def test_place_and_removal() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a", "b", "c"):
+        queue.put(name, tenant="ada", tokens=5)
+    place = queue.place("c")
+    assert place is not None
+    assert (place.ahead, place.tokens_ahead) == (2, 10)
+    assert queue.remove("b")
+    assert drained(queue) == ["a", "c"]
+    assert queue.place("c") is None
+
+
+def test_a_lane_releases_in_order() -> None:
+    lane: Lane[str] = Lane(next_seq=1)
+    assert lane.add(3, "c") == []
+    assert lane.add(2, "b") == []
+    assert lane.free_seq == 4
+    assert lane.add(1, "a") == ["a", "b", "c"]
+    assert lane.next_seq == 4
+
+
+def work(owner: str, kind: str, number: int) -> Command:
+    return Command(
+        kind=kind, id=f"{owner}{number}", tenant=owner, time=0.0, body=b"", owner=owner, seq=number
+    )
+
+
+def test_stages_keep_the_order_of_each_model_and_share_calls() -> None:
+    fb, step = "forward_backward", "optim_step"
+    works = [
+        work("a", fb, 1), work("a", fb, 2), work("a", step, 3), work("b", fb, 1),
+        work("b", step, 2), work("c", step, 1), work("a", fb, 4),
+    ]  # fmt: skip
+    calls = [[one.id for one in stage] for stage in stages(works)]
+    assert calls == [["a1", "a2", "b1"], ["a3", "b2", "c1"], ["a4"]]
+
+
+async def test_turns_are_bounded_and_fair() -> None:
+    turns = Turns(2)
+    begun: list[str] = []
+    release = asyncio.Event()
+
+    async def hold(name: str, tenant: str) -> None:
+        async with turns.take(tenant, tokens=1, width=1, id=name):
+            begun.append(name)
+            await release.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(5):
+            group.create_task(hold(f"ada{number}", "ada"))
+        await asyncio.sleep(0)
+        group.create_task(hold("bob", "bob"))
+        await asyncio.sleep(0)
+        assert begun == ["ada0", "ada1"]
+        assert turns.num_waiting == 4
+        release.set()
+    assert begun.index("bob") <= 3
+    assert turns.num_waiting == 0
+
+
+async def test_a_cancelled_wait_leaves_nothing() -> None:
+    turns = Turns(1)
+    async with turns.take("ada", tokens=1, width=1, id="first"):
+        waits = [
+            asyncio.create_task(turns.take("bob", tokens=1, width=1, id=f"w{i}").__aenter__())
+            for i in range(3)
+        ]
+        await asyncio.sleep(0)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        assert turns.num_waiting == 0
+    async with turns.take("cyd", tokens=1, width=1, id="after"):
+        pass

@@ -1,0 +1,108 @@
+"""A service that is killed goes on: its clients notice nothing, the weights are the same."""
+
+from pathlib import Path
+
+from service.tenants import Client, crashed_copy, serve, train_body
+
+from rookery.service.config import ServiceConfig
+
+SAMPLE = {
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+    "num_samples": 2,
+    "sampling_params": {"max_tokens": 4, "seed": 3},
+}
+
+
+async def sampler_of(client: Client, model: str, seq: int) -> str:
+    body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+    result = await client.result(await client.post("save_weights_for_sampler", body))
+    return str(result["sampling_session_id"])
+
+
+async def test_a_killed_service_goes_on_with_the_same_results(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        await ada.result(await ada.step(model, 2))
+        sampler = await sampler_of(ada, model, 3)
+        sample = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
+        drawn = await ada.samples(sample)
+        unfetched = await ada.train(train_body(model, 4, weights=[0.0, 5.0, 0.0]))
+        waiting = await ada.step(model, 6)
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        first = await ada.outputs(unfetched)
+        await ada.train(train_body(model, 5))
+        step = await ada.result(waiting)
+    async with serve(killed) as served:
+        ada = served.client()
+        assert await ada.samples(sample) == drawn
+        assert await ada.outputs(unfetched) == first
+        again = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
+        assert again == sample, "a sample that is sent again is the one it was"
+        await ada.train(train_body(model, 5))
+        assert await ada.result(waiting) == step
+
+
+async def test_a_snapshot_stands_for_what_was_before_it(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        late = await ada.step(model, 3)
+        unfetched = await ada.train(train_body(model, 2))
+        await ada.result(late)
+        await served.service.snapshot()
+        save = {"model_id": model, "seq_id": 4, "path": "ck"}
+        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        early = await ada.step(model, 6)
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        ada = served.client()
+        assert (await ada.retrieve(unfetched["request_id"])).status_code == 200
+        info = await ada.post("weights_info", {"tinker_path": path})
+        assert info["lora_rank"] == 4
+        await ada.train(train_body(model, 5))
+        assert (await ada.result(early))["metrics"]["value:mean"] == 9.0
+
+
+async def test_a_closed_service_replays_nothing(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+    async with serve(tmp_path / "run") as served:
+        passes = served.service.desk.metrics.text().decode()
+        assert 'rookery_passes_total{call="forward_backward"}' not in passes
+        ada = served.client()
+        assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 3.0
+
+
+async def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        trainer = served.service.desk.backends["fake"].trainer
+        trainer.failing.add(model)  # type: ignore[attr-defined]
+        reply = await ada.train(train_body(model, 1))
+        failed = await ada.result(reply)
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        ada = served.client()
+        assert await ada.result(reply) == failed
+        assert (await ada.result(await ada.step(model, 2)))["metrics"]["value:mean"] == 0.0
+
+
+async def test_journal_is_cut_behind_snapshots(tmp_path: Path) -> None:
+    config = ServiceConfig(poll_s=20.0, journal_mib=0.001)
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        for seq in range(1, 41, 2):
+            await ada.outputs(await ada.train(train_body(model, seq)))
+            await ada.result(await ada.step(model, seq + 1))
+        restart = served.service.desk.wal.read()
+        blobs = served.service.desk.wal.run.blobs.digests()
+    assert len(restart.entries) < 20
+    assert restart.document is not None
+    assert len(blobs) <= 3, "blobs of earlier snapshots are deleted"

@@ -1,0 +1,227 @@
+"""Samples over HTTP: the SDK's way, plain, and OpenAI's; checkpoints and downloads."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyrage
+from service.tenants import Client, fake_backend, serve, train_body
+
+from rookery.types import SampleRequest
+
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+
+
+async def base_sampler(client: Client) -> str:
+    body = {
+        "session_id": await client.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": "fake",
+    }
+    return str((await client.post("create_sampling_session", body))["sampling_session_id"])
+
+
+async def test_samples_with_all_that_can_be_asked_of_the_prompt(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        sampler = await base_sampler(ada)
+        body: dict[str, Any] = {
+            "prompt": PROMPT,
+            "num_samples": 2,
+            "sampling_session_id": sampler,
+            "seq_id": 10**18,
+            "sampling_params": {"max_tokens": 3, "seed": 1, "stop": []},
+            "prompt_logprobs": True,
+            "prompt_logprobs_last_n": 1,
+            "topk_prompt_logprobs": 2,
+            "topk_sample_logprobs": 2,
+            "target_prompt_logprobs": {"data": [9, -1], "dtype": "int64", "shape": [2, 1]},
+            "prompt_alt_tokens_k": 2,
+        }
+        reply = await ada.post("asample", body)
+        assert reply["sample_sequence_ids"] == [f"{sampler}:{10**18}:{i}" for i in range(2)]
+        found = await ada.samples(reply)
+    scores = np.frombuffer(found.prompt_logprobs, dtype="<f4")
+    assert np.isnan(scores).tolist() == [True, True, False]
+    assert (found.topk_prompt_logprobs.k, found.topk_prompt_logprobs.length) == (2, 3)
+    targets = np.frombuffer(found.target_prompt_logprobs.dense, dtype="<f4")
+    assert np.isnan(targets).tolist() == [False, True]
+    assert list(found.prompt_alt_tokens.tokens.shape) == [2, 2]
+    assert found.sequences[0].topk_sampled_logprobs.length == 3
+
+
+async def test_a_sampler_keeps_its_version(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+
+        async def save(seq: int) -> str:
+            body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            reply = await ada.post("save_weights_for_sampler", body)
+            return str((await ada.result(reply))["sampling_session_id"])
+
+        async def draw(sampler: str, seq: int) -> bytes:
+            body = {"prompt": PROMPT, "sampling_session_id": sampler, "seq_id": seq}
+            body["sampling_params"] = {"max_tokens": 4, "seed": 1}
+            tokens: bytes = (await ada.samples(await ada.post("asample", body))).sequences[0].tokens
+            return tokens
+
+        old = await save(1)
+        before = await draw(old, 0)
+        await ada.train(train_body(model, 2))
+        await ada.step(model, 3)
+        new = await save(4)
+        assert await draw(new, 0) != before
+        assert await draw(old, 1) == before
+
+
+async def test_a_poller_is_told_which_samples_are_finished(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        sampler = await base_sampler(ada)
+        target = {"type": "sampling_session", "sampling_session_id": sampler}
+        waiting = asyncio.create_task(ada.post("retrieve_futures", {"target": target}))
+        await asyncio.sleep(0)
+        body = {"prompt": PROMPT, "sampling_session_id": sampler, "seq_id": 0}
+        reply = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
+        answer = await waiting
+        assert [one["request_id"] for one in answer["completions"]] == [reply["request_id"]]
+        of_another_start = {"target": target, "prev_cursor": 7}
+        again = await ada.post("retrieve_futures", of_another_start)
+        assert again == answer, "cursors do not outlive a restart, what they point to does"
+
+
+async def test_a_cancelled_sample_says_so(tmp_path: Path) -> None:
+    backend = fake_backend()
+    begun = asyncio.Event()
+
+    async def never(requests: list[SampleRequest]) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    backend.engine.sample = never  # type: ignore[method-assign, assignment]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        body = {"prompt": PROMPT, "sampling_session_id": await base_sampler(ada), "seq_id": 0}
+        reply = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
+        await begun.wait()
+        await ada.post("cancel_future", {"request_id": reply["request_id"]}, status=204)
+        assert "cancelled" in (await ada.result(reply))["error"]
+
+
+async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        body = {
+            "prompts": ["5 6 7", "8"],
+            "sampling_params": {
+                "max_tokens": 3,
+                "temperature": 0.8,
+                "top_p": 0.95,
+                "top_k": 40,
+                "n": 2,
+            },
+        }
+        answer = await ada.post("sample", body)
+        assert len(answer["completions"]) == len(answer["sequences"]) == 4
+        assert answer["prompt_logprobs"] is None
+        unknown = await ada.post("sample", {**body, "model_id": "poet"}, status=404)
+        assert "There are: fake" in unknown["error"]
+
+
+async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        upload = {
+            "adapter_id": "poet",
+            "adapter_config": {"r": 4},
+            "adapter_model": base64.b64encode(b"weights").decode(),
+        }
+        await ada.post("adapters", upload, status=201)
+        listed = (await ada.send("GET", "/api/v1/adapters")).json()
+        assert listed == [{"adapter_id": "poet", "lora_path": "upload"}]
+        body = {"prompts": ["5 6"], "sampling_params": {"max_tokens": 4, "seed": 2}}
+        poet = await ada.post("sample", {**body, "model_id": "poet"})
+        assert poet["completions"] != (await ada.post("sample", body))["completions"]
+        await bob.post("sample", {**body, "model_id": "poet"}, status=404)
+        outside = await ada.post("adapters", {"adapter_id": "x", "lora_path": "/etc"}, status=400)
+        assert "operator lists" in outside["error"]
+        assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
+        await ada.post("sample", {**body, "model_id": "poet"}, status=404)
+
+
+async def test_openai_clients_are_served(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        names = (await ada.send("GET", "/v1/models")).json()
+        assert [row["id"] for row in names["data"]] == ["fake"]
+        body = {"model": "fake", "prompt": ["5 6", "7"], "max_tokens": 2, "logprobs": 1, "n": 2}
+        answer = (await ada.send("POST", "/v1/completions", json=body)).json()
+        assert len(answer["choices"]) == 4
+        assert answer["choices"][3]["prompt_token_ids"] == [7]
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+        chat = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": "5 6"}],
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        answer = (await ada.send("POST", "/v1/chat/completions", json=chat)).json()
+        [choice] = answer["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert len(choice["logprobs"]["content"]) == 2
+
+
+async def test_exports_are_downloaded_and_encrypted_if_asked(tmp_path: Path) -> None:
+    identity = pyrage.x25519.Identity.generate()
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+
+        async def export(seq: int, name: str, **more: Any) -> dict[str, str]:
+            body = {"model_id": model, "seq_id": seq, "path": name, **more}
+            result = await ada.result(await ada.post("save_weights_external", body))
+            assert result["path"] == f"tinker://{model}/external_weights/{name}"
+            item = f"/api/v1/training_runs/{model}/checkpoints/external_weights/{name}"
+            urls = (await ada.send("GET", f"{item}/external_weights_urls")).json()["urls"]
+            return dict(urls)
+
+        plain = await export(1, "plain")
+        assert (await ada.send("GET", plain["value.json"])).text == "0.0"
+        forged = plain["value.json"].replace("value.json", "../state")
+        assert (await ada.send("GET", forged)).status_code == 404
+        recipients = [str(identity.to_public())]
+        sealed = await export(2, "sealed", age_encryption_recipients=recipients)
+        content = (await ada.send("GET", sealed["value.json.age"])).content
+        assert pyrage.decrypt(content, [identity]) == b"0.0"
+        wrong = {"model_id": model, "seq_id": 3, "path": "x"}
+        wrong["age_encryption_recipients"] = ["nobody"]
+        await ada.post("save_weights_external", wrong, status=400)
+
+
+async def test_checkpoints_are_listed_expire_and_are_not_overwritten(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        save = {"model_id": model, "path": "ck", "ttl_seconds": 3600}
+        await ada.result(await ada.post("save_weights", {**save, "seq_id": 1}))
+        taken = await ada.result(await ada.post("save_weights", {**save, "seq_id": 2}))
+        assert "already" in taken["error"]
+        again = {**save, "seq_id": 3, "overwrite": True}
+        path = (await ada.result(await ada.post("save_weights", again)))["path"]
+        listed = (await ada.send("GET", "/api/v1/checkpoints")).json()
+        assert [row["checkpoint_id"] for row in listed["checkpoints"]] == ["weights/ck"]
+        assert listed["checkpoints"][0]["expires_at"] is not None
+        other = await ada.model(session, 1)
+        load = {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}
+        assert (await ada.result(await ada.post("load_weights", load)))["path"] == path
+        runs = (await ada.send("GET", "/api/v1/training_runs")).json()["training_runs"]
+        assert {row["training_run_id"] for row in runs} == {model, other}
+        archive = f"/api/v1/training_runs/{model}/checkpoints/weights/ck/archive"
+        moved = await ada.send("GET", archive)
+        assert moved.status_code == 302
+        assert b"value.json" in (await ada.send("GET", moved.headers["location"])).content

@@ -1,0 +1,134 @@
+"""Tenants apart, keys, limits, and bad input over HTTP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from service.tenants import Client, serve, train_body
+
+from rookery.service.config import Limits, ServiceConfig
+from rookery.service.keys import Keys, add_key, list_keys, remove_key
+
+
+async def test_without_a_known_key_nothing_is_served(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        stranger = served.client("ada")
+        stranger._key = "tml-made-up"
+        refused = await stranger.post("create_session", {}, status=401)
+        assert "rookery keys add" in refused["error"]
+        assert (await stranger.send("GET", "/api/v1/healthz")).status_code == 200
+
+
+async def test_what_another_tenant_has_looks_as_if_it_did_not_exist(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        session = await ada.session()
+        model = await ada.model(session)
+        reply = await ada.train(train_body(model, 1))
+        save = {"model_id": model, "seq_id": 2, "path": "ck"}
+        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        item = f"/api/v1/training_runs/{model}/checkpoints/weights/ck"
+
+        await bob.post("session_heartbeat", {"session_id": session}, status=404)
+        await bob.train(train_body(model, 3), status=404)
+        await bob.post("get_info", {"model_id": model}, status=404)
+        await bob.post("weights_info", {"tinker_path": path}, status=404)
+        assert (await bob.retrieve(reply["request_id"])).status_code == 404
+        assert (await bob.send("DELETE", item)).status_code == 404
+        assert (await bob.send("GET", "/api/v1/checkpoints")).json()["checkpoints"] == []
+        assert (await bob.send("GET", "/api/v1/training_runs")).json()["training_runs"] == []
+        sampler = {"session_id": await bob.session(), "sampling_session_seq_id": 0}
+        await bob.post("create_sampling_session", {**sampler, "model_path": path}, status=404)
+
+        assert (await ada.send("POST", f"{item}/publish")).status_code == 204
+        await bob.post("create_sampling_session", {**sampler, "model_path": path})
+        assert (await bob.send("DELETE", item)).status_code == 404
+        assert (await ada.send("DELETE", item)).status_code == 204
+        await ada.post("weights_info", {"tinker_path": path}, status=404)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "x"}, 400, "It has"),
+        ("create_model", {"model_seq_id": 0, "base_model": "fake"}, 422, "session_id"),
+        ("optim_step", {"model_id": "M", "adam_params": {"learning_rate": -1}}, 422, "learning"),
+        ("optim_step", {"model_id": "M", "optimizer_params": {"type": "dimuon"}}, 400, "dimuon"),
+        ("save_weights", {"model_id": "M", "seq_id": 1, "path": "../up"}, 422, "path"),
+        ("load_weights", {"model_id": "M", "seq_id": 1, "path": "/etc"}, 400, "not a checkpoint"),
+        ("asample", {"prompt": {"chunks": []}, "sampling_session_id": "S"}, 404, "no sampling"),
+        ("create_custom_loss", {}, 400, "forward_backward_custom"),
+        ("retrieve_future", {"request_id": "req-0"}, 404, "no request"),
+    ],
+)
+async def test_bad_input_gets_a_status_and_a_sentence(
+    tmp_path: Path, path: str, body: dict[str, Any], status: int, sentence: str
+) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        names = {"S": session, "M": await ada.model(session)}
+        filled = {key: names.get(value, value) if isinstance(value, str) else value
+                  for key, value in body.items()}  # fmt: skip
+        answer = await ada.post(path, filled, status=status)
+        assert sentence in answer["error"]
+
+
+async def test_bodies_over_the_limit_are_refused(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(body_mib=0.01))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        long = train_body(model, 1, tokens=[5] * 200, weights=[1.0] * 200) * 10
+        assert (await ada.send("POST", "/api/v1/forward_backward", content=long)).status_code == 413
+        bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 22))
+        answer = await ada.train(bomb, status=413, **{"content-encoding": "zstd"})
+        assert "larger than" in answer["error"]
+
+
+async def test_a_full_queue_answers_429(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(waiting=2))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        for seq in (2, 3):
+            await ada.train(train_body(model, seq))
+        response = await ada.send(
+            "POST",
+            "/api/v1/forward_backward",
+            content=train_body(model, 4),
+            headers={"content-type": "application/x-protobuf"},
+        )
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        repeated = await ada.train(train_body(model, 2))
+        assert repeated["model_id"] == model, "what was accepted is not refused when repeated"
+
+
+async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada: Client = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        reply = await ada.train(train_body(model, 5))
+        finish = {"reason": {"type": "success"}, "detail": "done"}
+        await ada.post(f"sessions/{session}/finish", finish, status=204)
+        result = await ada.result(reply)
+        assert "session ended" in result["error"]
+        await ada.post("session_heartbeat", {"session_id": session}, status=410)
+        answer = await ada.train(train_body(model, 6), status=400)
+        assert "create_training_client_from_state" in answer["error"]
+
+
+def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "keys.json"
+    ada, bob = add_key(path, name="ada"), add_key(path, name="bob")
+    keys = Keys(path)
+    assert (keys.tenant(ada), keys.tenant(bob), keys.tenant("tml-x")) == ("ada", "bob", None)
+    assert ada.startswith("tml-")
+    assert ada not in path.read_text()
+    assert path.stat().st_mode & 0o077 == 0
+    assert remove_key(path, name="ada") == 1
+    assert keys.tenant(ada) is None
+    assert [record["name"] for record in list_keys(path)] == ["bob"]

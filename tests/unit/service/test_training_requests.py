@@ -1,0 +1,144 @@
+"""Training over HTTP: order, exactly once, one pass for many models, failures."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from service.tenants import fake_backend, serve, train_body
+
+from rookery.service.backend import Backend
+from rookery.testing import FakeTrainer
+
+
+def trainer_of(backend: Backend) -> FakeTrainer:
+    assert isinstance(backend.trainer, FakeTrainer)
+    return backend.trainer
+
+
+async def test_gradients_and_a_step_come_back(tmp_path: Path) -> None:
+    backend = fake_backend()
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        first = await ada.train(train_body(model, 1, weights=[0.0, 1.0, 2.0]))
+        output = await ada.outputs(first)
+        stepped = await ada.result(await ada.step(model, 2, rate=0.5))
+    [record] = output.loss_fn_outputs
+    logprobs = np.frombuffer(record.fields["logprobs"].data, dtype="<f4")
+    assert len(logprobs) == 3, "every position has its log-probability, weight 0 too"
+    assert np.isclose(output.metrics["loss:sum"], -(logprobs * [0.0, 1.0, 2.0]).sum())
+    assert stepped["metrics"] == {"value:mean": 1.5}
+
+
+async def test_chunks_are_done_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    backend = fake_backend()
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        step = await ada.step(model, 3)
+        second = await ada.train(train_body(model, 2, weights=[0.0, 0.0, 10.0]))
+        pending = asyncio.create_task(ada.retrieve(second["request_id"]))
+        await asyncio.sleep(0)
+        assert trainer_of(backend).trainees[model].num_steps == 0
+        first = await ada.train(train_body(model, 1))
+        assert (await pending).status_code == 200
+        assert (await ada.result(step))["metrics"]["value:mean"] == 13.0
+        assert (await ada.retrieve(first["request_id"])).status_code == 200
+
+
+async def test_a_repeated_request_is_done_once(tmp_path: Path) -> None:
+    backend = fake_backend()
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        body = train_body(model, 1)
+        replies = await asyncio.gather(*(ada.train(body) for _ in range(5)))
+        assert len({reply["request_id"] for reply in replies}) == 1
+        step = await ada.result(await ada.step(model, 2))
+        assert step["metrics"]["value:mean"] == 3.0, "three weights of one, added once"
+        other = await ada.train(train_body(model, 1, tokens=(9, 9)), status=400)
+        assert "was sent before with another content" in other["error"]
+
+
+async def test_models_share_a_call_of_the_trainer(tmp_path: Path) -> None:
+    backend = fake_backend()
+    calls: list[int] = []
+    trainer = trainer_of(backend)
+    plain = trainer.forward_backward
+    gate = asyncio.Event()
+
+    async def slow(requests):  # type: ignore[no-untyped-def]
+        calls.append(len(requests))
+        await gate.wait()
+        return await plain(requests)
+
+    async with serve(tmp_path / "run", backend=backend) as served:
+        tenants = [served.client() for _ in range(4)]
+        models = [await one.model(await one.session()) for one in tenants]
+        trainer.forward_backward = slow  # type: ignore[method-assign]
+        bodies = [train_body(model, 1) for model in models]
+        replies = [await one.train(body) for one, body in zip(tenants, bodies, strict=True)]
+        gate.set()
+        for one, reply in zip(tenants, replies, strict=True):
+            await one.outputs(reply)
+    assert calls == [1, 3], "those that came while the first was computed go together"
+
+
+async def test_a_failed_request_touches_no_other(tmp_path: Path) -> None:
+    backend = fake_backend()
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        session = await ada.session()
+        good, bad = await ada.model(session, 0), await ada.model(session, 1)
+        trainer_of(backend).failing.add(bad)
+        failed = await ada.result(await ada.train(train_body(bad, 1)))
+        assert failed == {"error": f"{bad} was told to fail.", "category": "user"}
+        await ada.outputs(await ada.train(train_body(good, 1)))
+        trainer_of(backend).failing.clear()
+        step = await ada.result(await ada.step(bad, 2))
+        assert step["metrics"]["value:mean"] == 0.0, "the numbers go on after a failure"
+
+
+async def test_forward_adds_no_gradient(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1, forward_only=True)))
+        step = await ada.result(await ada.step(model, 2))
+        assert step["metrics"]["value:mean"] == 0.0
+
+
+async def test_a_request_that_waits_says_where_it_is(tmp_path: Path) -> None:
+    from rookery.service.config import ServiceConfig
+
+    async with serve(tmp_path / "run", config=ServiceConfig(poll_s=0.05)) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        reply = await ada.train(train_body(model, 2))
+        response = await ada.retrieve(reply["request_id"])
+        assert response.status_code == 408
+        document = response.json()
+        assert document["type"] == "try_again"
+        assert "waits for request 1 of this model" in document["queue_state_reason"]
+
+
+async def test_old_clients_speak_json(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        data = {
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [6, 7], "dtype": "int64", "shape": [2]},
+                "weights": {"data": [1.0, 1.0], "dtype": "float32", "shape": [2]},
+            },
+        }
+        inner = {"data": [data], "loss_fn": "cross_entropy"}
+        body = {"model_id": model, "forward_backward_input": inner}
+        document = await ada.result(await ada.post("forward_backward", body))
+        [row] = document["loss_fn_outputs"]
+        assert row["logprobs"]["shape"] == [2]
+        assert document["metrics"]["loss:sum"] > 0
+        body = {"model_id": model, "forward_input": inner}
+        forward = await ada.result(await ada.post("forward", body))
+        assert forward["loss_fn_outputs"] == document["loss_fn_outputs"]
