@@ -9,9 +9,7 @@ from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
-from rookery.cli.genome import genome
-from rookery.cli.grpo import grpo
-from rookery.cli.icm import icm
+from rookery.cli.loops import genome, grpo, icm
 from rookery.cli.runs import runs
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from rookery.compose.inputs import read_tasksets
 from rookery.compose.running import (
-    Given,
+    ConfigSource,
     OpenRun,
     Outcome,
-    new_run,
+    RunKind,
     quiet_libraries,
-    read_config,
     resumable,
     run_async,
+    write_page,
 )
 from rookery.compose.sft import base_name
-from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import OnLaunch, find_model, open_engine
@@ -32,8 +32,7 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
-from rookery.tasks.splits import SPLITS
-from rookery.tasks.taskset import Taskset, load_tasksets
+from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template, load_template
 from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
 from rookery.types import Adapter
@@ -41,14 +40,14 @@ from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
 from rookery.weights import read_adapter
 
-__all__ = ["finish_grpo", "run_grpo"]
+__all__ = ["GRPO", "run_grpo"]
 
 POLICY = "policy"
 """The name that versions of the policy are served by."""
 
 
 def run_grpo(
-    config: Given | GrpoConfig,
+    config: ConfigSource | GrpoConfig,
     *,
     name: str = "",
     runs_dir: str | Path = "runs",
@@ -61,21 +60,19 @@ def run_grpo(
     the outcome holds `trained` (a PEFT folder), `checkpoints`, `report.html`, `report.json` and
     everything to resume.
     """
-    loaded = read_config(GrpoConfig, config, values)
-    open_run = new_run(loaded, kind="grpo", name=name, runs_dir=runs_dir)
-    return finish_grpo(loaded, open_run, Display(is_quiet=not progress))
+    return GRPO.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def finish_grpo(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
-    """Take a training to its end, from its beginning or from where it was."""
+def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     quiet_libraries()
-    files = _read_files(config)
-    display.note(note for taskset in files.tasksets for note in taskset.notes)
-    return run_async(_train(config, files, open_run, display))
+    return run_async(_train(config, _read_inputs(config, display), open_run, display))
+
+
+GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _Inputs:
     """Everything that is read before a model is loaded."""
 
     tasksets: list[Taskset]
@@ -84,38 +81,35 @@ class _Files:
     init: Adapter | None
 
 
-def _read_files(config: GrpoConfig) -> _Files:
-    tasksets = load_tasksets(config.tasksets)
-    for taskset in tasksets:
-        for name in SPLITS:
-            taskset.split(name)  # refuses one that should have tasks and has none
+def _read_inputs(config: GrpoConfig, display: Display) -> _Inputs:
+    tasksets = read_tasksets(config.tasksets, display)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
     init = None if config.init_from is None else read_adapter(config.init_from)
-    return _Files(tasksets, folder, load_template(folder.path), init)
+    return _Inputs(tasksets, folder, load_template(folder.path), init)
 
 
 async def _train(
-    config: GrpoConfig, files: _Files, open_run: OpenRun, display: Display
+    config: GrpoConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[GrpoReport]:
     """What can be refused is refused before the run is made."""
-    display.say(f"loading {files.folder.name}")
+    display.say(f"loading {inputs.folder.name}")
     with display.launching() as show:
-        async with _open(config, files, show) as (engine, model):
-            start = _start(config, files, model)
-            _check(config, files, engine, start)
+        async with _open(config, inputs, show) as (engine, model):
+            start = _start(config, inputs, model)
+            _check(config, inputs, engine, start)
             with open_run() as run, resumable(run.path, display):
                 start = replace(read_start(run) or start, name=POLICY)
-                inputs = _inputs(config, files, engine, start, model, run)
-                report = await _finish(inputs, run, display)
+                loop_inputs = _loop_inputs(config, inputs, engine, start, model, run)
+                report = await _run(loop_inputs, run, display)
     return Outcome(report, run.path)
 
 
 @asynccontextmanager
 async def _open(
-    config: GrpoConfig, files: _Files, on_launch: OnLaunch
+    config: GrpoConfig, inputs: _Inputs, on_launch: OnLaunch
 ) -> AsyncIterator[tuple[Engine, SlottedModel]]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
-    folder, dtype = files.folder, "auto"
+    folder, dtype = inputs.folder, "auto"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(config.engine, EngineConfig):
         dtype = config.engine.dtype
@@ -129,7 +123,7 @@ async def _open(
     if config.share and isinstance(config.engine, EngineConfig):
         model = await load()
         async with run_engine(
-            model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
+            model, config=config.engine, detokenize=_decoder(inputs.template), name=folder.name
         ) as shared:
             yield shared, model
         return
@@ -137,10 +131,10 @@ async def _open(
         yield engine, await load()
 
 
-def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
+def _start(config: GrpoConfig, inputs: _Inputs, model: SlottedModel) -> Adapter:
     """The policy to begin with, refused when it does not fit the model."""
-    base = base_name(files.folder.name)
-    start = files.init or initial_adapter(
+    base = base_name(inputs.folder.name)
+    start = inputs.init or initial_adapter(
         model, config.lora, name=POLICY, base=base, seed=config.seed
     )
     start = replace(start, name=POLICY, base=start.base or base)
@@ -148,46 +142,44 @@ def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
     return start
 
 
-def _check(config: GrpoConfig, files: _Files, engine: Engine, start: Adapter) -> None:
-    tasksets, template = files.tasksets, files.template
+def _check(config: GrpoConfig, inputs: _Inputs, engine: Engine, start: Adapter) -> None:
+    tasksets, template = inputs.tasksets, inputs.template
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    _group_sampler(config, files, engine)  # refuses choices
+    _group_sampler(config, inputs, engine)  # refuses choices
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
-def _group_sampler(config: GrpoConfig, files: _Files, engine: Engine) -> GroupSampler:
+def _group_sampler(config: GrpoConfig, inputs: _Inputs, engine: Engine) -> GroupSampler:
     params = config.drawing.params(group_size=config.group_size)
-    return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
+    return GroupSampler(engine, template=inputs.template, tasksets=inputs.tasksets, params=params)
 
 
-def _inputs(
+def _loop_inputs(
     config: GrpoConfig,
-    files: _Files,
+    inputs: _Inputs,
     engine: Engine,
     start: Adapter,
     model: SlottedModel,
     run: Run,
 ) -> GrpoInputs:
     evaluator = TasksetEvaluator(
-        engine, template=files.template, tasksets=files.tasksets, log=RolloutLog(run)
+        engine, template=inputs.template, tasksets=inputs.tasksets, log=RolloutLog(run)
     )
     return GrpoInputs(
         config=config,
         start=start,
-        tasksets=files.tasksets,
+        tasksets=inputs.tasksets,
         engine=engine,
         trainer=LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine)),
-        sampler=_group_sampler(config, files, engine),
+        sampler=_group_sampler(config, inputs, engine),
         evaluator=evaluator,
     )
 
 
-async def _finish(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
+async def _run(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
     with display.bar("train", total=inputs.config.steps) as bar:
         result = await train_policy(inputs, run=run, watcher=_watcher(bar, display))
-    page = await asyncio.to_thread(render_grpo_page, result.report)
-    await run_in_thread(run.write_text, "report.html", page)
-    await run_in_thread(run.finish, "finished")
+    await write_page(run, render_grpo_page, result.report)
     return result.report
 
 

@@ -1,6 +1,5 @@
 """`run_icm`: a labelling from its config to its labels, report and page."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +9,15 @@ from typing import Any, cast
 import torch
 
 from rookery.compose.running import (
-    Given,
+    ConfigSource,
     OpenRun,
     Outcome,
-    new_run,
+    RunKind,
     quiet_libraries,
-    read_config,
     resumable,
     run_async,
+    write_page,
 )
-from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
@@ -47,13 +45,13 @@ from rookery.ui.display import Display
 from rookery.ui.icm import render_icm_page
 from rookery.weights import read_adapter
 
-__all__ = ["finish_icm", "run_icm"]
+__all__ = ["ICM", "run_icm"]
 
 Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
 
 
 def run_icm(
-    config: Given | IcmConfig,
+    config: ConfigSource | IcmConfig,
     *,
     name: str = "",
     runs_dir: str | Path = "runs",
@@ -65,15 +63,15 @@ def run_icm(
     `run_icm("configs/icm_reviews.yaml", num_chains=4)`; `values` are keys of the config. The
     folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
     """
-    loaded = read_config(IcmConfig, config, values)
-    open_run = new_run(loaded, kind="icm", name=name, runs_dir=runs_dir)
-    return finish_icm(loaded, open_run, Display(is_quiet=not progress))
+    return ICM.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def finish_icm(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
-    """Take a labelling to its end, from its beginning or from where it was."""
+def _finish(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
     quiet_libraries()
     return run_async(_label(config, _read_inputs(config), open_run, display))
+
+
+ICM = RunKind("icm", config=IcmConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +119,7 @@ async def _label(
                     tune = _tuner(run, config, cast(Engine, sampler), inputs)
                     bench = replace(bench, tune=tune)
                 result = await _search(run, config, inputs, bench, display)
-                page = await asyncio.to_thread(render_icm_page, result.report)
-                await run_in_thread(run.write_text, "report.html", page)
-                await run_in_thread(run.finish, "finished")
+                await write_page(run, render_icm_page, result.report)
     return Outcome(result.report, run.path)
 
 
