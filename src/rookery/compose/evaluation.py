@@ -72,13 +72,13 @@ def evaluate(
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
     model = str(model)
-    given = {
+    document = {
         "model": model if model.lower() == "smollm2" else _anchored(model),
         "taskset": _anchored(str(taskset)),
         "adapters": [_anchored(str(path)) for path in adapters],
         **values,
     }
-    config = parse_config(EvaluationConfig, given, origin="the evaluation")
+    config = parse_config(EvaluationConfig, document, origin="the evaluation")
     open_run = new_run(config, kind=EVALUATION.name, name=name, runs_dir=runs_dir)
     return _finish(config, open_run, Display(is_quiet=not progress))
 
@@ -132,8 +132,8 @@ def _engine(config: EvaluationConfig) -> AnyEngineConfig:
     if fleet is None:
         return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
     launch = fleet.launch
-    own = None if launch is None else launch.model_copy(update={"model": config.model})
-    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": own})
+    with_model = None if launch is None else launch.model_copy(update={"model": config.model})
+    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": with_model})
 
 
 async def _evaluate(

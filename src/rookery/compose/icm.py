@@ -22,7 +22,7 @@ from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
 from rookery.loops.icm import (
-    Bench,
+    Labeller,
     IcmConfig,
     IcmResult,
     check_batches,
@@ -104,21 +104,21 @@ async def _label(
     codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
     with display.launching() as show:
         async with open_sampler(config.engine, codec=codec, on_launch=show) as sampler:
-            bench = Bench(
+            labeller = Labeller(
                 sampler=sampler,
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
             )
-            check_batches(config, inputs.items, bench=bench)
+            check_batches(config, inputs.items, labeller=labeller)
             if inputs.init is not None:
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
             with open_run() as run, resumable(run.path, display):
                 if config.iterate is not None:
                     tune = _tuner(run, config, cast(Engine, sampler), inputs)
-                    bench = replace(bench, tune=tune)
-                result = await _search(run, config, inputs, bench, display)
+                    labeller = replace(labeller, tune=tune)
+                result = await _search(run, config, inputs, labeller, display)
                 await write_page(run, render_icm_page, result.report)
     return Outcome(result.report, run.path)
 
@@ -129,12 +129,12 @@ def _context_tokens(folder: Path) -> int | None:
     if not path.is_file():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    found = document.get("text_config", document).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    num_tokens = document.get("text_config", document).get("max_position_embeddings")
+    return num_tokens if isinstance(num_tokens, int) else None
 
 
 async def _search(
-    run: Run, config: IcmConfig, inputs: _Inputs, bench: Bench, display: Display
+    run: Run, config: IcmConfig, inputs: _Inputs, labeller: Labeller, display: Display
 ) -> IcmResult:
     with display.bar("labelling", total=config.search.iterations) as bar:
 
@@ -151,7 +151,7 @@ async def _search(
         return await label(
             config,
             items=inputs.items,
-            bench=bench,
+            labeller=labeller,
             run=run,
             gold=lambda: read_gold(config.data, inputs.items),
             on_step=stepped,

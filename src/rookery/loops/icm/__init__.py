@@ -20,11 +20,11 @@ exports.py       files for training
 
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import read_gold, read_items
-from rookery.loops.icm.loop import Bench, IcmResult, check_batches, label
+from rookery.loops.icm.loop import Labeller, IcmResult, check_batches, label
 from rookery.loops.icm.prompts import load_encoder
 
 __all__ = [
-    "Bench",
+    "Labeller",
     "IcmConfig",
     "IcmResult",
     "check_batches",
