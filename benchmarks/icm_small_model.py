@@ -28,7 +28,7 @@ from icm import embedded, server
 
 from rookery.config import load_config
 from rookery.embedded import resolve_model
-from rookery.loops.icm import Labeller, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.label_scorer import ScoreStore

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
-from rookery.loops.icm import Labeller, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem

@@ -22,9 +22,9 @@ from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
 from rookery.loops.icm import (
-    Labeller,
     IcmConfig,
     IcmResult,
+    Labeller,
     check_batches,
     label,
     load_encoder,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.loops.icm import Labeller, IcmConfig
+from rookery.loops.icm import IcmConfig, Labeller
 from rookery.loops.icm.prompts import Encoder
 from rookery.seeding import stream
 from rookery.testing import BASE, FakeSampler

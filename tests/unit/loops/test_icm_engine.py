@@ -12,7 +12,7 @@ from rookery.cli.app import app
 from rookery.compose.icm import run_icm
 from rookery.embedded import EngineConfig, run_engine
 from rookery.errors import AdapterError
-from rookery.loops.icm import Labeller, IcmConfig, load_encoder, read_items
+from rookery.loops.icm import IcmConfig, Labeller, load_encoder, read_items
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts

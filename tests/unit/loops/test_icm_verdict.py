@@ -14,7 +14,7 @@ from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
-from rookery.loops.icm.verdict import MajorityLabel, Evidence, agree, judge
+from rookery.loops.icm.verdict import Evidence, MajorityLabel, agree, judge
 from rookery.reports import IcmReport
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.constraints import Constraint, Constraints, Exclusive

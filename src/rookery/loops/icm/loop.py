@@ -37,9 +37,9 @@ from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 
 __all__ = [
-    "Labeller",
     "ChainStep",
     "IcmResult",
+    "Labeller",
     "check_batches",
     "label",
     "open_problem",

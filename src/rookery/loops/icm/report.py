@@ -13,7 +13,7 @@ from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.labellings import Labelling, label_all_ways
 from rookery.loops.icm.objective import LabelLogprobs, predict
 from rookery.loops.icm.transfer import transfer
-from rookery.loops.icm.verdict import Agreement, MajorityLabel, Evidence, agree, judge
+from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
 from rookery.reports import (
     AgreementRecord,
     ChainRecord,

@@ -20,7 +20,7 @@ from typing import Literal
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.statistics import Interval, wilson
 
-__all__ = ["Agreement", "MajorityLabel", "Evidence", "Verdict", "agree", "judge"]
+__all__ = ["Agreement", "Evidence", "MajorityLabel", "Verdict", "agree", "judge"]
 
 Verdict = Literal[
     "partial",
@@ -168,8 +168,8 @@ def _judge_form(evidence: Evidence, found: dict[Verdict, str]) -> None:
     collapsed = [majority for majority in evidence.majorities if majority.share >= COLLAPSED_SHARE]
     if collapsed:
         found["collapsed"] = (
-            f"{'; '.join(_majority_words(majority, evidence) for majority in collapsed)}. One label for "
-            "everything predicts itself best: declare constraints between items, or set "
+            f"{'; '.join(_majority_words(majority, evidence) for majority in collapsed)}. "
+            "One label for everything predicts itself best: declare constraints between items, or set "
             "objective.calibrate. If the items really are so uneven, check some by hand."
         )
     if evidence.num_violated:
