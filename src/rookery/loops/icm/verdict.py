@@ -157,23 +157,23 @@ def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
     return next(iter(warning_by_verdict), "coherent"), warnings
 
 
-def _judge_form(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_form(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     num_items = len(evidence.labels)
     num_labelled = num_items - evidence.labels.count(UNLABELLED)
     if num_labelled < num_items:
-        found["partial"] = (
+        warnings["partial"] = (
             f"Only {num_labelled} of {num_items} items are labelled: adding the others made the "
             "labels predict one another worse, or the iterations were used up. This is no success."
         )
     collapsed = [majority for majority in evidence.majorities if majority.share >= COLLAPSED_SHARE]
     if collapsed:
-        found["collapsed"] = (
+        warnings["collapsed"] = (
             f"{'; '.join(_majority_words(majority, evidence) for majority in collapsed)}. "
-            "One label for everything predicts itself best: declare constraints between items, or set "
-            "objective.calibrate. If the items really are so uneven, check some by hand."
+            "One label for everything predicts itself best: declare constraints between items, or "
+            "set objective.calibrate. If the items really are so uneven, check some by hand."
         )
     if evidence.num_violated:
-        found["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
+        warnings["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
 
 
 def _majority_words(majority: MajorityLabel, evidence: Evidence) -> str:
@@ -184,12 +184,12 @@ def _majority_words(majority: MajorityLabel, evidence: Evidence) -> str:
     return f"{majority.num_items} of {majority.num_labelled} labels{where} are {name}"
 
 
-def _judge_transfers(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_transfers(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     against = {batch: own for batch, own in evidence.transfers.items() if own.is_below_chance}
     if against:
         words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
         surely = "have" if any(own.is_inverse for own in against.values()) else "may have"
-        found["opposite"] = (
+        warnings["opposite"] = (
             f"Batches {surely} opposite labels. Behind labels of batch 0 the model expects others "
             f"than there are ({words}). Label all items in one batch, or compare a few of these "
             "batches' labels by hand and turn them around if they are."
@@ -204,7 +204,7 @@ def _words(agreement: Agreement) -> str:
     )
 
 
-def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_gold(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     gold = evidence.gold
     if gold is None:
         return
@@ -214,24 +214,24 @@ def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:
         f"{gold.interval.high:.0%}, chance {gold.chance:.0%})"
     )
     if gold.is_inverse:
-        found["inverse"] = (
+        warnings["inverse"] = (
             f"The inverse concept: {words}. The items were told apart, and the labels swapped."
         )
     elif gold.is_chance:
-        found["chance"] = f"No better than chance: {words}."
+        warnings["chance"] = f"No better than chance: {words}."
 
 
-def _judge_rivals(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_rivals(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     near = [same for lost, same in evidence.rivals if lost <= 0 and same < 1]
     if near:
-        found["ambiguous"] = (
+        warnings["ambiguous"] = (
             f"Other labels, of another start or without a search, are at least as coherent with "
             f"only {min(near):.0%} of them in common: the items do not decide. These may be chance "
             "labels or the inverse concept."
         )
     share = evidence.num_frustrated / max(1, len(evidence.labels))
     if share > MANY_FRUSTRATED:
-        found["frustrated"] = (
+        warnings["frustrated"] = (
             f"{evidence.num_frustrated} of {len(evidence.labels)} items are predicted to have "
             "another label than they have: the labels look like chance to the model itself."
         )
