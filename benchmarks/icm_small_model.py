@@ -28,7 +28,7 @@ from icm import embedded, server
 
 from rookery.config import load_config
 from rookery.embedded import resolve_model
-from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.baselines import Baselines, BaselinesConfig
 from rookery.loops.icm.exports import ExportsConfig
 from rookery.loops.icm.label_scorer import ScoreStore
@@ -70,7 +70,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
     model = resolve_model("smollm2").path
     open_model = embedded if arguments.engine == "embedded" else server
     async with open_model(str(model)) as counted:
-        bench = Bench(
+        labeller = Labeller(
             sampler=counted.sampler,
             model=counted.model,
             encoder=load_encoder(model),
@@ -82,13 +82,13 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
             config = config.model_copy(update={"baselines": baselines})
             print(f"\n{name}: {config.data.path.name}", flush=True)
             if arguments.items:
-                await label_plainly(limited(config, arguments.items), bench)
+                await label_plainly(limited(config, arguments.items), labeller)
             if arguments.searched:
                 own = limited(config, arguments.searched, batch=arguments.batch)
                 size = {"num_start": min(8, arguments.searched // 3)}
                 search = own.search.model_copy(update={"iterations": arguments.iterations, **size})
                 own = own.model_copy(update={"search": search, "num_chains": arguments.chains})
-                await label_by_search(own, bench, folder / name)
+                await label_by_search(own, labeller, folder / name)
 
 
 def configure(name: str, **data: object) -> IcmConfig:
@@ -135,12 +135,12 @@ def limited(config: IcmConfig, num_items: int, *, batch: int | None = None) -> I
     return config.model_copy(update={"data": data, "batch_size": batch or max(2, num_items)})
 
 
-async def label_plainly(config: IcmConfig, bench: Bench) -> None:
+async def label_plainly(config: IcmConfig, labeller: Labeller) -> None:
     """All items behind the same few demonstrations: the ways that need no search."""
     items = read_items(config.data)
     # Few demonstrations at a time: that all items together pass the context matters to none.
-    unlimited = Bench(sampler=bench.sampler, model=bench.model, encoder=bench.encoder)
-    problem = open_problem(config, items, bench=unlimited, store=ScoreStore())
+    unlimited = Labeller(sampler=labeller.sampler, model=labeller.model, encoder=labeller.encoder)
+    problem = open_problem(config, items, labeller=unlimited, store=ScoreStore())
     baselines = Baselines(problem, config=config.baselines, seed=config.seed)
     gold = read_gold(config.data, items)
     truth = {place: gold[item.id] for place, item in enumerate(items)}
@@ -163,14 +163,18 @@ async def label_plainly(config: IcmConfig, bench: Bench) -> None:
         print_row(name, len(items), record)
 
 
-async def label_by_search(config: IcmConfig, bench: Bench, folder: Path) -> None:
+async def label_by_search(config: IcmConfig, labeller: Labeller, folder: Path) -> None:
     items = read_items(config.data)
     start = time.perf_counter()
     with Run.create(
         folder, kind="icm", config=config.model_dump(mode="json"), name="search"
     ) as run:
         result = await label(
-            config, items=items, bench=bench, run=run, gold=lambda: read_gold(config.data, items)
+            config,
+            items=items,
+            labeller=labeller,
+            run=run,
+            gold=lambda: read_gold(config.data, items),
         )
     report = result.report
     for row in report.rows:

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -41,6 +41,10 @@ class Config(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+    def from_folder(self, folder: Path) -> Self:  # noqa: ARG002
+        """The same with its relative paths taken from `folder`, where its file is."""
+        return self
 
 
 def load_config(

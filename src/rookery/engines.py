@@ -93,12 +93,12 @@ def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:
 def find_model(config: AnySamplerConfig, *, tokenizer: str = "") -> ModelFolder:
     """The engine's model as a folder here, with the names that its adapters know it by."""
     if isinstance(config, EngineConfig):
-        own = config.model
+        engine_model = config.model
     elif isinstance(config, FleetConfig) and config.launch is not None:
-        own = config.launch.model
+        engine_model = config.launch.model
     else:
-        own = ""
-    model = tokenizer or own
+        engine_model = ""
+    model = tokenizer or engine_model
     if not model:
         keeper = (
             "An external API does not expose its tokenizer"
@@ -145,5 +145,5 @@ def _with_folder(config: FleetConfig) -> FleetConfig:
     launch = config.launch
     if launch is None:
         return config
-    own = launch.model_copy(update={"model": resolve_smollm2(launch.model)})
-    return config.model_copy(update={"name": config.name or launch.model, "launch": own})
+    resolved = launch.model_copy(update={"model": resolve_smollm2(launch.model)})
+    return config.model_copy(update={"name": config.name or launch.model, "launch": resolved})

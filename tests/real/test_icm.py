@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
-from rookery.loops.icm import Bench, IcmConfig, label, load_encoder, read_gold, read_items
+from rookery.loops.icm import IcmConfig, Labeller, label, load_encoder, read_gold, read_items
 from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench() -> AsyncIterator[Bench]:
+async def labeller() -> AsyncIterator[Labeller]:
     async with open_engine(EngineConfig(model="smollm2", dtype="float32")) as engine:
         encoder = load_encoder(resolve_model("smollm2").path)
-        yield Bench(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
+        yield Labeller(sampler=engine, model=engine.base, encoder=encoder, context_tokens=8192)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,12 @@ async def best_of(
     return max(chains, key=lambda result: result.rank)
 
 
-async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: ScoreStore) -> None:
+async def test_searches_end_at_the_best_of_all_labellings(
+    labeller: Labeller, store: ScoreStore
+) -> None:
     """Eight reviews in pairs: six seeds, two of them from labels that are all wrong."""
     config = reviews("--data.limit", "8")
-    problem = open_problem(config, read_items(config.data), bench=bench, store=store)
+    problem = open_problem(config, read_items(config.data), labeller=labeller, store=store)
     options: list[Labels] = [
         tuple(x for first in firsts for x in (first, 1 - first))
         for firsts in product((0, 1), repeat=4)
@@ -84,48 +86,52 @@ async def test_searches_end_at_the_best_of_all_labellings(bench: Bench, store: S
         assert result.assessment.utility == pytest.approx(found[optimum])
 
 
-async def test_contexts_are_the_tokens_of_their_whole_text(bench: Bench) -> None:
+async def test_contexts_are_the_tokens_of_their_whole_text(labeller: Labeller) -> None:
     config = reviews("--data.preamble", "Judge these reviews.")
     items, names = read_items(config.data), config.data.labels
-    prompts = Prompts(items, encoder=bench.encoder, data=config.data)
+    prompts = Prompts(items, encoder=labeller.encoder, data=config.data)
     labels, order = truth_of(config), TreeOrder([(i, i + 1) for i in range(0, len(items), 2)])
     for target in order.leaves:
         shown = [f"{items[i].text} {names[labels[i]]}" for i in order.of(target)]
         text = "\n\n".join(["Judge these reviews.", *shown, items[target].text])
         found = prompts.context(labels, target, order=order.of(target))
-        assert found == bench.encoder.encode(text)
+        assert found == labeller.encoder.encode(text)
 
 
-async def test_batched_numbers_are_those_of_one_at_a_time(bench: Bench, store: ScoreStore) -> None:
+async def test_batched_numbers_are_those_of_one_at_a_time(
+    labeller: Labeller, store: ScoreStore
+) -> None:
     """On a fresh engine without a cache worth the name, to 1e-4 in float32."""
     config = reviews("--data.limit", "8")
     items = read_items(config.data)
     labels = truth_of(config)
     contexts = [(labels, item) for item in range(8)]
-    shared = await open_problem(config, items, bench=bench, store=store).scorer.score(contexts)
+    shared = await open_problem(config, items, labeller=labeller, store=store).scorer.score(
+        contexts
+    )
     alone = EngineConfig(model="smollm2", dtype="float32", cache_gib=1e-6)
     async with open_engine(alone) as engine:
-        other = Bench(sampler=engine, model=engine.base, encoder=bench.encoder)
-        problem = open_problem(config, items, bench=other, store=ScoreStore())
+        other = Labeller(sampler=engine, model=engine.base, encoder=labeller.encoder)
+        problem = open_problem(config, items, labeller=other, store=ScoreStore())
         for context, expected in zip(contexts, shared, strict=True):
             [read] = await problem.scorer.score([context])
             assert read == pytest.approx(expected, abs=1e-4)
 
 
-async def test_twelve_reviews_are_all_right(bench: Bench, tmp_path: Path) -> None:
+async def test_twelve_reviews_are_all_right(labeller: Labeller, tmp_path: Path) -> None:
     config = reviews("--data.limit", "12")
-    result = await _run(config, bench, tmp_path)
+    result = await _run(config, labeller, tmp_path)
     assert result.rows[0].accuracy == 1.0
     assert result.verdict == "coherent" and result.num_frustrated <= 1
     assert result.tokens.computed * 5 < result.tokens.naive
 
 
 async def test_without_constraints_everything_gets_one_label_and_is_told_so(
-    bench: Bench, tmp_path: Path
+    labeller: Labeller, tmp_path: Path
 ) -> None:
     free = ["--constraints", "[]", "--baselines.inverted", "false"]
     config = reviews("--data.limit", "12", "--num-chains", "3", "--search.iterations", "100", *free)
-    result = await _run(config, bench, tmp_path)
+    result = await _run(config, labeller, tmp_path)
     assert result.verdict == "collapsed"
     assert any("All labels are" in warning for warning in result.warnings)
     assert result.gold is not None and result.gold.utility is not None
@@ -133,7 +139,7 @@ async def test_without_constraints_everything_gets_one_label_and_is_told_so(
 
 
 async def test_what_the_model_does_not_know_is_never_called_a_success(
-    bench: Bench, tmp_path: Path
+    labeller: Labeller, tmp_path: Path
 ) -> None:
     """Capitals: true and false ones in pairs."""
     towns = ["France Paris Lyon", "Italy Rome Milan", "Japan Tokyo Osaka", "Spain Madrid Seville"]
@@ -162,22 +168,22 @@ async def test_what_the_model_does_not_know_is_never_called_a_success(
             "num_chains": 2,
         }
     )
-    result = await _run(config, bench, tmp_path)
+    result = await _run(config, labeller, tmp_path)
     assert result.rows[0].accuracy is not None
     if result.rows[0].accuracy < 1.0:
         assert result.verdict != "coherent" and result.warnings
     assert (result.verdict == "partial") == (result.num_labelled < 8)
 
 
-async def _run(config: IcmConfig, bench: Bench, folder: Path) -> IcmReport:
-    assert isinstance(bench.sampler, EmbeddedEngine)
+async def _run(config: IcmConfig, labeller: Labeller, folder: Path) -> IcmReport:
+    assert isinstance(labeller.sampler, EmbeddedEngine)
     items = read_items(config.data)
     document = config.model_dump(mode="json")
     with Run.create(folder, kind="icm", config=document, name="run") as run:
         result = await label(
             config,
             items=items,
-            bench=bench,
+            labeller=labeller,
             run=run,
             gold=lambda: read_gold(config.data, items),
         )

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "rookery"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "model_names", "seeding", "signal_names"},
+    {"types", "errors", "cache", "model_names", "seeding", "signal_names"},
     {"concurrency", "config", "loop_thread"},
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},

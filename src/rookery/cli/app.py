@@ -9,10 +9,9 @@ from rookery.cli.doctor import doctor
 from rookery.cli.evaluation import evaluate
 from rookery.cli.evolve import evolve
 from rookery.cli.fleet import fleet
-from rookery.cli.genome import genome
 from rookery.cli.grpo import grpo
-from rookery.cli.icm import icm
 from rookery.cli.keys import keys
+from rookery.cli.loops import genome, icm
 from rookery.cli.runs import runs
 from rookery.cli.serve import serve
 from rookery.cli.sft import sft

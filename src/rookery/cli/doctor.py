@@ -8,10 +8,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.markup import escape
 
+from rookery.cache import cache_folder
 from rookery.cli.terminal import console
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -126,9 +126,7 @@ def _smollm2() -> Finding:
 
 
 def _cache() -> Iterator[Finding]:
-    home = os.environ.get("ROOKERY_CACHE")
-    root = Path(home or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = root if home else root / "rookery"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"

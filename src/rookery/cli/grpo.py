@@ -6,20 +6,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rookery.cli.loop_command import LoopParts, make_loop_app, read_loop_config
+from rookery.cli.loop_command import make_loop_app, read_loop_config
 from rookery.cli.outcome import print_table
 from rookery.cli.terminal import console, fail
 
 __all__ = ["grpo"]
 
 PATHS = ("init_from", "tasksets.*.path")
-
-
-def _load() -> LoopParts:
-    from rookery.compose.grpo import run_grpo
-    from rookery.loops.grpo import GrpoConfig
-
-    return LoopParts(GrpoConfig, run_grpo)
 
 
 grpo = make_loop_app(
@@ -32,7 +25,6 @@ grpo = make_loop_app(
         "torchrun --nproc-per-node 2 -m rookery grpo run mine.yaml",
     ),
     paths=PATHS,
-    load=_load,
 )
 
 

@@ -1,15 +1,14 @@
 """The `run` command that every loop has: a config, any of its values as a flag, a run, a report.
 
-    genome = make_loop_app("genome", help="Evolve ...", summary="...", load=load, ...)
+    genome = make_loop_app("genome", help="Evolve ...", summary="...", ...)
 
-Only what differs between the loops is given; `load` imports the loop when the command is called.
+Only what differs between the loops is given; the loop is imported when its command is called.
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
@@ -22,7 +21,7 @@ from rookery.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rookery.compose.running import Outcome
 
-__all__ = ["LoopParts", "make_loop_app", "read_loop_config"]
+__all__ = ["make_loop_app", "read_loop_config"]
 
 _REST = """
     Any value of the config is a flag with a dotted name. Resume an interrupted run
@@ -44,30 +43,10 @@ _REST = """
 _OWN = ("name", "runs_dir", "resume")
 
 
-class _RunLoop(Protocol):
-    def __call__(self, config: Any, *, name: str, runs_dir: Path) -> "Outcome[Any]": ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """A loop as the command needs it."""
-
-    config: Any
-    """The class of its config, which has `from_folder`."""
-    run: _RunLoop
-    """The function of `compose` that runs it."""
-
-
 def make_loop_app(
-    name: str,
-    *,
-    help: str,
-    summary: str,
-    examples: Sequence[str],
-    paths: Sequence[str],
-    load: Callable[[], LoopParts],
+    kind: str, *, help: str, summary: str, examples: Sequence[str], paths: Sequence[str]
 ) -> cyclopts.App:
-    """The command group of one loop with its `run`; `paths` are the flags that name files."""
+    """The command group of a loop with its `run`; `paths` are the flags that name files."""
 
     def run(
         config: Path,
@@ -76,17 +55,19 @@ def make_loop_app(
         runs_dir: Path = Path("runs"),
         resume: Annotated[bool, Parameter(negative="")] = False,
     ) -> int:
-        parts = load()
+        from rookery.compose.resuming import KINDS
+
+        loop = KINDS[kind]()
         if resume and not name:
             raise RunError("--resume needs the run: add --name NAME, see `rookery runs list`.")
-        loaded = read_loop_config(parts.config, config, overrides, paths=paths, own=_OWN)
+        loaded = read_loop_config(loop.config, config, overrides, paths=paths, own=_OWN)
         if resume:
             return _resume(runs_dir / name, loaded.model_dump(mode="json"))
-        return _print_once(parts.run(loaded, name=name, runs_dir=runs_dir))
+        return _print_once(loop.start(loaded, {}, name=name, runs_dir=runs_dir))
 
     lines = "\n".join(f"        {example}" for example in examples)
     run.__doc__ = f"{summary}\n{_REST.format(examples=lines)}"
-    app = cyclopts.App(name=name, help=help)
+    app = cyclopts.App(name=kind, help=help)
     app.command(run, name="run")
     return app
 

@@ -33,13 +33,13 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
 
 def _print_genome(report: "GenomeReport", path: Path) -> None:
     from rookery.ui.headline import make_headline
-    from rookery.ui.table import COLUMNS, genome_rows
+    from rookery.ui.table import GENOME_COLUMNS, report_rows
 
     console.print(make_headline(report).sentence, style="bold", markup=False)
     _print_warnings(report.warnings)
     num_tasks = sum(taskset.num_report for taskset in report.tasksets)
     title = f"{num_tasks} tasks that the search never saw"
-    print_table(title, columns=COLUMNS, rows=genome_rows(report))
+    print_table(title, columns=GENOME_COLUMNS, rows=report_rows(report.rows))
     console.print(
         f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
         f"{report.num_tokens:,} tokens, {report.seconds or 0:.0f} s",
@@ -49,13 +49,14 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
 
 
 def _print_grpo(report: "GrpoReport", path: Path) -> None:
-    from rookery.ui.grpo import COLUMNS, grpo_rows, grpo_sentence
+    from rookery.ui.grpo import grpo_sentence
+    from rookery.ui.table import GRPO_COLUMNS, report_rows
 
     console.print(grpo_sentence(report), style="bold", markup=False)
     _print_warnings(report.warnings)
     num_tasks = sum(taskset.num_report for taskset in report.tasksets)
     title = f"{num_tasks} tasks that the training never saw"
-    print_table(title, columns=COLUMNS, rows=grpo_rows(report))
+    print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
     console.print(
         f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
         f"tokens, {report.seconds or 0:.0f} s",

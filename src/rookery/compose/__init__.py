@@ -8,6 +8,7 @@ evolve.py                          the same for programs: evolve_inputs, evolve_
 proposers.py, engine_models.py     the models that write programs
 sft.py                             a taskset -> an adapter
 running.py                         configs from files and keywords, runs, the one event loop
+inputs.py                          tasksets and engines, opened before a run is made
 resuming.py                        any run that was interrupted, by its kind
 
 Each is imported by itself: a loop loads what it needs and no more.

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field
 
+from rookery.compose.inputs import open_shown_engine
 from rookery.compose.running import quiet_libraries
 from rookery.config import Config, parse_config
-from rookery.embedded import EngineConfig
-from rookery.engines import EngineChoice, model_folder, open_engine
+from rookery.engines import EngineChoice, model_folder
 from rookery.loops.evolve.config import RookeryConfig
 from rookery.ports import TextModel
 from rookery.rollout.text_model import EngineTextModel
@@ -38,14 +38,11 @@ async def open_engine_models(
     parts = parse_config(_Parts, document, origin="the section rookery")
     adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
     template = load_template(model_folder(parts.engine, tokenizer=parts.tokenizer))
-    if isinstance(parts.engine, EngineConfig):
-        display.say(f"loading {parts.engine.model}")
-    with display.launching() as show:
-        async with open_engine(parts.engine, on_launch=show) as engine:
-            refs = {"base": engine.base}
-            for name, adapter in adapters.items():
-                refs[name] = await engine.load(adapter)
-            yield {
-                name: EngineTextModel(engine, model=ref, template=template)
-                for name, ref in refs.items()
-            }
+    async with open_shown_engine(parts.engine, display) as engine:
+        refs = {"base": engine.base}
+        for name, adapter in adapters.items():
+            refs[name] = await engine.load(adapter)
+        yield {
+            name: EngineTextModel(engine, model=ref, template=template)
+            for name, ref in refs.items()
+        }

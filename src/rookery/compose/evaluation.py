@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rookery.compose.inputs import open_shown_engine
 from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     OpenRun,
     Outcome,
+    RunKind,
     new_run,
     quiet_libraries,
     resumable,
@@ -19,7 +21,7 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
-from rookery.engines import AnyEngineConfig, open_engine
+from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.ports import Engine
@@ -34,7 +36,7 @@ from rookery.types import Adapter, Evaluation, ModelRef, Task
 from rookery.ui.display import Display
 from rookery.weights import read_adapter
 
-__all__ = ["EvaluationConfig", "Split", "evaluate", "finish_evaluation"]
+__all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate"]
 
 Split = Literal["all", "search", "select", "report"]
 
@@ -71,15 +73,15 @@ def evaluate(
     if isinstance(adapters, str | Path):
         raise ConfigError(f"adapters is {str(adapters)!r}; it should be a list of folders.")
     model = str(model)
-    given = {
+    document = {
         "model": model if model.lower() == "smollm2" else _anchored(model),
         "taskset": _anchored(str(taskset)),
         "adapters": [_anchored(str(path)) for path in adapters],
         **values,
     }
-    config = parse_config(EvaluationConfig, given, origin="the evaluation")
-    open_run = new_run(config, kind="eval", name=name, runs_dir=runs_dir)
-    return finish_evaluation(config, open_run, Display(is_quiet=not progress))
+    config = parse_config(EvaluationConfig, document, origin="the evaluation")
+    open_run = new_run(config, kind=EVALUATION.name, name=name, runs_dir=runs_dir)
+    return _finish(config, open_run, Display(is_quiet=not progress))
 
 
 def _anchored(name: str) -> str:
@@ -94,16 +96,16 @@ def _anchored(name: str) -> str:
     return name
 
 
-def finish_evaluation(
+def _finish(
     config: EvaluationConfig, open_run: OpenRun, display: Display
 ) -> Outcome[EvaluationReport]:
-    """Take an evaluation to its end, from its beginning or from where it was."""
     quiet_libraries()
     inputs = _read_inputs(config)
     display.note(inputs.taskset.notes)
-    if config.fleet is None:
-        display.say(f"loading {config.model}")
     return run_async(_evaluate(config, inputs, open_run, display))
+
+
+EVALUATION = RunKind("eval", config=EvaluationConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +133,24 @@ def _engine(config: EvaluationConfig) -> AnyEngineConfig:
     if fleet is None:
         return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
     launch = fleet.launch
-    own = None if launch is None else launch.model_copy(update={"model": config.model})
-    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": own})
+    with_model = None if launch is None else launch.model_copy(update={"model": config.model})
+    return fleet.model_copy(update={"name": fleet.name or config.model, "launch": with_model})
 
 
 async def _evaluate(
     config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[EvaluationReport]:
     """What can be refused is refused before the run is made."""
-    with display.launching() as show:
-        async with open_engine(_engine(config), on_launch=show) as engine:
-            models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
-            TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
-            with open_run() as run, resumable(run.path, display):
-                digests = {inputs.taskset.name: digest(inputs.tasks)}
-                await run_in_thread(require_same_inputs, run, digests)
-                report = await _measure(run, config, inputs, engine, models, display)
-                document = report.model_dump(mode="json", exclude_none=True)
-                await run_in_thread(run.write_json, "report.json", document)
-                await run_in_thread(run.finish, "finished")
+    async with open_shown_engine(_engine(config), display) as engine:
+        models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
+        TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
+        with open_run() as run, resumable(run.path, display):
+            digests = {inputs.taskset.name: digest(inputs.tasks)}
+            await run_in_thread(require_same_inputs, run, digests)
+            report = await _measure(run, config, inputs, engine, models, display)
+            document = report.model_dump(mode="json", exclude_none=True)
+            await run_in_thread(run.write_json, "report.json", document)
+            await run_in_thread(run.finish, "finished")
     return Outcome(report, run.path)
 
 

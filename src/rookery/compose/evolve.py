@@ -24,7 +24,15 @@ from rookery.compose.evolve_inputs import (
 )
 from rookery.compose.evolve_log import IterationLines
 from rookery.compose.proposers import open_models
-from rookery.compose.running import OpenRun, Outcome, resumable, run_async, tracked
+from rookery.compose.running import (
+    OpenRun,
+    Outcome,
+    RunKind,
+    resumable,
+    run_async,
+    tracked,
+    write_page,
+)
 from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, RookeryError, RunError
 from rookery.loops.evolve.checkpoints import list_checkpoints
@@ -38,7 +46,7 @@ from rookery.runs.run_folder import EVENTS
 from rookery.ui.display import Display
 from rookery.ui.evolve import render_evolve_page
 
-__all__ = ["finish_evolve", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
+__all__ = ["EVOLVE", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
 
 MAY_CHANGE = (
     "output",
@@ -161,14 +169,15 @@ def _total(view: RunView, iterations: int | None) -> int:
     return iterations + (int(view.read_json("report.json")["num_iterations"]) if is_finished else 0)
 
 
-def finish_evolve(
-    config: EvolveRunConfig, open_run: OpenRun, display: Display
-) -> Outcome[EvolveReport]:
-    """Take a run to its end; keys of models are read from its config file and the environment."""
+def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Outcome[EvolveReport]:
+    """On to the end; keys of models are read from its config file and the environment."""
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
     settings = with_keys(config.settings, keeper, environment=os.environ)
     return _finish(config, settings, open_run, display)
+
+
+EVOLVE = RunKind("evolve", config=EvolveRunConfig, finish=_resume)
 
 
 def _finish(
@@ -201,10 +210,8 @@ async def _evolve(
                     embedder=embedder,
                 )
             report = _with_warnings(result.report, inputs.warnings)
-            page = await asyncio.to_thread(render_evolve_page, report)
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))
-            await run_in_thread(run.write_text, "report.html", page)
-            await run_in_thread(run.finish, "finished")
+            await write_page(run, render_evolve_page, report)
     return Outcome(report, run.path)
 
 

@@ -1,27 +1,26 @@
 """`run_genome`: an evolution of adapters from its config to its report and page."""
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rookery.compose.inputs import open_shown_engine, read_tasksets
 from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
-    Given,
+    ConfigSource,
     OpenRun,
     Outcome,
-    new_run,
+    RunKind,
     quiet_libraries,
-    read_config,
     resumable,
     run_async,
     tracked,
+    write_page,
 )
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig
-from rookery.engines import model_folder, open_engine
+from rookery.engines import model_folder
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.adapter_builder import check_device
 from rookery.loops.genome.checks import check_inputs, check_tasks
@@ -37,17 +36,17 @@ from rookery.reports import GenerationRecord, GenomeReport
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS
-from rookery.tasks.taskset import Taskset, load_tasksets
+from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 from rookery.ui.page import render_genome_page
 
-__all__ = ["finish_genome", "run_genome"]
+__all__ = ["GENOME", "run_genome"]
 
 
 def run_genome(
-    config: Given | GenomeConfig,
+    config: ConfigSource | GenomeConfig,
     *,
     name: str = "",
     runs_dir: str | Path = "runs",
@@ -59,20 +58,16 @@ def run_genome(
     `run_genome("configs/demo.yaml", seed=3)`; `values` are keys of the config. The folder of the
     outcome holds `winner` (a PEFT folder), `report.html`, `report.json` and everything to resume.
     """
-    loaded = read_config(GenomeConfig, config, values)
-    open_run = new_run(loaded, kind="genome", name=name, runs_dir=runs_dir)
-    return finish_genome(loaded, open_run, Display(is_quiet=not progress))
+    return GENOME.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def finish_genome(
-    config: GenomeConfig, open_run: OpenRun, display: Display
-) -> Outcome[GenomeReport]:
-    """Take an evolution to its end, from its beginning or from where it was."""
+def _finish(config: GenomeConfig, open_run: OpenRun, display: Display) -> Outcome[GenomeReport]:
     open_run = tracked(open_run, config.track)
     quiet_libraries()
-    inputs = _read_inputs(config)
-    display.note(note for taskset in inputs.tasksets for note in taskset.notes)
-    return run_async(_evolve(config, inputs, open_run, display))
+    return run_async(_evolve(config, _read_inputs(config, display), open_run, display))
+
+
+GENOME = RunKind("genome", config=GenomeConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +80,9 @@ class _Inputs:
     template: Template
 
 
-def _read_inputs(config: GenomeConfig) -> _Inputs:
+def _read_inputs(config: GenomeConfig, display: Display) -> _Inputs:
     check_device(config.merge_device)
-    tasksets = load_tasksets(config.tasksets)
-    for taskset in tasksets:
-        for name in SPLITS:
-            taskset.split(name)  # refuses one that should have tasks and has none
+    tasksets = read_tasksets(config.tasksets, display)
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
     template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
     return _Inputs(tasksets, founders, template)
@@ -101,19 +93,14 @@ async def _evolve(
 ) -> Outcome[GenomeReport]:
     """What can be refused is refused before the run is made."""
     _share_cores(config)
-    if isinstance(config.engine, EngineConfig):
-        display.say(f"loading {config.engine.model}")
-    with display.launching() as show:
-        async with open_engine(config.engine, on_launch=show) as engine:
-            founders = await _ready_founders(config, inputs, engine)
-            _check(config, inputs, engine, founders)
-            with open_run() as run, resumable(run.path, display):
-                digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
-                await run_in_thread(require_same_inputs, run, digests)
-                result = await _search(run, config, inputs, engine, founders, display)
-                page = await asyncio.to_thread(render_genome_page, result.report)
-                await run_in_thread(run.write_text, "report.html", page)
-                await run_in_thread(run.finish, "finished")
+    async with open_shown_engine(config.engine, display) as engine:
+        founders = await _ready_founders(config, inputs, engine)
+        _check(config, inputs, engine, founders)
+        with open_run() as run, resumable(run.path, display):
+            digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
+            await run_in_thread(require_same_inputs, run, digests)
+            result = await _search(run, config, inputs, engine, founders, display)
+            await write_page(run, render_genome_page, result.report)
     return Outcome(result.report, run.path)
 
 

@@ -13,15 +13,15 @@ from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
-    Given,
+    ConfigSource,
     OpenRun,
     Outcome,
-    new_run,
+    RunKind,
     quiet_libraries,
-    read_config,
     resumable,
     run_async,
     tracked,
+    write_page,
 )
 from rookery.compose.sft import base_name
 from rookery.compose.torchrun import is_first_process
@@ -44,11 +44,11 @@ from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
 
-__all__ = ["finish_grpo", "run_grpo"]
+__all__ = ["GRPO", "run_grpo"]
 
 
 def run_grpo(
-    config: Given | GrpoConfig,
+    config: ConfigSource | GrpoConfig,
     *,
     name: str = "",
     runs_dir: str | Path = "runs",
@@ -61,15 +61,10 @@ def run_grpo(
     the outcome holds `trained` (a PEFT folder, or a model folder with `full`), `checkpoints`,
     `report.html`, `report.json` and everything to resume.
     """
-    loaded = read_config(GrpoConfig, config, values)
-    if not is_first_process():
-        return help_grpo(loaded)
-    open_run = new_run(loaded, kind="grpo", name=name, runs_dir=runs_dir)
-    return finish_grpo(loaded, open_run, Display(is_quiet=not progress))
+    return GRPO.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def finish_grpo(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
-    """Take a training to its end, from its beginning or from where it was."""
+def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
     if not is_first_process():
         return help_grpo(config)
     open_run = tracked(open_run, config.track)
@@ -78,6 +73,9 @@ def finish_grpo(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outc
     check_plan(config, files)
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
+
+
+GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish)
 
 
 async def _train(
@@ -94,7 +92,7 @@ async def _train(
                 digests = {each.name: digest(each.tasks) for each in files.tasksets}
                 await run_in_thread(require_same_inputs, run, digests)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
-                outcome = Outcome(await _finish(inputs, run, display), run.path)
+                outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
 
@@ -204,12 +202,10 @@ def _inputs(
     )
 
 
-async def _finish(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
+async def _run(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:
     with display.bar("train", total=inputs.config.steps) as bar:
         result = await train_policy(inputs, run=run, watcher=_watcher(bar, display))
-    page = await asyncio.to_thread(render_grpo_page, result.report)
-    await run_in_thread(run.write_text, "report.html", page)
-    await run_in_thread(run.finish, "finished")
+    await write_page(run, render_grpo_page, result.report)
     return result.report
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.running import Given, quiet_libraries, read_config
+from rookery.compose.running import ConfigSource, quiet_libraries, read_config
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
@@ -81,7 +81,7 @@ class MemoryPlan:
         )
 
 
-def plan_grpo(config: Given | GrpoConfig, **values: Any) -> MemoryPlan:
+def plan_grpo(config: ConfigSource | GrpoConfig, **values: Any) -> MemoryPlan:
     """The plan of a config; `values` are keys of it, as for `run_grpo`."""
     quiet_libraries()
     loaded = read_config(GrpoConfig, config, values)

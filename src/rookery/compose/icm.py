@@ -1,6 +1,5 @@
 """`run_icm`: a labelling from its config to its labels, report and page."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +10,24 @@ import torch
 
 from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
-    Given,
+    ConfigSource,
     OpenRun,
     Outcome,
-    new_run,
+    RunKind,
     quiet_libraries,
-    read_config,
     resumable,
     run_async,
     tracked,
+    write_page,
 )
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
 from rookery.loops.icm import (
-    Bench,
     IcmConfig,
     IcmResult,
+    Labeller,
     check_batches,
     label,
     load_encoder,
@@ -49,13 +48,13 @@ from rookery.ui.display import Display
 from rookery.ui.icm import render_icm_page
 from rookery.weights import read_adapter
 
-__all__ = ["finish_icm", "run_icm"]
+__all__ = ["ICM", "run_icm"]
 
 Tuner = Callable[[Sequence[Datum]], Awaitable[ModelRef]]
 
 
 def run_icm(
-    config: Given | IcmConfig,
+    config: ConfigSource | IcmConfig,
     *,
     name: str = "",
     runs_dir: str | Path = "runs",
@@ -67,16 +66,16 @@ def run_icm(
     `run_icm("configs/icm_reviews.yaml", num_chains=4)`; `values` are keys of the config. The
     folder of the outcome holds `labels.jsonl`, the exports for training, the report and its page.
     """
-    loaded = read_config(IcmConfig, config, values)
-    open_run = new_run(loaded, kind="icm", name=name, runs_dir=runs_dir)
-    return finish_icm(loaded, open_run, Display(is_quiet=not progress))
+    return ICM.start(config, values, name=name, runs_dir=runs_dir, progress=progress)
 
 
-def finish_icm(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
-    """Take a labelling to its end, from its beginning or from where it was."""
+def _finish(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
     open_run = tracked(open_run, config.track)
     quiet_libraries()
     return run_async(_label(config, _read_inputs(config), open_run, display))
+
+
+ICM = RunKind("icm", config=IcmConfig, finish=_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +108,13 @@ async def _label(
     codec = Codec(encode=inputs.encoder.encode, decode=load_template(inputs.folder).decode)
     with display.launching() as show:
         async with open_sampler(config.engine, codec=codec, on_launch=show) as sampler:
-            bench = Bench(
+            labeller = Labeller(
                 sampler=sampler,
                 model=sampler.base,
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
             )
-            check_batches(config, inputs.items, bench=bench)
+            check_batches(config, inputs.items, labeller=labeller)
             if inputs.init is not None:
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
@@ -124,11 +123,9 @@ async def _label(
                 await run_in_thread(require_same_inputs, run, digests)
                 if config.iterate is not None:
                     tune = _tuner(run, config, cast(Engine, sampler), inputs)
-                    bench = replace(bench, tune=tune)
-                result = await _search(run, config, inputs, bench, display)
-                page = await asyncio.to_thread(render_icm_page, result.report)
-                await run_in_thread(run.write_text, "report.html", page)
-                await run_in_thread(run.finish, "finished")
+                    labeller = replace(labeller, tune=tune)
+                result = await _search(run, config, inputs, labeller, display)
+                await write_page(run, render_icm_page, result.report)
     return Outcome(result.report, run.path)
 
 
@@ -138,12 +135,12 @@ def _context_tokens(folder: Path) -> int | None:
     if not path.is_file():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    found = document.get("text_config", document).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    num_tokens = document.get("text_config", document).get("max_position_embeddings")
+    return num_tokens if isinstance(num_tokens, int) else None
 
 
 async def _search(
-    run: Run, config: IcmConfig, inputs: _Inputs, bench: Bench, display: Display
+    run: Run, config: IcmConfig, inputs: _Inputs, labeller: Labeller, display: Display
 ) -> IcmResult:
     with display.bar("labelling", total=config.search.iterations) as bar:
 
@@ -160,7 +157,7 @@ async def _search(
         return await label(
             config,
             items=inputs.items,
-            bench=bench,
+            labeller=labeller,
             run=run,
             gold=lambda: read_gold(config.data, inputs.items),
             on_step=stepped,

@@ -1,20 +1,17 @@
-"""Goes on with any run that was interrupted, by the kind that it is."""
+"""The kinds of runs there are, and how one that was interrupted goes on."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.running import OpenRun, Outcome
+from rookery.compose.running import Outcome, RunKind
 from rookery.compose.torchrun import is_first_process
-from rookery.config import Config, parse_config
+from rookery.config import parse_config
 from rookery.errors import RunError
 from rookery.runs import Run
 from rookery.ui.display import Display
 
-__all__ = ["resume"]
-
-Parts = tuple[type[Config], Callable[[Any, OpenRun, Display], Outcome[Any]]]
-"""What a run was made from, and what takes it to its end."""
+__all__ = ["KINDS", "resume"]
 
 
 def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
@@ -27,49 +24,45 @@ def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
             raise RunError(
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
             )
-        model, finish = KINDS[run.kind]()
+        kind = KINDS[run.kind]()
         place = run.path.absolute()
-        config = parse_config(model, run.config, origin=str(run.path / "config.json"))
+        config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
         if is_first_process():
             run.require_free()
-    return finish(config, lambda: Run.open(place), Display(is_quiet=not progress))
+    return kind.finish(config, lambda: Run.open(place), Display(is_quiet=not progress))
 
 
-def _evaluation() -> Parts:
-    from rookery.compose.evaluation import EvaluationConfig, finish_evaluation
+def _evaluation() -> RunKind[Any, Any]:
+    from rookery.compose.evaluation import EVALUATION
 
-    return EvaluationConfig, finish_evaluation
-
-
-def _genome() -> Parts:
-    from rookery.compose.genome import finish_genome
-    from rookery.loops.genome import GenomeConfig
-
-    return GenomeConfig, finish_genome
+    return EVALUATION
 
 
-def _grpo() -> Parts:
-    from rookery.compose.grpo import finish_grpo
-    from rookery.loops.grpo import GrpoConfig
+def _evolve() -> RunKind[Any, Any]:
+    from rookery.compose.evolve import EVOLVE
 
-    return GrpoConfig, finish_grpo
-
-
-def _icm() -> Parts:
-    from rookery.compose.icm import finish_icm
-    from rookery.loops.icm import IcmConfig
-
-    return IcmConfig, finish_icm
+    return EVOLVE
 
 
-def _evolve() -> Parts:
-    from rookery.compose.evolve import finish_evolve
-    from rookery.compose.evolve_inputs import EvolveRunConfig
+def _genome() -> RunKind[Any, Any]:
+    from rookery.compose.genome import GENOME
 
-    return EvolveRunConfig, finish_evolve
+    return GENOME
 
 
-KINDS: Mapping[str, Callable[[], Parts]] = {
+def _grpo() -> RunKind[Any, Any]:
+    from rookery.compose.grpo import GRPO
+
+    return GRPO
+
+
+def _icm() -> RunKind[Any, Any]:
+    from rookery.compose.icm import ICM
+
+    return ICM
+
+
+KINDS: Mapping[str, Callable[[], RunKind[Any, Any]]] = {
     "eval": _evaluation,
     "evolve": _evolve,
     "genome": _genome,

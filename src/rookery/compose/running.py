@@ -1,4 +1,10 @@
-"""What every run has in common: its config, its folder, its end, and the event loop it runs in."""
+"""What every run has in common: its config, its folder, its end, and the event loop it runs in.
+
+    GENOME = RunKind("genome", config=GenomeConfig, finish=finish)
+    outcome = GENOME.start("configs/demo.yaml", {"seed": 3}, name="", runs_dir="runs")
+
+`resuming.py` lists the kinds of runs.
+"""
 
 import asyncio
 import logging
@@ -8,9 +14,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
+from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config, read_document
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -19,9 +26,10 @@ from rookery.runs.trackers import TrackerName, require_trackers
 from rookery.ui.display import Display
 
 __all__ = [
-    "Given",
+    "ConfigSource",
     "OpenRun",
     "Outcome",
+    "RunKind",
     "merge",
     "new_run",
     "quiet_libraries",
@@ -29,10 +37,12 @@ __all__ = [
     "resumable",
     "run_async",
     "tracked",
+    "write_page",
 ]
 
 Report = TypeVar("Report")
 Result = TypeVar("Result")
+Settings = TypeVar("Settings", bound=Config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +53,38 @@ class Outcome(Generic[Report]):
     path: Path
 
 
-class _FileConfig(Protocol):
-    """A config whose paths are relative to its file."""
-
-    def from_folder(self, folder: Path) -> Self: ...
-
-
-Settings = TypeVar("Settings", bound=_FileConfig)
-Given = str | Path | Mapping[str, Any]
+ConfigSource = str | Path | Mapping[str, Any]
 """A config file, or a document as such a file would hold it."""
 OpenRun = Callable[[], AbstractContextManager[Run]]
 """Makes a run or goes on with one, when everything that can be refused has been read."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunKind(Generic[Settings, Report]):
+    """What a run is made from, and what takes it to its end, from its beginning or from where it
+    was."""
+
+    name: str
+    config: type[Settings]
+    finish: Callable[[Settings, OpenRun, Display], Outcome[Report]]
+
+    def start(
+        self,
+        source: "ConfigSource | Settings",
+        values: Mapping[str, Any],
+        *,
+        name: str,
+        runs_dir: str | Path,
+        progress: bool = True,
+    ) -> Outcome[Report]:
+        """A new run, to its end. `values` are keys of the config, see `read_config`."""
+        config = read_config(self.config, source, values)
+        open_run = new_run(config, kind=self.name, name=name, runs_dir=runs_dir)
+        return self.finish(config, open_run, Display(is_quiet=not progress))
+
+
 def read_config(
-    model: type[Settings], given: "Given | Settings", values: Mapping[str, Any]
+    model: type[Settings], source: "ConfigSource | Settings", values: Mapping[str, Any]
 ) -> Settings:
     """A config from a file, a document or a config, with keyword values laid over it.
 
@@ -65,16 +92,15 @@ def read_config(
     section changes the keys it names: `run_genome("demo.yaml", engine={"dtype": "bfloat16"})`. One
     of another `type` replaces the section: the keys of a type are its own.
     """
-    assert issubclass(model, Config)
-    if isinstance(given, str | Path):
-        path = Path(given)
+    if isinstance(source, str | Path):
+        path = Path(source)
         config = parse_config(model, read_document(path), origin=str(path))
         config = config.from_folder(path.parent)
-    elif isinstance(given, Mapping):
-        document = merge(given, values)
+    elif isinstance(source, Mapping):
+        document = merge(source, values)
         return parse_config(model, document, origin="the config").from_folder(Path.cwd())
     else:
-        config = given.from_folder(Path.cwd())
+        config = source.from_folder(Path.cwd())
     if not values:
         return config
     document = merge(config.model_dump(mode="json"), values)
@@ -154,6 +180,13 @@ def resumable(path: Path, display: Display) -> Iterator[None]:
     except (asyncio.CancelledError, KeyboardInterrupt):
         display.fail(f"Interrupted. Go on with: rookery runs resume {shlex.quote(str(path))}")
         raise
+
+
+async def write_page(run: Run, render: Callable[[Report], str], report: Report) -> None:
+    """Write the page of a report, which ends its run."""
+    page = await asyncio.to_thread(render, report)
+    await run_in_thread(run.write_text, "report.html", page)
+    await run_in_thread(run.finish, "finished")
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rookery.compose.backends import open_backend
 from rookery.compose.environment import engine_of_environment
-from rookery.compose.running import Given, quiet_libraries, read_config, run_async
+from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, local_model
@@ -67,7 +67,9 @@ class ServeConfig(Config):
         )
 
 
-def serve(config: Given | ServeConfig, *, on_ready: Callable[[str], None], **values: Any) -> None:
+def serve(
+    config: ConfigSource | ServeConfig, *, on_ready: Callable[[str], None], **values: Any
+) -> None:
     """Serve until Ctrl-C. `on_ready` is told the address."""
     loaded = read_config(ServeConfig, config, values)
     engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)

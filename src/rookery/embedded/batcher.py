@@ -378,10 +378,10 @@ def _make_score(
     request: ScoreRequest, rows: Sequence[tuple[tuple[float, ...], TopLogprobs]]
 ) -> Score | EngineError:
     after_end = bool(request.labels or request.top_logprobs)
-    given = rows[:-1] if after_end else rows
+    prompt_rows = rows[:-1] if after_end else rows
     score = Score(
         model=request.model,
-        logprobs=tuple(values[0] for values, _ in given),
+        logprobs=tuple(values[0] for values, _ in prompt_rows),
         label_logprobs=rows[-1][0] if after_end else (),
         top_logprobs=tuple(top[: request.top_logprobs] for _, top in rows)
         if request.top_logprobs

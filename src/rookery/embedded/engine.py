@@ -51,7 +51,7 @@ __all__ = ["EmbeddedEngine", "EngineConfig"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 
 
 class EngineConfig(Config):
@@ -349,7 +349,7 @@ class EmbeddedEngine:
         self._calls.leave([*answered, *dropped])
 
     async def _compute(
-        self, function: Callable[Given, Answer], *args: Given.args, **kwargs: Given.kwargs
+        self, function: Callable[Params, Answer], *args: Params.args, **kwargs: Params.kwargs
     ) -> Answer:
         """Run what touches tensors in the engine's thread.
 

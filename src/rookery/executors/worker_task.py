@@ -98,8 +98,11 @@ class Answer:
 
 
 def read_version() -> str:
-    """Of the installed Rookery."""
-    return importlib.metadata.version("rookery")
+    """Of the installed Rookery; `source` where it runs from a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("rookery")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
 
 
 def count_cores() -> int:

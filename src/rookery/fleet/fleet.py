@@ -9,14 +9,12 @@ Servers are given by URL, started on this machine (`launch`), or both.
 """
 
 import asyncio
-import logging
 import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
@@ -47,7 +45,6 @@ from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, S
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
-logger = logging.getLogger(__name__)
 _UNREADABLE = "Could not parse the server's response"
 
 
@@ -113,15 +110,14 @@ class Fleet:
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
         model = config.launch.model if config.launch is not None else self.capabilities.root
         self.base = self._first_base = ModelRef(name="base", version=config.name or model)
+        self._served = ServedAdapters()
         self.pool = Pool(
             replicas,
-            find_adapter=lambda ref: self._served.find(ref),
-            find_ref=self._find_ref,
+            served=self._served,
             all_down_timeout_s=config.all_down_timeout_s,
             max_calls=max_calls,
         )
         self._staging = staging
-        self._served = ServedAdapters(retire=self._retire)
         self._exclusion = CallExclusion()
         folder = Path(self.capabilities.root)
         shapes = read_shapes(folder)
@@ -214,7 +210,9 @@ class Fleet:
         """
         self.pool.require_open()
         ref = ModelRef(name=adapter.name, version=adapter.version)
-        await self._served.load(ref, partial(self._admit, ref, adapter))
+        async with self._served.changing(ref):
+            if not self._served.add_load(ref):
+                self._served.add(ref, await self._admit(ref, adapter))
         return ref
 
     async def unload(self, ref: ModelRef) -> None:
@@ -222,13 +220,16 @@ class Fleet:
         if ref == self.base:
             raise FleetError("The base model cannot be unloaded.")
         self._require(ref)
-        await self._served.unload(ref)
+        if self._served.release(ref):
+            await self._retire(ref)
 
     async def publish(self, weights: Weights) -> ModelRef:
         """Load new weights. What was published under the same name before is retired after its
         last request in flight; requests for it from then on are refused."""
         ref = await self.load(require_adapter(weights))
-        await self._served.publish(ref)
+        previous = self._served.publish(ref)
+        if previous is not None:
+            await self.unload(previous)
         return ref
 
     async def reset_prefix_cache(self) -> None:
@@ -256,7 +257,7 @@ class Fleet:
             try:
                 await self.pool.hold(ref, fitted)
             except RookeryError:
-                await self._retire(ref)
+                await self._remove(ref)
                 raise
         return fitted
 
@@ -274,8 +275,11 @@ class Fleet:
                 max_sequences=self.config.batch,
             )
             batches = make_batches(entries, base=self.base, spread=spread, now_s=time.monotonic())
-            async with self._served.used(uses):
+            self._served.begin(uses)
+            try:
                 answers = await self.pool.submit([batch.call for batch in batches])
+            finally:
+                await asyncio.gather(*map(self._retire, self._served.end(uses)))
         choices_by_entry: list[list[Choice]] = [[] for _ in entries]
         for batch, choices in zip(batches, answers, strict=True):
             for position, entry_choices in zip(batch.positions, choices, strict=True):
@@ -283,14 +287,16 @@ class Fleet:
         return choices_by_entry
 
     async def _retire(self, ref: ModelRef) -> None:
-        """Remove an adapter from all servers, then what they read it from."""
+        """Remove an adapter, unless it was loaded again meanwhile."""
+        async with self._served.changing(ref):
+            if self._served.remove_unused(ref):
+                await self._remove(ref)
+
+    async def _remove(self, ref: ModelRef) -> None:
+        """From all servers, then what they read it from."""
         dropped = await asyncio.gather(*(replica.drop(ref) for replica in self.pool.replicas))
         if all(dropped):
             await asyncio.to_thread(self._staging.remove, ref)
-
-    def _find_ref(self, name: str) -> ModelRef | None:
-        """The adapter that a server knows by this name."""
-        return next((ref for ref in self._served.refs if self.wire_name(ref) == name), None)
 
     def _require(self, ref: ModelRef) -> None:
         if self._served.find(ref) is None:

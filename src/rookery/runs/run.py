@@ -222,12 +222,7 @@ class Run(RunView):
         `fill` writes its files. A folder of that name is replaced whole, with all that is in it,
         and is never absent or half-written (see `folder_exchange`).
         """
-        self._lock.check()
-        first, *rest = name.split("/")
-        check_free_name(first, what="folder name")
-        for part in rest:
-            check_name(part, what="folder name")
-        target = self.path / name
+        target = self._folder(name)
         with self.blobs.stage() as staged, disk_boundary(f"Writing {target}"):
             fill(staged)
             sync_tree(staged)
@@ -236,16 +231,20 @@ class Run(RunView):
 
     def remove_folder(self, name: str) -> None:
         """Delete a folder that `write_folder` put there, as a whole. Idempotent."""
+        target = self._folder(name)
+        with self.blobs.stage() as staged, disk_boundary(f"Removing {target}"):
+            if target.exists():
+                os.rename(target, staged / target.name)
+                sync_folder(target.parent)
+
+    def _folder(self, name: str) -> Path:
+        """Where a folder for people goes, for whoever may write."""
         self._lock.check()
         first, *rest = name.split("/")
         check_free_name(first, what="folder name")
         for part in rest:
             check_name(part, what="folder name")
-        target = self.path / name
-        with self.blobs.stage() as staged, disk_boundary(f"Removing {target}"):
-            if target.exists():
-                os.rename(target, staged / target.name)
-                sync_folder(target.parent)
+        return self.path / name
 
     def finish(self, outcome: Outcome = "finished", *, message: str = "") -> None:
         """Say how the run ended. Opening it again makes it a running one."""

@@ -95,11 +95,6 @@ class Archive:
         return max(self.cells.values(), key=lambda entry: entry.score, default=None)
 
     @property
-    def coverage(self) -> float:
-        """The share of cells that hold a candidate."""
-        return len(self.cells) / self.config.num_cells
-
-    @property
     def quality(self) -> float:
         """The sum of scores over cells; comparable between archives when scores are >= 0."""
         return math.fsum(entry.score for entry in self.cells.values())

@@ -138,28 +138,28 @@ def _narrow(constraint: Constraint, allowed: Allowed) -> Iterator[tuple[int, int
 def _narrow_exclusive(
     members: tuple[int, ...], bit: int, is_exact: bool, allowed: Allowed
 ) -> Iterator[tuple[int, int]]:
-    own = [member for member in members if member in allowed]
-    holder = next((member for member in own if allowed[member] == bit), None)
+    labelled = [member for member in members if member in allowed]
+    holder = next((member for member in labelled if allowed[member] == bit), None)
     if holder is not None:
-        yield from ((member, ~bit) for member in own if member != holder)
-    elif is_exact and len(own) == len(members):
-        able = [member for member in own if allowed[member] & bit]
+        yield from ((member, ~bit) for member in labelled if member != holder)
+    elif is_exact and len(labelled) == len(members):
+        able = [member for member in labelled if allowed[member] & bit]
         if len(able) < 2:
-            yield (able or own)[0], bit
+            yield (able or labelled)[0], bit
 
 
 def _narrow_equal(constraint: EqualAnswer, allowed: Allowed) -> Iterator[tuple[int, int]]:
     bit = 1 << constraint.label
-    own = [
+    labelled = [
         (member, answer)
         for member, answer in zip(constraint.members, constraint.answers, strict=True)
         if member in allowed
     ]
     common: dict[str, int] = {}
-    for member, answer in own:
+    for member, answer in labelled:
         common[answer] = common.get(answer, -1) & allowed[member]
     holder = next((answer for answer, left in common.items() if left == bit), None)
-    for member, answer in own:
+    for member, answer in labelled:
         is_out = holder is not None and answer != holder
         yield member, common[answer] & ~bit if is_out else common[answer]
 
@@ -207,8 +207,8 @@ class Constraints:
         proposed = relabel(labels, item, label)
         if not self._is_broken(proposed, item):
             return (proposed,)
-        found = [option for option in self.consistent(proposed, item=item) if option != labels]
-        return tuple(sorted(found, key=lambda o: (_num_changes(o, proposed), o)))
+        options = [option for option in self.consistent(proposed, item=item) if option != labels]
+        return tuple(sorted(options, key=lambda o: (_num_changes(o, proposed), o)))
 
     def consistent(self, labels: Labels, *, item: int) -> Iterator[Labels]:
         """The labellings that differ only in what is tied to the item by labelled items, unbroken.
@@ -236,13 +236,13 @@ class Constraints:
         return least
 
     def _assignments(self, members: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        own = self._own[self._component[members[0]][0]] if members else []
-        rules = [Rule(members=_members(c), narrow=partial(_narrow, c)) for c in own]
+        constraints = self._own[self._component[members[0]][0]] if members else []
+        rules = [Rule(members=_members(c), narrow=partial(_narrow, c)) for c in constraints]
         return assignments(members, rules, num_labels=self._num_labels)
 
     def _is_broken(self, labels: Labels, item: int) -> bool:
-        own = self._own[self._component[item][0]]
-        return any(num_violations(constraint, labels) for constraint in own)
+        constraints = self._own[self._component[item][0]]
+        return any(num_violations(constraint, labels) for constraint in constraints)
 
     def _num_options(self, component: tuple[int, ...]) -> int:
         """Consistent labellings of a whole component, or a ValueError if there are too many."""

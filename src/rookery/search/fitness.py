@@ -20,7 +20,6 @@ from rookery.search.ranks import tied_ranks
 __all__ = [
     "FAILED",
     "Fitness",
-    "best_first",
     "comparable_scores",
     "find_violation",
     "fitness_of",
@@ -121,11 +120,6 @@ def rank_key(fitness: Fitness) -> tuple[int, float]:
     if fitness.violation > 0:
         return (1, -fitness.violation)
     return (2, fitness.score)
-
-
-def best_first(fitnesses: Sequence[Fitness]) -> list[int]:
-    """Indices from best to worst; equal ones keep their order."""
-    return sorted(range(len(fitnesses)), key=lambda i: rank_key(fitnesses[i]), reverse=True)
 
 
 def fitness_ranks(fitnesses: Sequence[Fitness]) -> list[float]:

@@ -95,15 +95,6 @@ class Interval:
     small: str = ""
     """Why the sample is too small to rely on it; empty when it is not."""
 
-    @property
-    def is_small(self) -> bool:
-        return bool(self.small)
-
-    @property
-    def is_above_zero(self) -> bool:
-        """Whether the whole interval is above 0: the gain is not chance at this confidence."""
-        return self.low > 0
-
 
 def bootstrap_mean(
     values: Sequence[float],

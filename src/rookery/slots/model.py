@@ -30,7 +30,7 @@ from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree
 from rookery.slots.rows import SlotRows
 
-__all__ = ["ModelShape", "SlottedModel", "first_adapted_layer"]
+__all__ = ["ModelShape", "SlottedModel", "decoder_layer", "first_adapted_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +130,11 @@ class SlottedModel:
         for name, linear in self.linears.items():
             if linear.weight is None:
                 shapes[f"{name}.weight"] = (linear.out_features, linear.in_features)
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        wrong = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
+        got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wrong = sorted(n for n in shapes.keys() | got.keys() if shapes.get(n) != got.get(n))
         if wrong:
             raise ModelError(
-                f"These are not weights of this model: {wrong[0]} is {found.get(wrong[0])} and "
+                f"These are not weights of this model: {wrong[0]} is {got.get(wrong[0])} and "
                 f"here {shapes.get(wrong[0])}. Give the weights of a model of the same shape."
             )
 
@@ -248,8 +248,13 @@ class SlottedModel:
 
 def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) -> int:
     """The lowest decoder layer that any of the named linear layers belongs to."""
-    found = [int(m[1]) for name in names if (m := re.search(r"\blayers\.(\d+)\.", name))]
-    return min(found, default=num_layers)
+    return min((decoder_layer(name, default=num_layers) for name in names), default=num_layers)
+
+
+def decoder_layer(name: str, *, default: int) -> int:
+    """The decoder layer that a weight or a linear layer belongs to; `default` if to none."""
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return int(match[1]) if match else default
 
 
 def _shape(

@@ -11,7 +11,6 @@ publishing is a new name for the same memory.
 """
 
 import hashlib
-import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from rookery.config import Config
 from rookery.errors import TrainError, boundary
 from rookery.ports import Publisher
 from rookery.slots import SlottedModel, load_model
+from rookery.slots.model import decoder_layer
 from rookery.train.head import target_logprobs
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
@@ -125,7 +125,11 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
         self.trainees[name] = FullTrainee(
-            {n: w for n, w in model.weights.items() if self._trains_all or _layer(n) >= self._cut},
+            {
+                n: w
+                for n, w in model.weights.items()
+                if self._trains_all or decoder_layer(n, default=-1) >= self._cut
+            },
             optimizer=config.optimizer,
         )
 
@@ -224,12 +228,6 @@ def _first_layer(config: FullConfig, *, num_layers: int) -> int:
             "or all."
         )
     return num_layers - config.layers
-
-
-def _layer(name: str) -> int:
-    """The decoder layer of a weight; -1 when it is of none."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
 
 
 def _content_hash(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -5,7 +5,6 @@ start = initial_adapter(model, config, name="poet", base="smollm2", seed=1)
 """
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
@@ -14,6 +13,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import TrainError
 from rookery.slots import SlottedModel
+from rookery.slots.model import decoder_layer
 from rookery.types import Adapter
 from rookery.weights.init import zero_adapter
 from rookery.weights.stack import LayerShape, Layout
@@ -62,19 +62,15 @@ def target_layers(model: SlottedModel, config: LoraConfig) -> list[str]:
         matching = [n for n in model.linears if n == target or n.endswith(f".{target}")]
         if not matching:
             raise TrainError(_unknown_target(target, model.linears))
-        chosen.update(n for n in matching if _layer_of(n, num_layers) >= num_layers - last)
+        chosen.update(
+            n for n in matching if decoder_layer(n, default=num_layers) >= num_layers - last
+        )
     if not chosen:
         raise TrainError(
             f"No linear layer of the last {last} is named {' or '.join(config.targets)}: raise "
             "layers or change targets."
         )
     return sorted(chosen)
-
-
-def _layer_of(name: str, num_layers: int) -> int:
-    """The decoder layer of a linear layer; the head comes after all of them."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return int(found[1]) if found else num_layers
 
 
 def _unknown_target(target: str, linears: Iterable[str]) -> str:

@@ -121,23 +121,23 @@ class SlottedTrainer(ABC, Generic[Trained]):
         `train/weight_sum` and `train/num_tokens`, the targets with a weight. `merged_metrics` joins
         the reports of several calls.
         """
-        found = self._found(requests)
-        return await self._in_turn(lambda: [self._train(*pair) for pair in found])
+        pairs = self._found(requests)
+        return await self._in_turn(lambda: [self._train(*pair) for pair in pairs])
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """The outputs of `forward_backward` without gradients."""
-        found = self._found(requests)
+        pairs = self._found(requests)
 
         def run() -> list[TrainOutput]:
             with torch.no_grad():
-                return [self._train(*pair) for pair in found]
+                return [self._train(*pair) for pair in pairs]
 
         return await self._in_turn(run)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
         """AdamW; reports `train/grad_norm`, before clipping, and `train/learning_rate`."""
-        found = self._found(steps)
-        return await self._in_turn(lambda: [self._step(*pair) for pair in found])
+        pairs = self._found(steps)
+        return await self._in_turn(lambda: [self._step(*pair) for pair in pairs])
 
     async def save(self, trainee: str, path: Path) -> None:
         state = self.trainee(trainee)

@@ -45,13 +45,13 @@ class Trunk:
             return torch.cat([self._hidden(sequence, cut) for sequence in sequences])
 
     def _hidden(self, sequence: TokenIds, cut: int) -> torch.Tensor:
-        found = self._cache.get((cut, sequence))
-        if found is None:
-            found = self._compute(sequence, cut)
-            self._keep((cut, sequence), found)
+        hidden = self._cache.get((cut, sequence))
+        if hidden is None:
+            hidden = self._compute(sequence, cut)
+            self._keep((cut, sequence), hidden)
         else:
             self._cache.move_to_end((cut, sequence))
-        return found
+        return hidden
 
     def _compute(self, sequence: TokenIds, cut: int) -> torch.Tensor:
         device = self._model.device

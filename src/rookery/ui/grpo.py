@@ -1,19 +1,14 @@
-"""The page, the table and the sentence of a training from rewards.
+"""The page and the sentence of a training from rewards.
 
 path.write_text(render_grpo_page(report), encoding="utf-8")
-for cells in grpo_rows(report):
-    table.add_row(*cells)       # under the names in COLUMNS
 """
 
 from collections.abc import Sequence
 
 from rookery.reports import GrpoReport, TrainStepRecord
-from rookery.ui import wording
 from rookery.ui.page import render_template
 
-__all__ = ["COLUMNS", "grpo_rows", "grpo_sentence", "render_grpo_page"]
-
-COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "failed")
+__all__ = ["grpo_sentence", "render_grpo_page"]
 
 PANELS = {
     "train/loss": "Loss",
@@ -77,23 +72,6 @@ def grpo_sentence(report: GrpoReport) -> str:
         "unmeasured": "No gain over the start was measured.",
         "unfinished": "No result yet. The report tasks are read once, when the training is over.",
     }[_verdict(report)]
-
-
-def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
-    """One tuple per row, one string per column of COLUMNS.
-
-    `("trained", "0.830", "0.780 to 0.880", "+0.270 (+0.210 to +0.330)", "0")`
-    """
-    return [
-        (
-            row.name,
-            wording.score(row.mean),
-            wording.interval(row),
-            wording.gain(row.gain),
-            wording.count(row.num_failed),
-        )
-        for row in report.rows
-    ]
 
 
 def _how_measured(report: GrpoReport) -> str:

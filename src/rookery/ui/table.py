@@ -1,21 +1,24 @@
 """The comparison on the report tasks as plain strings, for a terminal table.
 
-    for cells in genome_rows(report):
-        table.add_row(*cells)       # under the names in COLUMNS
+    for cells in report_rows(report.rows):
+        table.add_row(*cells)       # under the names in GENOME_COLUMNS or GRPO_COLUMNS
 
 The page shows the same strings in the same order.
 """
 
-from rookery.reports import GenomeReport
+from collections.abc import Sequence
+
+from rookery.reports import ReportRow
 from rookery.ui import wording
 
-__all__ = ["COLUMNS", "genome_rows"]
+__all__ = ["GENOME_COLUMNS", "GRPO_COLUMNS", "report_rows"]
 
-COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
+GENOME_COLUMNS = ("method", "accuracy", "95 % interval", "gain over best founder", "failed")
+GRPO_COLUMNS = ("policy", "reward", "95 % interval", "gain over the start", "failed")
 
 
-def genome_rows(report: GenomeReport) -> list[tuple[str, ...]]:
-    """One tuple per row, one string per column of COLUMNS; empty when nothing is reported yet.
+def report_rows(rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
+    """One tuple per row, one string per column; empty when nothing is reported yet.
 
     `("evolved", "0.910", "0.880 to 0.940", "+0.200 (+0.150 to +0.250)", "0")`
     """
@@ -27,5 +30,5 @@ def genome_rows(report: GenomeReport) -> list[tuple[str, ...]]:
             wording.gain(row.gain),
             wording.count(row.num_failed),
         )
-        for row in report.rows
+        for row in rows
     ]

@@ -10,6 +10,7 @@ from fleet.stub import Stub, serve, until
 
 from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.adapters.served import ServedAdapters
 from rookery.fleet.routing.load import Call
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 
@@ -51,7 +52,7 @@ async def test_a_load_that_is_under_way_leaves_nothing_behind(is_called: bool) -
         if is_called:
             ref = await fleet.load(make_small("a"))
             stub.adapters.clear()
-            await fleet.pool.replicas[0].reconnect(lambda _: None)
+            await fleet.pool.replicas[0].reconnect(ServedAdapters())
             work = fleet.sample(requests(ref, 1))
         else:
             work = fleet.load(make_small("a"))

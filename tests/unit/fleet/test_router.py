@@ -114,7 +114,7 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
     assert served_at is not None and served_at <= 0.1 + PATIENCE_S + 1.0
 
 
-class Crowd:
+class BusyClients:
     """Clients that send a call of one sequence each, and the next when it is done: the replicas are
     always full, and their calls never end at the same time."""
 
@@ -160,7 +160,7 @@ def test_wide_calls_do_not_wait_for_younger_narrow_ones(
     n: int, windows: list[int], is_base: bool, crowd: list[ModelRef]
 ) -> None:
     replicas = [ReplicaLoad(name=f"s{i}", window=w, max_loras=4) for i, w in enumerate(windows)]
-    full = Crowd(Router(replicas), crowd)
+    full = BusyClients(Router(replicas), crowd)
     warm = make_call(BASE)
     full.serve_until(warm, 60.0)
     wide = make_call(BASE if is_base else adapter(9), n=n)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.loops.icm import Bench, IcmConfig
+from rookery.loops.icm import IcmConfig, Labeller
 from rookery.loops.icm.prompts import Encoder
 from rookery.seeding import stream
 from rookery.testing import BASE, FakeSampler
@@ -39,7 +39,7 @@ class Words:
 
 
 class Oracle:
-    """The model; `bench` puts it behind the Sampler port."""
+    """The model; `labeller` puts it behind the Sampler port."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Oracle:
         self.sampler = FakeSampler(logprob=lambda *request: self.logprob(*request))
 
     @property
-    def bench(self) -> Bench:
-        return Bench(sampler=self.sampler, model=BASE, encoder=Encoder(encode=self.words))
+    def labeller(self) -> Labeller:
+        return Labeller(sampler=self.sampler, model=BASE, encoder=Encoder(encode=self.words))
 
     def logprob(self, model: ModelRef, tokens: TokenIds, label: int) -> float:
         del model

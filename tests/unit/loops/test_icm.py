@@ -32,7 +32,7 @@ async def run_icm(root: Path, oracle: Oracle, config: IcmConfig, *, name: str = 
         return await label(
             config,
             items=items,
-            bench=oracle.bench,
+            labeller=oracle.labeller,
             run=run,
             gold=lambda: read_gold(config.data, items),
         )
@@ -60,9 +60,9 @@ def problem(tmp_path: Path) -> MakeProblem:
         oracle = Oracle(num_items, **changes)
         config = make_config(write_items(tmp_path / "items.jsonl", oracle))
         items = read_items(config.data)
-        opened = open_problem(config, items, bench=oracle.bench, store=ScoreStore())
+        opened = open_problem(config, items, labeller=oracle.labeller, store=ScoreStore())
         if scorer == "plain":
-            prompts = Prompts(items, encoder=oracle.bench.encoder, data=config.data)
+            prompts = Prompts(items, encoder=oracle.labeller.encoder, data=config.data)
             order = TreeOrder([(i, i + 1) for i in range(0, num_items, 2)])
             plain = PlainLabelScorer(oracle.sampler, prompts=prompts, order=order, model=BASE)
             opened = replace(opened, scorer=plain)
@@ -162,7 +162,7 @@ async def test_the_best_chain_is_the_exhaustive_optimum(tmp_path: Path) -> None:
         path = write_items(tmp_path / f"{seed}.jsonl", oracle)
         config = make_config(path, num_chains=3, seed=seed)
         items = read_items(config.data)
-        opened = open_problem(config, items, bench=oracle.bench, store=ScoreStore())
+        opened = open_problem(config, items, labeller=oracle.labeller, store=ScoreStore())
         options = [
             tuple(x for first in firsts for x in (first, 1 - first))
             for firsts in product((0, 1), repeat=5)
@@ -370,16 +370,16 @@ async def test_more_than_two_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(oracle, "logprob", logprob)
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
-        result = await label(config, items=items, bench=oracle.bench, run=run)
+        result = await label(config, items=items, labeller=oracle.labeller, run=run)
     assert result.labels == {row["id"]: row["word"] for row in rows}
     assert result.report.gold is None and result.report.rows[0].accuracy is None
 
 
 def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem: MakeProblem) -> None:
     oracle, _, config = problem(12)
-    bench = replace(oracle.bench, context_tokens=20)
+    labeller = replace(oracle.labeller, context_tokens=20)
     with pytest.raises(TaskError, match="write batch_size: 5 or less"):
-        open_problem(config, read_items(config.data), bench=bench, store=ScoreStore())
+        open_problem(config, read_items(config.data), labeller=labeller, store=ScoreStore())
 
 
 async def test_chains_of_one_batch_share_what_is_in_flight(problem: MakeProblem) -> None:
@@ -414,8 +414,8 @@ async def test_iterating_trains_on_the_labels_and_goes_on_with_the_new_model(
     monkeypatch.setattr(oracle, "logprob", logprob)
     items = read_items(config.data)
     with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
-        bench = replace(oracle.bench, tune=tune)
-        result = await label(config, items=items, bench=bench, run=run)
+        labeller = replace(oracle.labeller, tune=tune)
+        result = await label(config, items=items, labeller=labeller, run=run)
     assert [len(data) for data in trained] == [8, 16], "all labels so far"
     rows = read_rows(tmp_path / "a" / "labels.jsonl")
     assert [row["model"] for row in rows] == ["base@fake"] * 8 + ["icm@1"] * 8 + ["icm@2"] * 8

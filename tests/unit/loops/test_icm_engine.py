@@ -12,7 +12,7 @@ from rookery.cli.app import app
 from rookery.compose.icm import run_icm
 from rookery.embedded import EngineConfig, run_engine
 from rookery.errors import AdapterError
-from rookery.loops.icm import Bench, IcmConfig, load_encoder, read_items
+from rookery.loops.icm import IcmConfig, Labeller, load_encoder, read_items
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.prompts import Prompts
@@ -61,8 +61,8 @@ async def test_reads_are_those_of_transformers_and_tokens_those_planned(
     async with run_engine(
         tiny_model, config=settings, detokenize=lambda tokens: str(tokens), name="tiny"
     ) as engine:
-        bench = Bench(sampler=engine, model=engine.base, encoder=encoder)
-        problem = open_problem(config, items, bench=bench, store=ScoreStore())
+        labeller = Labeller(sampler=engine, model=engine.base, encoder=encoder)
+        problem = open_problem(config, items, labeller=labeller, store=ScoreStore())
         reads = await problem.scorer.score([(labels, item) for item in range(8)])
         assert engine.stats.prompt_tokens == planned < engine.stats.requested_tokens / 1.7
         assert engine.stats.requested_tokens == sum(map(len, contexts))

@@ -77,7 +77,7 @@ async def run_icm(path: Path, config: IcmConfig, oracle: Oracle, sampler: Faulty
         await label(
             config,
             items=items,
-            bench=replace(oracle.bench, sampler=sampler),
+            labeller=replace(oracle.labeller, sampler=sampler),
             run=run,
             gold=lambda: read_gold(config.data, items),
         )

@@ -14,7 +14,7 @@ from rookery.loops.icm.items import DataConfig, Item
 from rookery.loops.icm.label_scorer import Context, LabelScorer, ScoreStore
 from rookery.loops.icm.objective import LabelLogprobs, ObjectiveConfig
 from rookery.loops.icm.report import make_report
-from rookery.loops.icm.verdict import Crowd, Evidence, agree, judge
+from rookery.loops.icm.verdict import Evidence, MajorityLabel, agree, judge
 from rookery.reports import IcmReport
 from rookery.search.annealing import AnnealingConfig
 from rookery.search.constraints import Constraint, Constraints, Exclusive
@@ -46,9 +46,9 @@ def test_agreement_of_a_hundred_thousand_items_costs_a_pass() -> None:
     assert found is not None and found.interval.num_values == 50_000
 
 
-def crowd(num_items: int, num_labelled: int, *, batch: int = 0, label: int = 0) -> Crowd:
+def majority(num_items: int, num_labelled: int, *, batch: int = 0, label: int = 0) -> MajorityLabel:
     share = num_items / num_labelled
-    return Crowd(
+    return MajorityLabel(
         batch=batch, label=label, num_items=num_items, num_labelled=num_labelled, share=share
     )
 
@@ -56,7 +56,7 @@ def crowd(num_items: int, num_labelled: int, *, batch: int = 0, label: int = 0) 
 def evidence(**changes: Any) -> Evidence:
     fields: dict[str, Any] = {
         "labels": (0, 1) * 4,
-        "crowds": [crowd(4, 8)],
+        "majorities": [majority(4, 8)],
         "transfers": {},
         "names": ("True", "False"),
         "num_frustrated": 0,
@@ -79,9 +79,9 @@ def test_verdicts() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "coherent"),
         ({"labels": (0, 1, UNLABELLED, 0)}, "partial"),
-        ({"labels": (0, 0, 0, 0), "crowds": [crowd(4, 4)]}, "collapsed"),
-        ({"crowds": [crowd(255, 256)]}, "collapsed"),
-        ({"crowds": [crowd(8, 8), crowd(8, 8, batch=1, label=1)]}, "collapsed"),
+        ({"labels": (0, 0, 0, 0), "majorities": [majority(4, 4)]}, "collapsed"),
+        ({"majorities": [majority(255, 256)]}, "collapsed"),
+        ({"majorities": [majority(8, 8), majority(8, 8, batch=1, label=1)]}, "collapsed"),
         ({"transfers": {1: wrong}}, "opposite"),
         ({"num_violated": 1}, "inconsistent"),
         ({"gold": half}, "chance"),

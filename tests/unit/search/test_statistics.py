@@ -88,11 +88,11 @@ def test_pairing_removes_the_difficulty_of_tasks() -> None:
     theirs = difficulty + stream(1).normal(0, 0.5, 100)
     ours = difficulty + 0.5 + stream(2).normal(0, 0.5, 100)
     interval = paired_difference(ours.tolist(), theirs.tolist(), rng=stream(3))
-    assert interval.is_above_zero
+    assert interval.low > 0
     assert interval.low < 0.5 < interval.high
     back = paired_difference(theirs.tolist(), ours.tolist(), rng=stream(3))
     assert back.estimate == -interval.estimate
-    assert not back.is_above_zero
+    assert back.low <= 0
     apart = [bootstrap_mean(v.tolist(), rng=stream(3)) for v in (ours, theirs)]
     assert apart[0].low < apart[1].high
 
@@ -197,15 +197,14 @@ def test_coverage_of_the_difference_of_few_tasks(
 
 def test_few_tasks_prove_little_and_say_so() -> None:
     interval = paired_difference([1.0, 1.0], [0.0, 0.0], rng=stream(0))
-    assert not interval.is_above_zero
-    assert interval.is_small
+    assert interval.low <= 0
     assert interval.small == "2 tasks in all, where 30 are few"
     assert bootstrap_mean([1.0], rng=stream(0)).low < 0.5
     strata = Strata(names=("a",) * 40 + ("b",) * 2, weights={"a": 1.0, "b": 1.0})
     uneven = bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=strata)
     assert uneven.small == "2 tasks of b, where 5 are few"
     unweighted = Strata(names=strata.names, weights={"a": 1.0})
-    assert not bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=unweighted).is_small
+    assert not bootstrap_mean([1.0, 0.0] * 21, rng=stream(0), strata=unweighted).small
 
 
 def test_with_many_tasks_it_is_the_bootstrap_interval() -> None:
@@ -220,7 +219,7 @@ def test_with_many_tasks_it_is_the_bootstrap_interval() -> None:
     ):
         means = data[stream(1).integers(600, size=(10_000, 600))].mean(axis=1)
         low, high = np.quantile(means, (0.025, 0.975))
-        assert not interval.is_small
+        assert not interval.small
         assert interval.low == pytest.approx(low, abs=0.06 * (high - low))
         assert interval.high == pytest.approx(high, abs=0.06 * (high - low))
 

@@ -5,7 +5,8 @@ from typing import Any
 from ui.test_page import HOSTILE, Page, words
 
 from rookery.reports import parse_grpo_report
-from rookery.ui.grpo import COLUMNS, grpo_rows, grpo_sentence, render_grpo_page
+from rookery.ui.grpo import grpo_sentence, render_grpo_page
+from rookery.ui.table import GRPO_COLUMNS, report_rows
 
 
 def made_report(**keys: Any) -> dict[str, Any]:
@@ -81,6 +82,6 @@ def test_text_of_a_run_never_becomes_markup() -> None:
 
 
 def test_a_row_has_a_cell_for_every_column() -> None:
-    rows = grpo_rows(parse_grpo_report(made_report()))
-    assert all(len(row) == len(COLUMNS) for row in rows)
+    rows = report_rows(parse_grpo_report(made_report()).rows)
+    assert all(len(row) == len(GRPO_COLUMNS) for row in rows)
     assert rows[0] == ("trained", "0.700", "0.600 to 0.800", "+0.200 (+0.100 to +0.300)", "0")

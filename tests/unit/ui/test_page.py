@@ -14,7 +14,7 @@ from ui.made import made_report, made_row
 
 from rookery.reports import parse_genome_report
 from rookery.ui.page import _inline, render_genome_page
-from rookery.ui.table import genome_rows
+from rookery.ui.table import report_rows
 
 
 def render_page(document: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def test_every_row_is_in_the_table_as_in_the_terminal() -> None:
     page = Page(render_page(report))
     shown = [[words(cell) for cell in row] for row in page.rows[1 : 1 + len(report["rows"])]]
     for source, cells, row in zip(
-        report["rows"], shown, genome_rows(parse_genome_report(report)), strict=True
+        report["rows"], shown, report_rows(parse_genome_report(report).rows), strict=True
     ):
         name, mean, interval, gain, failed = row
         assert cells[0] == f"{name} {source['note']}".strip()
@@ -258,6 +258,6 @@ def test_any_report_is_a_well_formed_page(report: dict[str, Any]) -> None:
     html.encode()
     page = Page(html)
     assert [row["name"] for row in page.document["rows"]] == [
-        row[0] for row in genome_rows(parse_genome_report(report))
+        row[0] for row in report_rows(parse_genome_report(report).rows)
     ]
     assert len(page.scripts) == 3

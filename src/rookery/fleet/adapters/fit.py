@@ -109,10 +109,10 @@ def _plain_name(layer: str) -> str:
 
 def _by_plain_name(shapes: Shapes) -> dict[str, str]:
     """Layers by their plain names, where that names one layer only."""
-    found: dict[str, list[str]] = {}
+    layers_by_plain: dict[str, list[str]] = {}
     for layer in shapes:
-        found.setdefault(_plain_name(layer), []).append(layer)
-    return {plain: layers[0] for plain, layers in found.items() if len(layers) == 1}
+        layers_by_plain.setdefault(_plain_name(layer), []).append(layer)
+    return {plain: layers[0] for plain, layers in layers_by_plain.items() if len(layers) == 1}
 
 
 def base_names(*names: str) -> frozenset[str]:
@@ -135,10 +135,10 @@ def read_head(folder: Path) -> dict[str, tuple[int, int]]:
 
     Empty for other models: `read_shapes` has theirs.
     """
-    found = _read_matrices(folder)
-    if any(name.endswith(_HEAD) for name in found):
+    matrices = _read_matrices(folder)
+    if any(name.endswith(_HEAD) for name in matrices):
         return {}
-    sizes = [size for name, size in found.items() if name.endswith("embed_tokens")]
+    sizes = [size for name, size in matrices.items() if name.endswith("embed_tokens")]
     return {_HEAD: sizes[0]} if len(sizes) == 1 else {}
 
 

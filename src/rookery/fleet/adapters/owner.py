@@ -87,8 +87,8 @@ def find_left(parent: Path) -> Iterator[list[Owner]]:
     """Owners that are dead, all locked inside the block. Blocks for nobody; a record that cannot be
     read is passed over."""
     with ExitStack() as stack:
-        found = (_lock_left(folder, stack) for folder in sorted(parent.glob(f"{_PREFIX}*")))
-        yield [owner for owner in found if owner is not None]
+        owners = (_lock_left(folder, stack) for folder in sorted(parent.glob(f"{_PREFIX}*")))
+        yield [owner for owner in owners if owner is not None]
 
 
 def _lock_left(folder: Path, stack: ExitStack) -> Owner | None:

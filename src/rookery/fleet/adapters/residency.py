@@ -1,4 +1,5 @@
-"""Our adapters on one server: registered there, unregistered again, whatever ends the fleet.
+"""Our adapters on one server: which it holds, registered there, unregistered again, whatever ends
+the fleet.
 
     residency = Residency(client, owner=staging.owner, is_own=False)
     await residency.load("poet@3fa9~7f3a", path=folder)
@@ -12,16 +13,20 @@ request that named it can be waiting there.
 
 import asyncio
 import logging
-from collections.abc import Sequence, Set
+from collections import OrderedDict
+from collections.abc import Container, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from itertools import groupby
 from pathlib import Path
 
 from aiohttp import ClientConnectorError
 
 from rookery.errors import AdapterError, FleetError, boundary
+from rookery.fleet.adapters.keyed_locks import KeyedLocks
 from rookery.fleet.adapters.owner import Owner, find_left
 from rookery.fleet.http.client import Client, ClientConfig, ServerLost, ServerRefusal, open_session
 from rookery.fleet.http.wire import Fields, encode_body
+from rookery.types import ModelRef
 
 __all__ = ["Residency", "clear_left", "list_names"]
 
@@ -34,12 +39,16 @@ LEFT_S = 3.0
 
 
 class Residency:
-    """The names that one server may know: from before a load is sent until an unload is confirmed.
+    """The adapters that requests to one server can name at once (`resident`), and the names that it
+    may know: from before a load is sent until an unload is confirmed.
 
     A server of our own ends with the fleet, so nothing needs to be cleared there.
     """
 
     def __init__(self, client: Client, *, owner: Owner, is_own: bool) -> None:
+        self.resident: OrderedDict[ModelRef, None] = OrderedDict()
+        """Least recently used first."""
+        self._changing = KeyedLocks[ModelRef]()
         self._client = client
         self._owner = owner
         self._is_own = is_own
@@ -47,6 +56,32 @@ class Residency:
         self._cut: set[str] = set()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._has_left = False
+
+    def changing(self, ref: ModelRef) -> AbstractAsyncContextManager[None]:
+        """The block of a load or an unload of it: one at a time."""
+        return self._changing.hold(ref)
+
+    def use(self, ref: ModelRef) -> bool:
+        """Whether it is resident; if so, it is the most recently used from now on."""
+        if ref in self.resident:
+            self.resident.move_to_end(ref)
+        return ref in self.resident
+
+    def add(self, ref: ModelRef) -> None:
+        self.resident[ref] = None
+
+    def discard(self, ref: ModelRef) -> None:
+        self.resident.pop(ref, None)
+
+    def surplus(self, limit: int, *, active: Container[ModelRef]) -> list[ModelRef]:
+        """What to unload before one more is loaded: the least recently used that are not active,
+        down to what fits."""
+        idle = [ref for ref in self.resident if ref not in active]
+        return idle[: max(0, len(self.resident) + 1 - limit)]
+
+    def is_idle(self, ref: ModelRef, *, active: Container[ModelRef]) -> bool:
+        """Whether it is still one to unload: others may have been unloaded in the meantime."""
+        return ref in self.resident and ref not in active
 
     def expect(self, name: str) -> None:
         """The server learns the name with a request that is about to be sent."""

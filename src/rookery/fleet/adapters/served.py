@@ -1,17 +1,20 @@
 """The adapters that requests can name: how often each was loaded, and what is in flight on it.
 
-    served = ServedAdapters(retire=retire)
-    await served.load(ref, admit)           # `admit` checks it and returns what is to be sent
-    async with served.used([ref]): ...      # requests are in flight
-    await served.unload(ref)                # `retire` runs after the last of them
+    served = ServedAdapters()
+    async with served.changing(ref):         # a load or a retirement, one at a time
+        if not served.add_load(ref):         # it is new: the caller checks it, then
+            served.add(ref, adapter)
+    served.begin([ref])                      # requests are in flight
+    unused = served.end([ref])               # the adapters to retire
+    is_unused = served.release(ref)          # True: retire it
+    async with served.changing(ref):
+        if served.remove_unused(ref): ...    # nothing uses it: the caller takes it off the servers
 
-Loads and retirements of one adapter exclude each other: a load that comes during a retirement waits
-for its end and begins anew.
+Counts only, no I/O: what is to be done is returned, and `fleet.py` does it.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from rookery.errors import AdapterError, FleetError
@@ -33,10 +36,9 @@ class _Served:
 
 
 class ServedAdapters:
-    """Counts only; `retire` removes an adapter from the servers."""
+    """Counts of loads and of requests in flight, by adapter."""
 
-    def __init__(self, *, retire: Callable[[ModelRef], Awaitable[None]]) -> None:
-        self._retire = retire
+    def __init__(self) -> None:
         self._served: dict[ModelRef, _Served] = {}
         self._published: dict[str, ModelRef] = {}
         self._changing = KeyedLocks[ModelRef]()
@@ -50,53 +52,57 @@ class ServedAdapters:
         served = self._served.get(ref)
         return None if served is None else served.adapter
 
-    async def load(self, ref: ModelRef, admit: Callable[[], Awaitable[Adapter]]) -> None:
-        async with self._changing.hold(ref):
-            if ref in self._served:
-                self._served[ref].num_loads += 1
-            else:
-                self._served[ref] = _Served(await admit())
+    def changing(self, ref: ModelRef) -> AbstractAsyncContextManager[None]:
+        """The block of one load or retirement: a load that comes during a retirement waits for its
+        end and begins anew."""
+        return self._changing.hold(ref)
 
-    async def unload(self, ref: ModelRef) -> None:
-        """Undo one load."""
+    def add_load(self, ref: ModelRef) -> bool:
+        """Count one more load; False when it is not loaded yet: `add` it."""
+        served = self._served.get(ref)
+        if served is not None:
+            served.num_loads += 1
+        return served is not None
+
+    def add(self, ref: ModelRef, adapter: Adapter) -> None:
+        """The first load. `adapter` is what servers get."""
+        self._served[ref] = _Served(adapter)
+
+    def release(self, ref: ModelRef) -> bool:
+        """Undo one load; True when nothing uses the adapter any more."""
         served = self._served.get(ref)
         if served is None or served.num_loads <= 0:
             raise FleetError(f"{ref.served_name} is not loaded.")
         served.num_loads -= 1
         if not served.num_loads and self._published.get(ref.name) == ref:
             del self._published[ref.name]
-        await self._retire_if_unused(ref)
+        return served.is_unused
 
-    async def publish(self, ref: ModelRef) -> None:
-        """`ref`, loaded just now, takes the place of what was published under its name before."""
+    def publish(self, ref: ModelRef) -> ModelRef | None:
+        """`ref`, loaded just now, takes the place of what was published under its name before:
+        that is returned, to be released."""
         previous = self._published.get(ref.name)
         self._published[ref.name] = ref
-        if previous is not None:
-            await self.unload(previous)
+        return previous
 
-    @asynccontextmanager
-    async def used(self, refs: Collection[ModelRef]) -> AsyncIterator[None]:
-        """They are not retired inside the block."""
-        used = [self._served[ref] for ref in refs]
-        for served in used:
-            served.num_in_flight += 1
-        try:
-            yield
-        finally:
-            for served in used:
-                served.num_in_flight -= 1
-            unused = [ref for ref, served in zip(refs, used, strict=True) if served.is_unused]
-            await asyncio.gather(*map(self._retire_if_unused, unused))
+    def begin(self, refs: Collection[ModelRef]) -> None:
+        """Requests that name them are in flight until `end`: they are not retired meanwhile."""
+        for ref in refs:
+            self._served[ref].num_in_flight += 1
 
-    async def _retire_if_unused(self, ref: ModelRef) -> None:
+    def end(self, refs: Collection[ModelRef]) -> list[ModelRef]:
+        """Undo one `begin`; those of them that nothing uses any more."""
+        for ref in refs:
+            self._served[ref].num_in_flight -= 1
+        return [ref for ref in refs if self._served[ref].is_unused]
+
+    def remove_unused(self, ref: ModelRef) -> bool:
+        """Forget it if nothing uses it; inside `changing`."""
         served = self._served.get(ref)
         if served is None or not served.is_unused:
-            return
-        async with self._changing.hold(ref):
-            served = self._served.get(ref)
-            if served is not None and served.is_unused:
-                del self._served[ref]
-                await self._retire(ref)
+            return False
+        del self._served[ref]
+        return True
 
 
 def require_adapter(weights: Weights) -> Adapter:

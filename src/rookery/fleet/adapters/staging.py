@@ -202,10 +202,10 @@ def _folded(adapter: Adapter) -> Adapter:
             kinds.setdefault((lora.scale, lora.b.dtype, lora.b.device), []).append(layer)
     factors = dict(adapter.factors)
     for (scale, _, _), layers in kinds.items():
-        own = [adapter.factors[layer] for layer in layers]
-        products = torch.cat([lora.b.detach().reshape(-1) for lora in own]).mul_(scale)
-        parts = torch.split(products, [lora.b.numel() for lora in own])
-        for layer, lora, part in zip(layers, own, parts, strict=True):
+        same_kind = [adapter.factors[layer] for layer in layers]
+        products = torch.cat([lora.b.detach().reshape(-1) for lora in same_kind]).mul_(scale)
+        parts = torch.split(products, [lora.b.numel() for lora in same_kind])
+        for layer, lora, part in zip(layers, same_kind, parts, strict=True):
             factors[layer] = LoraFactors(a=lora.a, b=part.view(lora.b.shape), scale=1.0)
     return replace(adapter, factors=factors)
 

@@ -239,8 +239,8 @@ def api_root(config: ExternalConfig) -> str:
 def read_usage(answer: Mapping[str, Any]) -> TokenUsage | None:
     """The tokens that an answer reports as its cost; None when it does not, or not in numbers."""
     usage = answer.get("usage")
-    found = usage if isinstance(usage, dict) else {}
-    prompt, new = found.get("prompt_tokens"), found.get("completion_tokens")
+    counts = usage if isinstance(usage, dict) else {}
+    prompt, new = counts.get("prompt_tokens"), counts.get("completion_tokens")
     if type(prompt) is not int or type(new) is not int or prompt < 0 or new < 0:
         return None
     return TokenUsage(prompt_tokens=prompt, completion_tokens=new)

@@ -325,11 +325,11 @@ class Client:
         )
 
     def _limits(self, total_s: float) -> aiohttp.ClientTimeout:
-        found = self._known_limits.get(total_s)
-        if found is None:
-            found = aiohttp.ClientTimeout(total=total_s, sock_connect=self.config.connect_s)
-            self._known_limits[total_s] = found
-        return found
+        limits = self._known_limits.get(total_s)
+        if limits is None:
+            limits = aiohttp.ClientTimeout(total=total_s, sock_connect=self.config.connect_s)
+            self._known_limits[total_s] = limits
+        return limits
 
     def _url(self, path: str) -> URL:
         """Parsed once: that costs as much as sending."""

@@ -202,8 +202,8 @@ def _is_processed(mild: Mapping[str, float], hot: Mapping[str, float]) -> bool:
 
 def _base_model(models: Any, url: str) -> dict[str, Any]:
     """The first model that is not an adapter of another."""
-    found = models.get("data") if isinstance(models, dict) else None
-    for model in found or []:
+    listed = models.get("data") if isinstance(models, dict) else None
+    for model in listed or []:
         if isinstance(model, dict) and model.get("id") and not model.get("parent"):
             return model
     raise FleetError(f"{url}/v1/models names no model: is it an OpenAI-compatible server?")

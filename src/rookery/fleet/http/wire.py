@@ -272,15 +272,15 @@ def read_reading(choice: Choice) -> Reading:
     return Reading(after=read_position(choice), prompt=tuple(rows))
 
 
-def likeliest(found: Mapping[int, float], num: int) -> TopLogprobs:
+def likeliest(logprobs: Mapping[int, float], num: int) -> TopLogprobs:
     """The `num` likeliest of the tokens reported, best first, the lower id on a tie."""
-    if len(found) < num:
+    if len(logprobs) < num:
         raise FleetError(
-            f"A server reported {len(found)} of the {num} likeliest tokens. vLLM's older model "
+            f"A server reported {len(logprobs)} of the {num} likeliest tokens. vLLM's older model "
             "runner does so when another client asks it for given tokens at the same time: let "
             "one client use it, or ask for no top_logprobs."
         )
-    return tuple(sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
+    return tuple(sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:num])
 
 
 def _drawn(choice: Choice) -> tuple[Sequence[int], Sequence[float | None]]:

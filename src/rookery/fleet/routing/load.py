@@ -73,7 +73,7 @@ class ReplicaLoad:
     active: Counter[ModelRef] = field(default_factory=Counter)
     """Adapters with calls in flight, pinned while they have."""
     resident: OrderedDict[ModelRef, None] = field(default_factory=OrderedDict)
-    """Adapters the server has loaded, least recently used first."""
+    """Adapters the server has loaded, least recently used first; `Residency` keeps it."""
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _busy_s: float = 0.0
     _busy_since_s: float = 0.0
@@ -163,8 +163,7 @@ class ReplicaLoad:
         return self._quickest + (self._pace - self._quickest) * load
 
     def forget(self) -> None:
-        """The server restarted: it holds nothing."""
-        self.resident.clear()
+        """The server restarted: it has no prefixes."""
         self._prefixes.clear()
 
     def _measure(self, call: Call, own: float, seconds: float) -> None:

@@ -26,6 +26,7 @@ from functools import partial
 
 from rookery.concurrency import together
 from rookery.errors import FleetDownError, FleetError, RookeryError, boundary
+from rookery.fleet.adapters.served import ServedAdapters
 from rookery.fleet.http.client import ServerLost
 from rookery.fleet.http.wire import Choice
 from rookery.fleet.routing.load import Call, ReplicaLoad
@@ -50,7 +51,6 @@ CLOSED = "The fleet is closed: open it again with open_fleet."
 CLOSED_MEANWHILE = "The fleet was closed while this request was waiting for its answer."
 
 Choices = list[list[Choice]]
-Lookup = Callable[[ModelRef], Adapter | None]
 
 
 class Pool:
@@ -60,8 +60,7 @@ class Pool:
         self,
         replicas: Sequence[Replica],
         *,
-        find_adapter: Lookup,
-        find_ref: Callable[[str], ModelRef | None],
+        served: ServedAdapters,
         all_down_timeout_s: float,
         max_calls: int,
     ) -> None:
@@ -70,8 +69,7 @@ class Pool:
         self.num_resent = 0
         self.num_stolen = 0
         self._by_name = {replica.load.name: replica for replica in replicas}
-        self._find_adapter = find_adapter
-        self._find_ref = find_ref
+        self._served = served
         self._all_down_timeout_s = all_down_timeout_s
         self._down_since_s: dict[bool, float] = {}
         """Since when no server is up: for calls of the base model (True), of adapters (False)."""
@@ -276,7 +274,7 @@ class Pool:
             if local is None or open_s < HANG_S:
                 raise ServerLost(replica.last_error, is_broken=True)
             await self._restart(replica, local, why=f"was not healthy for {open_s:.0f} s")
-        await replica.reconnect(self._find_ref)
+        await replica.reconnect(self._served)
         logger.info("%s is back", replica.url)
 
     async def _restart(self, replica: Replica, local: LocalServer, *, why: str = "") -> None:
@@ -308,7 +306,7 @@ class Pool:
             self._settle(call, outcome)
 
     async def _ask(self, call: Call, replica: Replica) -> Choices | RookeryError:
-        adapter = None if call.is_base else self._find_adapter(call.ref)
+        adapter = None if call.is_base else self._served.find(call.ref)
         if adapter is None and not call.is_base:
             return FleetError(f"{call.ref.served_name} was unloaded before it was asked.")
         try:

@@ -7,7 +7,6 @@ choices = await replica.serve(call, adapter)
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rookery.errors import AdapterError, FleetError
-from rookery.fleet.adapters.keyed_locks import KeyedLocks
 from rookery.fleet.adapters.residency import Residency, list_names
+from rookery.fleet.adapters.served import ServedAdapters
 from rookery.fleet.adapters.staging import Staging
 from rookery.fleet.http.capabilities import Capabilities, Route
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
@@ -73,7 +72,11 @@ class Replica:
     ) -> None:
         self.client = client
         self.local = local
-        self.load = ReplicaLoad(name=client.url, window=DEFAULT_WINDOW, max_loras=1, is_open=False)
+        self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
+        self.load = ReplicaLoad(
+            name=client.url, window=DEFAULT_WINDOW, max_loras=1, is_open=False,
+            resident=self._residency.resident,
+        )  # fmt: skip
         self.breaker = Breaker()
         self.attention = asyncio.Event()
         """Set when the server needs a look before the next regular one."""
@@ -89,8 +92,6 @@ class Replica:
         """It answers `token_route.py`, which is quicker and takes an adapter along."""
         self._settings = settings
         self._staging = staging
-        self._residency = Residency(client, owner=staging.owner, is_own=local is not None)
-        self._changing = KeyedLocks[ModelRef]()
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
         """The base model and adapters are not computed together there; see `exclusion.py`."""
@@ -142,19 +143,17 @@ class Replica:
         self.load.max_loras = 0 if self.route == "none" else self._max_loras()
         self._open()
 
-    async def reconnect(self, known: Callable[[str], ModelRef | None]) -> None:
-        """After a loss: what the server still holds, then open it again.
-
-        `known` turns a name that the server lists into the adapter it stands for here.
-        """
+    async def reconnect(self, served: ServedAdapters) -> None:
+        """After a loss: which of the served adapters the server still holds, then open it again."""
         if self.route == "extension":
             await self.client.call_workers("rookery_attach")
         self.load.forget()
+        self._residency.resident.clear()
         for name in await list_names(self.client, self._staging.owner.token):
             self._residency.expect(name)
-            ref = known(name)
+            ref = next((ref for ref in served.refs if self._staging.wire_name(ref) == name), None)
             if ref is not None:
-                self.load.resident[ref] = None
+                self._residency.add(ref)
             else:
                 # It was retired while the server could not be told.
                 await self._residency.unload(name, model=self.capabilities.model)
@@ -192,7 +191,7 @@ class Replica:
             is_answered = True
             if refusal.status == 404 and adapter is not None:
                 # The server restarted behind our back: what it held is gone.
-                self.load.resident.pop(call.ref, None)
+                self._residency.discard(call.ref)
                 raise ServerLost(str(refusal), is_broken=False) from refusal
             raise
         finally:
@@ -220,25 +219,28 @@ class Replica:
         except ServerRefusal as refusal:
             if refusal.status != ADAPTER_REFUSED:
                 raise
-            self.load.resident.pop(call.ref, None)
+            self._residency.discard(call.ref)
             raise AdapterError(str(refusal)) from refusal
 
     async def hold(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool = False) -> None:
         """Make sure that the server has the adapter, or can read it when a call brings it along;
         at most one load of it at a time."""
-        resident = self.load.resident
-        if ref not in resident:
-            async with self._changing.hold(ref):
-                if ref not in resident:
-                    await self._make_space()
-                    await self._load(ref, adapter, is_brought=is_brought)
-                    resident[ref] = None
-        resident.move_to_end(ref)
+        if self._residency.use(ref):
+            return
+        async with self._residency.changing(ref):
+            if self._residency.use(ref):
+                return
+            num = self.capabilities.max_cpu_loras or self.load.max_loras
+            for idle in self._residency.surplus(num, active=self.load.active):
+                if self._residency.is_idle(idle, active=self.load.active):
+                    await self.drop(idle)
+            await self._load(ref, adapter, is_brought=is_brought)
+            self._residency.add(ref)
 
     async def drop(self, ref: ModelRef) -> bool:
         """Let the server forget an adapter; True when nothing there reads its folder any more."""
-        async with self._changing.hold(ref):
-            self.load.resident.pop(ref, None)
+        async with self._residency.changing(ref):
+            self._residency.discard(ref)
             name = self._staging.wire_name(ref)
             return await self._residency.unload(name, model=self.capabilities.model)
 
@@ -344,14 +346,6 @@ class Replica:
             await self._residency.load(name, path=folder)
         else:
             self._residency.expect(name)
-
-    async def _make_space(self) -> None:
-        """Unload the least recently used adapters that nothing uses, down to what fits."""
-        fits = self.capabilities.max_cpu_loras or self.load.max_loras
-        idle = [ref for ref in self.load.resident if ref not in self.load.active]
-        for ref in idle[: max(0, len(self.load.resident) + 1 - fits)]:
-            if ref in self.load.resident and ref not in self.load.active:
-                await self.drop(ref)
 
     async def _is_updated(self) -> bool:
         process = await self._process()

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rookery.cache import cache_folder
 from rookery.errors import FleetError, boundary
 from rookery.fleet.vllm_plugin.guard import kill_group, process_start, signal_group
 
@@ -121,11 +122,8 @@ class ServerRegistry:
 
 
 def state_folder() -> Path:
-    """`fleet` under `$ROOKERY_CACHE`, else under `rookery` in the user's cache folder."""
-    own = os.environ.get("ROOKERY_CACHE")
-    if own:
-        return Path(own).expanduser() / "fleet"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rookery" / "fleet"
+    """Where registries are kept by default."""
+    return cache_folder() / "fleet"
 
 
 def find_registries(root: Path) -> list[FoundRegistry]:

@@ -105,7 +105,7 @@ class GenomeConfig(Config):
                     has_negative_weights=may_be_negative(operator.weights, reach=operator.reach),
                 )
 
-    def from_folder(self, folder: Path) -> "GenomeConfig":
+    def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""
         init = self.init
         if isinstance(init, FileInit):

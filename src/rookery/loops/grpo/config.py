@@ -189,7 +189,7 @@ class GrpoConfig(ScheduleConfig):
             )
         return self
 
-    def from_folder(self, folder: Path) -> "GrpoConfig":
+    def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""
         update: dict[str, object] = {
             "tasksets": tuple(from_folder(taskset, folder) for taskset in self.tasksets),

@@ -20,13 +20,13 @@ exports.py       files for training
 
 from rookery.loops.icm.config import IcmConfig
 from rookery.loops.icm.items import read_gold, read_items
-from rookery.loops.icm.loop import Bench, IcmResult, check_batches, label
+from rookery.loops.icm.loop import IcmResult, Labeller, check_batches, label
 from rookery.loops.icm.prompts import load_encoder
 
 __all__ = [
-    "Bench",
     "IcmConfig",
     "IcmResult",
+    "Labeller",
     "check_batches",
     "label",
     "load_encoder",

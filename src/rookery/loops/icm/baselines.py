@@ -84,8 +84,8 @@ class Baselines:
     async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
         """All items behind the same demonstrations, each without itself."""
         contexts = [(shots, item) for item in range(self._problem.num_items)]
-        found = await self._problem.scorer.score(contexts)
-        reads = [None if read is None else normalised(read) for read in found]
+        logprobs = await self._problem.scorer.score(contexts)
+        reads = [None if read is None else normalised(read) for read in logprobs]
         return calibrated(reads) if self._problem.objective.calibrate else reads
 
     def _answer(self, reads: Sequence[LabelLogprobs | None]) -> Labels:
@@ -112,16 +112,16 @@ def surest(labels: Labels, sure: Mapping[int, float], *, num_each: int) -> Label
     """Of each label the items that are surest of it, and no other labels."""
     shots: Labels = (UNLABELLED,) * len(labels)
     for label in sorted({*labels} - {UNLABELLED}):
-        own = [item for item in labelled_items(labels) if labels[item] == label]
-        for item in sorted(own, key=lambda item: -sure[item])[:num_each]:
+        carriers = [item for item in labelled_items(labels) if labels[item] == label]
+        for item in sorted(carriers, key=lambda item: -sure[item])[:num_each]:
             shots = relabel(shots, item, label)
     return shots
 
 
 def calibrated(reads: Sequence[LabelLogprobs | None]) -> list[LabelLogprobs | None]:
     """Normalised reads without what the model says of every item alike."""
-    found = [read for read in reads if read is not None]
-    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+    known = [read for read in reads if read is not None]
+    means = [sum(column) / len(known) for column in zip(*known, strict=True)]
 
     def centred(read: LabelLogprobs) -> LabelLogprobs:
         return normalised(tuple(v - mean for v, mean in zip(read, means, strict=True)))

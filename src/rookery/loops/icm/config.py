@@ -29,7 +29,7 @@ class IterateConfig(Config):
     """How an adapter is trained on all labels so far, always from the beginning: from
     a new adapter, or the one in `init_from`."""
 
-    def from_folder(self, folder: Path) -> "IterateConfig":
+    def from_folder(self, folder: Path) -> Self:
         """The config with its path taken from the folder of its file."""
         if self.sft.init_from is None:
             return self
@@ -90,7 +90,7 @@ class IcmConfig(Config):
             )
         return self
 
-    def from_folder(self, folder: Path) -> "IcmConfig":
+    def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""
         iterate = self.iterate
         return self.model_copy(

@@ -83,7 +83,7 @@ class DataConfig(Config):
             raise ValueError(f"labels are {list(self.labels)}: each may be there once")
         return self
 
-    def from_folder(self, folder: Path) -> "DataConfig":
+    def from_folder(self, folder: Path) -> Self:
         """The config with its paths taken from the folder of its file."""
         gold = self.gold
         if gold is not None and gold.path is not None:

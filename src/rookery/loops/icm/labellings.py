@@ -65,16 +65,16 @@ async def _label_batch(
     batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
 ) -> dict[str, Labels]:
     baselines = Baselines(batch.problem, config=config, seed=batch.seed)
-    found = {
+    labels_by_name = {
         "icm": batch.best.labels,
         "zero-shot": await baselines.zero_shot(),
         "random few-shot": await baselines.random_few_shot(),
         "bootstrap": await baselines.bootstrap(),
     }
     if known:
-        found["golden few-shot"] = await baselines.golden_few_shot(known)
+        labels_by_name["golden few-shot"] = await baselines.golden_few_shot(known)
     if config.inverted:
         result = await baselines.inverted(batch.best, config=search)
         if result is not None:
-            found["inverted seed"] = result.labels
-    return found
+            labels_by_name["inverted seed"] = result.labels
+    return labels_by_name

@@ -37,9 +37,9 @@ from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
 
 __all__ = [
-    "Bench",
     "ChainStep",
     "IcmResult",
+    "Labeller",
     "check_batches",
     "label",
     "open_problem",
@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What the loop runs on."""
+class Labeller:
+    """The model that gives the labels: how it is asked, and how it is trained."""
 
     sampler: Sampler
     model: ModelRef
@@ -85,7 +85,7 @@ async def label(
     config: IcmConfig,
     *,
     items: Sequence[Item],
-    bench: Bench,
+    labeller: Labeller,
     run: Run,
     gold: Callable[[], Mapping[str, int]] | None = None,
     on_step: Callable[[ChainStep], None] | None = None,
@@ -96,22 +96,24 @@ async def label(
     """
     store = ScoreStore(run)
     batches: list[Batch] = []
-    model = bench.model
-    for own in _rounds(config, items):
+    model = labeller.model
+    for round_items in _rounds(config, items):
         if batches:
-            model = await _tune(config, batches, bench)
+            model = await _tune(config, batches, labeller)
         opened = [
-            _open_batch(config, index, part, bench=replace(bench, model=model), store=store)
-            for index, part in enumerate(own, start=len(batches))
+            _open_batch(config, index, part, labeller=replace(labeller, model=model), store=store)
+            for index, part in enumerate(round_items, start=len(batches))
         ]
         await _search(config, opened, run, store, on_step)
         batches += opened
     truth = dict(gold()) if gold is not None else {}
-    found = await make_report(batches, config=config, model=bench.model, gold=truth, store=store)
+    summary = await make_report(
+        batches, config=config, model=labeller.model, gold=truth, store=store
+    )
     records = label_records(batches)
     names = config.data.labels
     await run_in_thread(write_exports, run, records, labels=names, config=config.exports)
-    report = found.model_copy(update={"run": run.name, "seconds": run.worked_s})
+    report = summary.model_copy(update={"run": run.name, "seconds": run.worked_s})
     await run_in_thread(_write_report, run, report)
     labels = {r.item.id: None if r.label is None else names[r.label] for r in records}
     return IcmResult(labels=labels, report=report)
@@ -121,28 +123,28 @@ def _write_report(run: Run, report: IcmReport) -> None:
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
 
 
-def check_batches(config: IcmConfig, items: Sequence[Item], *, bench: Bench) -> None:
+def check_batches(config: IcmConfig, items: Sequence[Item], *, labeller: Labeller) -> None:
     """Refuse, before anything is asked, prompts, constraints and exports that cannot be."""
-    if config.iterate is not None and not isinstance(bench.sampler, Adapters):
+    if config.iterate is not None and not isinstance(labeller.sampler, Adapters):
         raise ConfigError(
             "iterate needs an engine that adapters can be loaded into: write engine.type embedded "
             "or fleet, or leave iterate out."
         )
     check_exports(items, labels=config.data.labels, config=config.exports)
     for own in batch_items(items, size=config.batch_size):
-        open_problem(config, own, bench=bench, store=ScoreStore())
+        open_problem(config, own, labeller=labeller, store=ScoreStore())
 
 
 def open_problem(
-    config: IcmConfig, items: Sequence[Item], *, bench: Bench, store: ScoreStore
+    config: IcmConfig, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
 ) -> Problem:
     """One batch as the search sees it: indices, groups, constraints and a scorer."""
-    prompts = Prompts(items, encoder=bench.encoder, data=config.data)
-    if bench.context_tokens is not None and prompts.longest_tokens > bench.context_tokens:
-        fits = int(len(items) * bench.context_tokens / prompts.longest_tokens)
+    prompts = Prompts(items, encoder=labeller.encoder, data=config.data)
+    if labeller.context_tokens is not None and prompts.longest_tokens > labeller.context_tokens:
+        fits = int(len(items) * labeller.context_tokens / prompts.longest_tokens)
         raise TaskError(
             f"A batch of {len(items)} items makes prompts of {prompts.longest_tokens:,} tokens; "
-            f"the model reads {bench.context_tokens:,}: write batch_size: {fits} or less."
+            f"the model reads {labeller.context_tokens:,}: write batch_size: {fits} or less."
         )
     members: dict[str, list[int]] = {}
     for index, item in enumerate(items):
@@ -155,7 +157,7 @@ def open_problem(
         groups=tuple(places[item.group] for item in items),
         constraints=build_constraints(config.constraints, items=items, labels=config.data.labels),
         scorer=SharedLabelScorer(
-            bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
+            labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
         ),
         objective=config.objective,
     )
@@ -171,23 +173,23 @@ def _rounds(config: IcmConfig, items: Sequence[Item]) -> list[list[list[Item]]]:
 
 
 def _open_batch(
-    config: IcmConfig, index: int, items: Sequence[Item], *, bench: Bench, store: ScoreStore
+    config: IcmConfig, index: int, items: Sequence[Item], *, labeller: Labeller, store: ScoreStore
 ) -> Batch:
     def open_scorer(others: Sequence[Item]) -> SharedLabelScorer:
-        prompts = Prompts(others, encoder=bench.encoder, data=config.data)
+        prompts = Prompts(others, encoder=labeller.encoder, data=config.data)
         order = IdOrder(len(others))
         return SharedLabelScorer(
-            bench.sampler, prompts=prompts, order=order, model=bench.model, store=store
+            labeller.sampler, prompts=prompts, order=order, model=labeller.model, store=store
         )
 
     return Batch(
         index=index,
         items=tuple(items),
-        problem=open_problem(config, items, bench=bench, store=store),
+        problem=open_problem(config, items, labeller=labeller, store=store),
         seed=stream_seed(config.seed, "batch", index),
         open_scorer=open_scorer,
         provenance={
-            "model": bench.model.served_name,
+            "model": labeller.model.served_name,
             "order": "tree",
             "seed": config.seed,
             "batch": index,
@@ -195,22 +197,22 @@ def _open_batch(
     )
 
 
-async def _tune(config: IcmConfig, batches: Sequence[Batch], bench: Bench) -> ModelRef:
+async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> ModelRef:
     """A model trained on every label so far that is sure enough to be exported."""
-    if bench.tune is None:
+    if labeller.tune is None:
         raise ConfigError("iterate needs an engine that adapters can be loaded into.")
     records = label_records(batches)
     sure = [r for r in records if r.margin is not None and r.margin >= config.exports.min_margin]
     if not sure:
         raise TaskError("No label is sure enough to train on: lower exports.min_margin.")
-    prompts = Prompts([r.item for r in sure], encoder=bench.encoder, data=config.data)
+    prompts = Prompts([r.item for r in sure], encoder=labeller.encoder, data=config.data)
     data = []
     for place, record in enumerate(sure):
         query = prompts.context((UNLABELLED,) * len(sure), place, order=())
         answer = prompts.label_tokens[record.label or 0]
         end = len(query) - 1
         data.append(Datum(tokens=query, positions=(end,), targets=(answer,), weights=(1.0,)))
-    model = await bench.tune(data)
+    model = await labeller.tune(data)
     logger.info("trained %s on %d labels", model.served_name, len(data))
     return model
 

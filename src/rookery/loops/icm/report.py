@@ -13,7 +13,7 @@ from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.labellings import Labelling, label_all_ways
 from rookery.loops.icm.objective import LabelLogprobs, predict
 from rookery.loops.icm.transfer import transfer
-from rookery.loops.icm.verdict import Agreement, Crowd, Evidence, agree, judge
+from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
 from rookery.reports import (
     AgreementRecord,
     ChainRecord,
@@ -109,7 +109,7 @@ def _evidence(
     labels = tuple(label for batch in batches for label in batch.best.labels)
     return Evidence(
         labels=labels,
-        crowds=[_crowd(batch) for batch in batches],
+        majorities=[_majority(batch) for batch in batches],
         transfers={},
         names=names,
         num_frustrated=sum(len(batch.best.assessment.frustrated) for batch in batches),
@@ -120,7 +120,7 @@ def _evidence(
     )
 
 
-def _crowd(batch: Batch) -> Crowd:
+def _majority(batch: Batch) -> MajorityLabel:
     """The label that most of what could be otherwise is; of one item alone it says nothing."""
     labels, constraints = batch.best.labels, batch.problem.constraints
     num_labelled = len(labelled_items(labels))
@@ -131,7 +131,7 @@ def _crowd(batch: Batch) -> Crowd:
         return (labels.count(label) - given) / free if num_labelled > 1 and free else 0.0
 
     label = max(range(batch.problem.num_labels), key=share)
-    return Crowd(
+    return MajorityLabel(
         batch=batch.index,
         label=label,
         num_items=labels.count(label),
@@ -142,34 +142,34 @@ def _crowd(batch: Batch) -> Crowd:
 
 async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
     """By batch, how its labels agree with those that the first batch's predict."""
-    found = {}
+    agreements = {}
     for batch in batches[1:]:
         expected = _joined([await transfer(batches[0], batch)])
         agreement = agree(
             _joined([batch.best.labels]), expected, tied=batch.problem.constraints.components
         )
         if agreement is not None:
-            found[batch.index] = agreement
-    return found
+            agreements[batch.index] = agreement
+    return agreements
 
 
 def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
     """Complete and consistent labellings that were found otherwise: what they lose and share."""
     best = batch.best
-    found = [(result.labels, result.assessment.utility) for result in batch.results]
+    scored = [(result.labels, result.assessment.utility) for result in batch.results]
     for row in rows:
         utility = row.utilities[place]
         if utility is not None and not batch.problem.constraints.num_violated(row.labels[place]):
-            found.append((row.labels[place], utility))
+            scored.append((row.labels[place], utility))
     return [
         (best.assessment.utility - utility, _share_equal(labels, best.labels))
-        for labels, utility in found
+        for labels, utility in scored
         if UNLABELLED not in labels and UNLABELLED not in best.labels
     ]
 
 
 async def _gold_summary(
-    batches: Sequence[Batch], truth: Sequence[Mapping[int, int]], found: Agreement | None
+    batches: Sequence[Batch], truth: Sequence[Mapping[int, int]], agreement: Agreement | None
 ) -> GoldRecord:
     """Agreement of the result, and the utility of the true labels where all are known."""
     utilities = []
@@ -180,7 +180,7 @@ async def _gold_summary(
             if assessment is not None:
                 utilities.append(assessment.utility)
     complete = len(utilities) == len(batches)
-    return _with_agreement(GoldRecord(utility=_mean(utilities) if complete else None), found)
+    return _with_agreement(GoldRecord(utility=_mean(utilities) if complete else None), agreement)
 
 
 def _row(
@@ -190,31 +190,31 @@ def _row(
     labels: Sequence[str],
     tied: Sequence[Sequence[int]],
 ) -> IcmRow:
-    own = _joined(row.labels)
-    same = [ours[i] == own[i] for i in own if i in ours]
-    found = IcmRow(
+    labels_by_item = _joined(row.labels)
+    same = [ours[i] == labels_by_item[i] for i in labels_by_item if i in ours]
+    record = IcmRow(
         name=row.name,
         is_winner=row.is_winner,
         note=row.note,
-        num_labelled=len(own),
+        num_labelled=len(labels_by_item),
         balance=_balance(row.labels, labels),
         num_violated=row.num_violated,
         utility=None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
         agreement=sum(same) / len(same) if same else None,
     )
-    return _with_agreement(found, agree(own, gold, tied=tied) if gold else None)
+    return _with_agreement(record, agree(labels_by_item, gold, tied=tied) if gold else None)
 
 
-def _with_agreement(record: Agreeing, found: Agreement | None) -> Agreeing:
-    if found is None:
+def _with_agreement(record: Agreeing, agreement: Agreement | None) -> Agreeing:
+    if agreement is None:
         return record
-    interval = found.interval
+    interval = agreement.interval
     return record.model_copy(
         update={
             "accuracy": interval.estimate,
             "low": interval.low,
             "high": interval.high,
-            "chance": found.chance,
+            "chance": agreement.chance,
         }
     )
 
@@ -307,12 +307,12 @@ def _joined_gold(truth: Sequence[Mapping[int, int]], batches: Sequence[Batch]) -
 def _offset(
     components: Sequence[Sequence[Sequence[int]]], batches: Sequence[Batch]
 ) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+    components_of_all: list[tuple[int, ...]] = []
     first = 0
     for own, batch in zip(components, batches, strict=True):
-        found.extend(tuple(first + place for place in component) for component in own)
+        components_of_all.extend(tuple(first + place for place in component) for component in own)
         first += len(batch.items)
-    return found
+    return components_of_all
 
 
 def _balance(labels: Sequence[Labels], names: Sequence[str]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from typing import Literal
 from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.statistics import Interval, wilson
 
-__all__ = ["Agreement", "Crowd", "Evidence", "Verdict", "agree", "judge"]
+__all__ = ["Agreement", "Evidence", "MajorityLabel", "Verdict", "agree", "judge"]
 
 Verdict = Literal[
     "partial",
@@ -37,7 +37,7 @@ Verdict = Literal[
 LOW_MASS = 0.5
 """Below this the model mostly expects something else than a label."""
 
-CROWDED = 0.95
+COLLAPSED_SHARE = 0.95
 """From this share of one label on, the others are too few to be a concept."""
 
 MANY_FRUSTRATED = 0.25
@@ -67,7 +67,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
+class MajorityLabel:
     """The label that most items of one batch carry."""
 
     batch: int
@@ -84,7 +84,7 @@ class Evidence:
     """Everything a verdict rests on."""
 
     labels: Labels
-    crowds: Sequence[Crowd]
+    majorities: Sequence[MajorityLabel]
     """One for each batch."""
     transfers: Mapping[int, Agreement]
     """Of each batch but the first: its labels with those that the first one's predict."""
@@ -118,12 +118,12 @@ def agree(
     chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
     # Half a success is rounded towards chance.
     towards = math.floor if share >= chance else math.ceil
-    found = wilson(successes=towards(share * num_free), trials=num_free)
+    wilson_interval = wilson(successes=towards(share * num_free), trials=num_free)
     interval = Interval(
         estimate=share,
-        low=min(found.low, share),
-        high=max(found.high, share),
-        confidence=found.confidence,
+        low=min(wilson_interval.low, share),
+        high=max(wilson_interval.high, share),
+        confidence=wilson_interval.confidence,
         method="wilson",
         num_values=num_free,
     )
@@ -132,19 +132,19 @@ def agree(
 
 def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
     """The verdict, and a warning for every sign that the labels are wrong."""
-    found: dict[Verdict, str] = {}
-    _judge_form(evidence, found)
-    _judge_transfers(evidence, found)
-    _judge_gold(evidence, found)
-    _judge_rivals(evidence, found)
-    warnings = list(found.values())
+    warning_by_verdict: dict[Verdict, str] = {}
+    _judge_form(evidence, warning_by_verdict)
+    _judge_transfers(evidence, warning_by_verdict)
+    _judge_gold(evidence, warning_by_verdict)
+    _judge_rivals(evidence, warning_by_verdict)
+    warnings = list(warning_by_verdict.values())
     if evidence.mass < LOW_MASS:
         warnings.append(
             f"The model gives the labels {evidence.mass:.0%} of its probability: it expects "
             "something else there. Check the prompt and the labels."
         )
     for batch, agreement in evidence.transfers.items():
-        if "opposite" not in found and agreement.is_chance:
+        if "opposite" not in warning_by_verdict and agreement.is_chance:
             warnings.append(
                 f"Labels of batch 0 hardly predict those of batch {batch}: {_words(agreement)}. "
                 "They may be of another concept."
@@ -154,42 +154,42 @@ def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
             f"The engine could not answer {len(evidence.errors)} contexts, and labels that need "
             f"them were not tried. The first says: {evidence.errors[0]}"
         )
-    return next(iter(found), "coherent"), warnings
+    return next(iter(warning_by_verdict), "coherent"), warnings
 
 
-def _judge_form(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_form(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     num_items = len(evidence.labels)
     num_labelled = num_items - evidence.labels.count(UNLABELLED)
     if num_labelled < num_items:
-        found["partial"] = (
+        warnings["partial"] = (
             f"Only {num_labelled} of {num_items} items are labelled: adding the others made the "
             "labels predict one another worse, or the iterations were used up. This is no success."
         )
-    crowded = [crowd for crowd in evidence.crowds if crowd.share >= CROWDED]
-    if crowded:
-        found["collapsed"] = (
-            f"{'; '.join(_crowd_words(crowd, evidence) for crowd in crowded)}. One label for "
-            "everything predicts itself best: declare constraints between items, or set "
-            "objective.calibrate. If the items really are so uneven, check some by hand."
+    collapsed = [majority for majority in evidence.majorities if majority.share >= COLLAPSED_SHARE]
+    if collapsed:
+        warnings["collapsed"] = (
+            f"{'; '.join(_majority_words(majority, evidence) for majority in collapsed)}. "
+            "One label for everything predicts itself best: declare constraints between items, or "
+            "set objective.calibrate. If the items really are so uneven, check some by hand."
         )
     if evidence.num_violated:
-        found["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
+        warnings["inconsistent"] = f"{evidence.num_violated} pairs of labels break a constraint."
 
 
-def _crowd_words(crowd: Crowd, evidence: Evidence) -> str:
-    name = evidence.names[crowd.label]
-    where = f" of batch {crowd.batch}" if len(evidence.crowds) > 1 else ""
-    if crowd.num_items == crowd.num_labelled:
+def _majority_words(majority: MajorityLabel, evidence: Evidence) -> str:
+    name = evidence.names[majority.label]
+    where = f" of batch {majority.batch}" if len(evidence.majorities) > 1 else ""
+    if majority.num_items == majority.num_labelled:
         return f"All labels{where} are {name}"
-    return f"{crowd.num_items} of {crowd.num_labelled} labels{where} are {name}"
+    return f"{majority.num_items} of {majority.num_labelled} labels{where} are {name}"
 
 
-def _judge_transfers(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_transfers(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     against = {batch: own for batch, own in evidence.transfers.items() if own.is_below_chance}
     if against:
         words = "; ".join(f"batch {batch}: {_words(a)}" for batch, a in against.items())
         surely = "have" if any(own.is_inverse for own in against.values()) else "may have"
-        found["opposite"] = (
+        warnings["opposite"] = (
             f"Batches {surely} opposite labels. Behind labels of batch 0 the model expects others "
             f"than there are ({words}). Label all items in one batch, or compare a few of these "
             "batches' labels by hand and turn them around if they are."
@@ -204,7 +204,7 @@ def _words(agreement: Agreement) -> str:
     )
 
 
-def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_gold(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     gold = evidence.gold
     if gold is None:
         return
@@ -214,24 +214,24 @@ def _judge_gold(evidence: Evidence, found: dict[Verdict, str]) -> None:
         f"{gold.interval.high:.0%}, chance {gold.chance:.0%})"
     )
     if gold.is_inverse:
-        found["inverse"] = (
+        warnings["inverse"] = (
             f"The inverse concept: {words}. The items were told apart, and the labels swapped."
         )
     elif gold.is_chance:
-        found["chance"] = f"No better than chance: {words}."
+        warnings["chance"] = f"No better than chance: {words}."
 
 
-def _judge_rivals(evidence: Evidence, found: dict[Verdict, str]) -> None:
+def _judge_rivals(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
     near = [same for lost, same in evidence.rivals if lost <= 0 and same < 1]
     if near:
-        found["ambiguous"] = (
+        warnings["ambiguous"] = (
             f"Other labels, of another start or without a search, are at least as coherent with "
             f"only {min(near):.0%} of them in common: the items do not decide. These may be chance "
             "labels or the inverse concept."
         )
     share = evidence.num_frustrated / max(1, len(evidence.labels))
     if share > MANY_FRUSTRATED:
-        found["frustrated"] = (
+        warnings["frustrated"] = (
             f"{evidence.num_frustrated} of {len(evidence.labels)} items are predicted to have "
             "another label than they have: the labels look like chance to the model itself."
         )

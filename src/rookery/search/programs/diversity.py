@@ -12,12 +12,7 @@ from collections.abc import Iterable
 
 from rookery.search.programs.program import CodeSummary
 
-__all__ = ["References", "code_distance"]
-
-
-def code_distance(a: CodeSummary, b: CodeSummary) -> float:
-    """OpenEvolve's estimate of an edit distance: differences of length, lines and characters."""
-    return _distance(a, frozenset(a.characters), b, frozenset(b.characters))
+__all__ = ["References"]
 
 
 class References:
@@ -54,6 +49,7 @@ class References:
 def _distance(
     a: CodeSummary, a_characters: frozenset[str], b: CodeSummary, b_characters: frozenset[str]
 ) -> float:
+    """OpenEvolve's estimate of an edit distance: differences of length, lines and characters."""
     return (
         0.1 * abs(a.num_chars - b.num_chars)
         + 10 * abs(a.num_newlines - b.num_newlines)

@@ -51,9 +51,9 @@ class ExactScorer:
 
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
-        given = normalize_text(completion.text, config=self._config)
+        answer = normalize_text(completion.text, config=self._config)
         wanted = {normalize_text(t, config=self._config) for t in reference_texts(task.reference)}
-        return float(given in wanted)
+        return float(answer in wanted)
 
 
 def normalize_text(text: str, *, config: ExactConfig) -> str:

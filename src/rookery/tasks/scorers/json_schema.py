@@ -65,20 +65,20 @@ class JsonSchemaScorer:
         self._validator = _validator(config.json_schema)
 
     def read(self, completion: Completion) -> str | None:
-        found = find_json(completion.text)
-        return None if found is None else json.dumps(found, sort_keys=True)
+        document = find_json(completion.text)
+        return None if document is None else json.dumps(document, sort_keys=True)
 
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
-        found = find_json(completion.text)
-        if found is None:
+        document = find_json(completion.text)
+        if document is None:
             return 0.0
         with boundary(TaskError, f"Task {task.id}: applying the JSON Schema"):
-            if not self._validator.is_valid(found):
+            if not self._validator.is_valid(document):
                 return 0.0
         if not self._config.match_reference:
             return 1.0
-        return float(_equal(found, _reference_json(task)))
+        return float(_equal(document, _reference_json(task)))
 
 
 def find_json(text: str) -> dict[str, Json] | list[Json] | None:

@@ -74,30 +74,30 @@ class NumericScorer:
         self._config = config
 
     def read(self, completion: Completion) -> str | None:
-        given = find_answer(completion.text)
-        return None if given is None else str(given)
+        answer = find_answer(completion.text)
+        return None if answer is None else str(answer)
 
     async def reward(self, task: Task, completion: Completion) -> float:
         require_judgeable(self._config, task)
-        given = find_answer(completion.text)
-        if given is None:
+        answer = find_answer(completion.text)
+        if answer is None:
             return 0.0
         wanted = (find_answer(text) for text in reference_texts(task.reference))
-        return float(any(value is not None and self._is_close(given, value) for value in wanted))
+        return float(any(value is not None and self._is_close(answer, value) for value in wanted))
 
-    def _is_close(self, given: Fraction, wanted: Fraction) -> bool:
+    def _is_close(self, answer: Fraction, wanted: Fraction) -> bool:
         # By way of str, so that a tolerance of 0.1 is one tenth and not the nearest float.
         absolute = Fraction(str(self._config.abs_tolerance))
         relative = Fraction(str(self._config.rel_tolerance)) * abs(wanted)
-        return abs(given - wanted) <= max(absolute, relative)
+        return abs(answer - wanted) <= max(absolute, relative)
 
 
 def find_answer(text: str) -> Fraction | None:
     """The number a text answers with; None when it has none, or one that is no value (1/0)."""
     text = _plain(text)
     marked = [_NUMBER.match(text, marker.end()) for marker in _MARKER.finditer(text)]
-    found = [match for match in marked if match is not None] or list(_NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
+    numbers = [match for match in marked if match is not None] or list(_NUMBER.finditer(text))
+    return _value(numbers[-1]) if numbers else None
 
 
 def _plain(text: str) -> str:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rookery.search.programs.diversity import References, code_distance
+from rookery.search.programs.diversity import References
 from rookery.search.programs.program import numeric_metrics, score_of, summarize
 
 
@@ -33,11 +33,10 @@ def test_numbers_of_an_evaluator_are_taken_and_flags_are_not() -> None:
     assert metrics == {"speed": 3.0, "huge": -math.inf, "combined_score": 1.0}
 
 
-def test_code_distance_counts_length_lines_and_characters() -> None:
+def test_the_distance_counts_length_lines_and_characters() -> None:
     # 5 characters and 1 line more; "b", "c", "\n", "d" stand in one of the two alone.
-    assert code_distance(summarize("aab"), summarize("aac\nddda")) == pytest.approx(
-        0.5 + 10 + 0.5 * 4
-    )
+    references = References(size=1, summaries=[summarize("aac\nddda")])
+    assert references.measure(summarize("aab")) == pytest.approx(0.5 + 10 + 0.5 * 4)
 
 
 def test_diversity_is_the_mean_distance_to_the_first_texts() -> None:
