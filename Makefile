@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.13.0)
 comma := ,
 WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(CURDIR)/.venv-openevolve/bin/python
+WITH_TRL := ROOKERY_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test coverage test-real check docs bench clean
@@ -18,7 +19,7 @@ help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests, with real parts that run on any CPU in minutes"
 	@echo "make coverage   the tests with a coverage report"
-	@echo "make test-real  everything against real vLLM too and OpenEvolve (installs them into .venv-*)"
+	@echo "make test-real  everything against real vLLM, OpenEvolve and TRL too (installs them into .venv-*)"
 	@echo "make check      format, lint, types"
 	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
@@ -34,8 +35,8 @@ test: $(VENV)/.ready
 coverage: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov tests/unit $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-tinker/.ready
-	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) \
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready
+	ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
@@ -49,14 +50,15 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-bench: $(VENV)/.ready .venv-openevolve/.ready
+bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
 	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
+	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-tinker build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker build dist site .coverage .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -93,4 +95,13 @@ $(VENV)/.ready: pyproject.toml
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
+	@touch $@
+
+# The reference that grpo is compared with; Rookery itself never imports it.
+.venv-trl/.ready:
+	@echo "setting up .venv-trl (once; a few minutes)"
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-trl/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-trl/bin/python -m pip install --quiet "trl==1.16.*" peft
 	@touch $@

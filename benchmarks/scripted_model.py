@@ -4,6 +4,8 @@
 
 The answer depends on the prompt alone, so that a request that is sent again is answered alike. With
 `--hostile` a share of the answers are programs that end, loop, fork, take memory or open files.
+With `--answers FILE` each answer is one of that JSON list of texts instead, drawn by the prompt.
+It embeds texts by their letters.
 `GET /stats` has the number of calls, the most in flight, and when the first came and the last left.
 Nothing but the standard library: it must not be what is measured.
 """
@@ -13,9 +15,11 @@ import asyncio
 import hashlib
 import json
 import re
+import string
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 __all__: list[str] = []
 
@@ -47,9 +51,10 @@ class Stats:
 class ScriptedModel:
     """One HTTP server; connections are kept open."""
 
-    def __init__(self, *, latency_s: float, hostile: float) -> None:
+    def __init__(self, *, latency_s: float, hostile: float, answers: list[str]) -> None:
         self._latency_s = latency_s
         self._hostile = hostile
+        self._answers = answers
         self.stats = Stats()
 
     async def serve(self, port: int) -> None:
@@ -77,6 +82,8 @@ class ScriptedModel:
             return asdict(self.stats)
         if path.endswith("/models"):
             return {"object": "list", "data": [{"id": "scripted", "object": "model"}]}
+        if path.endswith("/embeddings"):
+            return {"object": "list", "data": [_embed(text) for text in json.loads(body)["input"]]}
         now = time.monotonic()
         seen = self.stats
         in_flight = seen.in_flight + 1
@@ -111,11 +118,13 @@ class ScriptedModel:
 
     def _write(self, asked: str, key: str) -> str:
         """A diff where diffs are asked for, else the whole program."""
+        draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        if self._answers:
+            return self._answers[draw % len(self._answers)]
         program = PROGRAM.search(asked)
         line = NUMBER.search(program[1]) if program else None
         if program is None or line is None:
             return "There is no program to change."
-        draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         is_hostile = (draw % 1000) / 1000 < self._hostile
         new = f"    return {(draw >> 16) % 10**6 / 10**6}"
         if is_hostile:
@@ -125,13 +134,23 @@ class ScriptedModel:
         return f"<<<<<<< SEARCH\n{line[0]}\n=======\n{new}\n>>>>>>> REPLACE"
 
 
+def _embed(text: str) -> dict[str, object]:
+    """How often each letter and digit is in the text: programs of like text are alike."""
+    counts = [
+        float(text.lower().count(letter)) for letter in string.ascii_lowercase + string.digits
+    ]
+    return {"object": "embedding", "index": 0, "embedding": counts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latency", type=float, default=5.0, help="seconds for one answer")
     parser.add_argument("--hostile", type=float, default=0.0, help="share of hostile programs")
+    parser.add_argument("--answers", type=Path, help="a JSON list of answers")
     parser.add_argument("--port", type=int, default=0)
     flags = parser.parse_args()
-    model = ScriptedModel(latency_s=flags.latency, hostile=flags.hostile)
+    answers = json.loads(flags.answers.read_text()) if flags.answers else []
+    model = ScriptedModel(latency_s=flags.latency, hostile=flags.hostile, answers=answers)
     with suppress(KeyboardInterrupt):
         asyncio.run(model.serve(flags.port))
 

@@ -1,6 +1,8 @@
 """Work that runs side by side and fails with one error, not with a group of them."""
 
 import asyncio
+import contextvars
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -39,7 +41,9 @@ async def run_in_thread(
 ) -> Result:
     """As `asyncio.to_thread`, but who is cancelled waits for the thread to end: a thread that
     writes must not go on writing into what the caller then closes."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    context = contextvars.copy_context()
+    call = functools.partial(context.run, function, *args, **kwargs)
+    work = asyncio.get_running_loop().run_in_executor(None, call)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -35,6 +35,7 @@ __all__ = [
     "AdapterFolders",
     "Adapters",
     "Codec",
+    "Embedder",
     "Engine",
     "Executor",
     "Publisher",
@@ -115,6 +116,16 @@ class TextModel(Protocol):
     async def reply(self, request: TextRequest) -> TextReply:
         """One reply. A request that cannot be answered (refused, filtered, no server in time)
         raises an EngineError or a FleetError, and touches no other request."""
+        ...
+
+
+@runtime_checkable
+class Embedder(Protocol):
+    """Text in, a vector out: texts of like meaning have vectors of like direction."""
+
+    async def embed(self, text: str) -> tuple[float, ...]:
+        """Finite numbers, as many for every text. A text that cannot be embedded raises an
+        EngineError or a FleetError."""
         ...
 
 

@@ -46,6 +46,7 @@ from rookery.types import (
 __all__ = [
     "BASE",
     "FakeAdapters",
+    "FakeEmbedder",
     "FakeExecutor",
     "FakePublisher",
     "FakeSampler",
@@ -180,6 +181,22 @@ class FakeTextModel:
                 completion_tokens=min(len(words), request.max_tokens),
             ),
         )
+
+
+class FakeEmbedder:
+    """Vectors by a function of the text; None from it is a failure. Keeps what it was asked."""
+
+    def __init__(self, embed: Callable[[str], Sequence[float] | None]) -> None:
+        self._embed = embed
+        self.texts: list[str] = []
+
+    async def embed(self, text: str) -> tuple[float, ...]:
+        self.texts.append(text)
+        await asyncio.sleep(0)
+        vector = self._embed(text)
+        if vector is None:
+            raise EngineError("The embedder was told to fail.")
+        return tuple(vector)
 
 
 class FakeAdapters:

@@ -3,117 +3,43 @@
 Without a sandbox the tests skip with the reason; under CI they fail.
 """
 
-import asyncio
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loops.evolve.conftest import OpenEvolve, openevolve, openevolve_python
+from evolve_command import (
+    CONFIG,
+    PROGRAM,
+    command,
+    decided,
+    once,
+    report_of,
+    require_sandbox,
+    run,
+    stop,
+    until,
+    write_problem,
+)
 from scripted import Scripted, serve_scripted
 
-from rookery.errors import RunError
-from rookery.runs import Run, read_attempts
-from rookery.sandbox import probe
-
-__all__ = ["openevolve", "openevolve_python"]
-
 pytestmark = pytest.mark.timeout(240)
-
-PROGRAM = """# EVOLVE-BLOCK-START
-def solve():
-    return 0.25
-# EVOLVE-BLOCK-END
-"""
-EVALUATOR = """import runpy
-
-def evaluate(path):
-    score = runpy.run_path(path)["solve"]()
-    return {"combined_score": score, "half": score / 2}
-"""
-CONFIG: dict[str, Any] = {
-    "checkpoint_interval": 10,
-    "database": {"num_islands": 2, "population_size": 40},
-    "evaluator": {"timeout": 3},
-    "rookery": {"in_flight": 8, "workers": 2, "sandbox": {"memory_mb": 256, "processes": 16}},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def sandbox() -> None:
-    probes = asyncio.run(probe())
-    if not any(each.works for each in probes):
-        reason = "; ".join(f"{each.backend}: {each.reason}" for each in probes)
-        assert "CI" not in os.environ, reason
-        pytest.skip(reason)
+    require_sandbox()
 
 
 @pytest.fixture
 def problem(tmp_path: Path) -> Path:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "evaluator.py").write_text(EVALUATOR)
-    (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))
-    return tmp_path
-
-
-def command(*words: object) -> list[str]:
-    own = ("evolve", "run", "program.py", "evaluator.py", "-c", "config.yaml", "-o", "out")
-    return [sys.executable, "-m", "rookery", *own, *map(str, words)]
-
-
-def run(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command(*words), cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
-def decided(folder: Path) -> Counter[int]:
-    """How often each iteration was decided."""
-    try:
-        with Run.view(folder / "out") as view:
-            attempts = [attempt for _, attempt in read_attempts(view)]
-    except RunError:  # it has not begun
-        return Counter()
-    return Counter(a.number for a in attempts if a.state in ("committed", "failed"))
-
-
-def once(num: int) -> Counter[int]:
-    return Counter(range(1, num + 1))
-
-
-def report_of(folder: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
-    return loaded
-
-
-def until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    end = time.monotonic() + 90
-    while not condition():
-        assert process.poll() is None, "it ended too early"
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def stop(folder: Path, number: signal.Signals, *words: object, after: int) -> int:
-    """Start the command, send it a signal when so many are decided, and give its exit code."""
-    with subprocess.Popen(
-        command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            until(lambda: decided(folder).total() >= after, process)
-            process.send_signal(number)
-            return process.wait(timeout=60)
-        finally:
-            process.kill()
+    return write_problem(tmp_path)
 
 
 def test_hostile_programs_fail_and_all_is_decided(problem: Path) -> None:
@@ -161,24 +87,6 @@ def test_sigterm_ends_with_143_and_the_run_goes_on_and_can_be_extended(problem: 
     assert decided(problem) == once(20)
     page = (problem / "out" / "report.html").read_text()
     assert "The winning line" in page
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_deterministic_runs_give_the_same_bytes(
-    problem: Path, tmp_path_factory: pytest.TempPathFactory, workers: int
-) -> None:
-    with serve_scripted("--latency", 0.02) as model:
-        flags = ("-i", 16, "--mode", "deterministic", "--workers", workers, *model.flags)
-        ended = run(problem, *flags)
-    assert ended.returncode == 0, ended.stderr
-    export = [sys.executable, "-m", "rookery", "evolve", "export", "out", "population.jsonl"]
-    subprocess.run(export, cwd=problem, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    text = (problem / "population.jsonl").read_text()
-    assert len(text.splitlines()) == 17
-    kept = tmp_path_factory.getbasetemp() / "population.jsonl"
-    if kept.exists():
-        assert kept.read_text() == text
-    kept.write_text(text)
 
 
 @pytest.fixture
@@ -262,45 +170,40 @@ def test_smollm2_proposes_in_this_process(problem: Path, capsys: Any) -> None:
         sys.stdout.write(f"\nSmolLM2 {verb}; {report['num_failed']} of 8 gave no program\n")
 
 
-def test_openevolve_reads_the_same_programs_and_metrics_from_the_same_answers(
-    problem: Path, openevolve: OpenEvolve
-) -> None:
-    with serve_scripted("--latency", 0.02) as model:
-        ended = run(problem, "-i", 20, *model.flags)
-    assert ended.returncode == 0, ended.stderr
-    theirs = openevolve(
-        """
-import asyncio
-from openevolve.config import DatabaseConfig, EvaluatorConfig
-from openevolve.database import ProgramDatabase
-from openevolve.evaluator import Evaluator
-from openevolve.utils.code_utils import apply_diff
-
-database = ProgramDatabase(DatabaseConfig(num_islands=2))
-database.load(DATA["checkpoint"])
-evaluator = Evaluator(EvaluatorConfig(), DATA["evaluator"], database=database)
-
-async def replay(program):
-    [prompt] = program.prompts.values()
-    code = apply_diff(database.programs[program.parent_id].code, prompt["responses"][0])
-    return [code == program.code, await evaluator.evaluate_program(code, program.id)]
-
-async def main():
-    children = [p for p in database.programs.values() if p.parent_id in database.programs]
-    return {p.id: await replay(p) for p in children if p.prompts}
-
-answer(asyncio.run(main()))
-""",
-        {
-            "checkpoint": str(problem / "out" / "checkpoints" / "checkpoint_20"),
-            "evaluator": str(problem / "evaluator.py"),
-        },
+def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
+    """Evolve, export what won, train a small model on it, go on with it beside the first one."""
+    (problem / "templates").mkdir()
+    (problem / "templates" / "full_rewrite_user.txt").write_text(
+        "# Current Program\n```python\n{current_program}```\nReturn another number."
     )
-    programs = problem / "out" / "checkpoints" / "checkpoint_20" / "programs"
-    assert len(theirs) >= 10
-    for id, (is_same, metrics) in theirs.items():
-        ours = json.loads((programs / f"{id}.json").read_text())
-        assert is_same and metrics == ours["metrics"], id
+    with serve_scripted("--latency", 0) as model:
+        models: list[dict[str, Any]] = [{"name": "scripted", "api_base": model.url}]
+        settings = CONFIG | {
+            "diff_based_evolution": False,
+            "prompt": {"system_message": "You write Python.", "template_dir": "templates"},
+            "llm": {"max_tokens": 48, "models": models},
+        }
+        (problem / "config.yaml").write_text(json.dumps(settings))
+        ended = run(problem, "-i", 6)
+        assert ended.returncode == 0, ended.stderr
+        rookery(problem, "evolve", "export", "out", "--training-data", "wins.jsonl")
+        training = ("--split", "all", "--steps", 2, "--layers", 2, "--batch-size", 2)
+        rookery(problem, "sft", "smollm2", "wins.jsonl", "adapters/tuned", *training)
+        models += [{"name": "base", "weight": 0.5}, {"name": "tuned", "weight": 30.0}]
+        own = {"engine": {"model": "smollm2"}, "adapters": {"tuned": "adapters/tuned"}}
+        settings["rookery"] = CONFIG["rookery"] | own | {"bandit": True}
+        (problem / "config.yaml").write_text(json.dumps(settings))
+        ended = run(problem, "-i", 4)
+    assert ended.returncode == 0, ended.stderr
+    assert decided(problem) == once(10)
+    asked = {arm["name"]: arm["num_plays"] for arm in report_of(problem)["models"]}
+    assert set(asked) == {"base", "scripted", "tuned"} and sum(asked.values()) == 10
+    assert asked["tuned"] >= 1
+
+
+def rookery(folder: Path, *words: object) -> None:
+    line = [sys.executable, "-m", "rookery", *map(str, words)]
+    subprocess.run(line, cwd=folder, capture_output=True, timeout=200, check=True)
 
 
 def test_the_scripted_model_answers_alike(problem: Path) -> None:

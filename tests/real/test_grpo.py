@@ -1,4 +1,4 @@
-"""A tiny model learns two-digit addition from a reward alone. Two minutes on an idle core.
+"""A tiny model learns two-digit addition from a reward alone. Three minutes on an idle core.
 
 pytest tests/real/test_grpo.py
 """
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("addition")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the start must be the same everywhere
-    make_addition(folder)
+    make_addition(folder, num_tasks=2000)
     torch.set_num_threads(num_threads)
     return folder
 
@@ -34,9 +34,9 @@ def train(folder: Path, name: str, **values: object) -> GrpoReport:
         engine={"model": str(folder / "model")},
         tasksets=[
             {"type": "jsonl", "path": str(folder / "tasks.jsonl"), "scorer": {"type": "exact"},
-             "sampling": {"max_tokens": 4}, "splits": {"search": 0.5, "select": 0.3, "report": 0.2}}
+             "sampling": {"max_tokens": 4}, "splits": {"search": 0.5, "select": 0.4, "report": 0.1}}
         ],
-        steps=40, save_every=40, seed=2, progress=False,
+        steps=40, save_every=40, progress=False,
         runs_dir=folder / "runs", name=name, **values,
     ).report  # fmt: skip
 
@@ -48,9 +48,9 @@ def gain(report: GrpoReport) -> float:
     return end - start
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_policy_learns_from_the_reward(folder: Path, staleness: int) -> None:
-    report = train(folder, f"rank-8-{staleness}", staleness=staleness)
+@pytest.mark.parametrize(("seed", "staleness"), [(0, 0), (1, 0), (2, 0), (0, 1)])
+def test_a_policy_learns_from_the_reward(folder: Path, seed: int, staleness: int) -> None:
+    report = train(folder, f"rank-8-{seed}-{staleness}", seed=seed, staleness=staleness)
     assert gain(report) >= 0.15
     assert report.trained is not None and report.trained.gain is not None
     assert report.trained.gain.low is not None and report.trained.gain.low > 0
@@ -59,4 +59,4 @@ def test_a_policy_learns_from_the_reward(folder: Path, staleness: int) -> None:
 
 
 def test_shuffled_advantages_teach_nothing(folder: Path) -> None:
-    assert gain(train(folder, "shuffled", advantages="shuffled")) <= 0.02
+    assert gain(train(folder, "shuffled", seed=0, advantages="shuffled")) <= 0

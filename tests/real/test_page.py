@@ -239,9 +239,96 @@ def test_the_charts_of_an_evolution_are_drawn(browser: Any, tmp_path: Path, sche
     visit = Visit(browser, tmp_path, {}, html=html, color_scheme=scheme)
     charts = visit.charts()
     assert [c["kind"] for c in charts] == ["curve", "grid", "grid", "staleness"]
-    assert all(chart["width"] > 200 and chart["marks"] > 1 for chart in charts)
+    assert all(chart["width"] > 200 and chart["marks"] >= 1 for chart in charts)
     assert "complexity" in charts[1]["text"]
     assert visit.complaints == []
     assert visit.requests == [visit.path.as_uri()]
     assert not visit.is_too_wide()
     visit.page.close()
+
+
+class Evolution:
+    """The page of an evolution, as a reader uses it."""
+
+    def __init__(self, browser: Any, folder: Path, **keys: Any) -> None:
+        html = evolution.render_evolve_page(evolution.made_report(**keys))
+        self.visit = Visit(browser, folder, {}, html=html)
+        self.page = self.visit.page
+
+    def point_at(self, kind: str, place: list[float]) -> str:
+        """What the first chart of a kind tells of a value."""
+        self.page.mouse.move(*self.visit.pixel(kind, place, series=0))
+        tip = self.page.locator(f"[data-chart={kind}]").first.locator(".tip")
+        tip.wait_for(state="visible", timeout=5000)
+        return " ".join(tip.inner_text().split())
+
+    def close(self) -> None:
+        assert self.visit.complaints == []
+        self.page.close()
+
+
+def test_the_winning_line_of_an_evolution_opens_to_its_diffs(browser: Any, tmp_path: Path) -> None:
+    opened = Evolution(browser, tmp_path)
+    line = opened.page.locator("section[aria-labelledby=line] details")
+    assert [text.split(":")[0] for text in line.locator("summary").all_inner_texts()] == [
+        "Iteration 0",
+        "Iteration 7",
+        "The best program",
+    ]
+    step = line.nth(1)
+    diff = step.locator("pre.diff")
+    assert not diff.is_visible(), "folded until it is wanted"
+    step.locator("summary").click()
+    assert diff.is_visible()
+    assert diff.locator(".removed").all_inner_texts() == ["-x = 1"]
+    assert diff.locator(".added").all_inner_texts() == ["+x = 2"]
+    colour = "element => getComputedStyle(element).color"
+    assert diff.locator(".added").evaluate(colour) != diff.locator(".removed").evaluate(colour)
+    assert "speed −2.5" in step.inner_text()
+    line.nth(2).locator("summary").click()
+    assert line.nth(2).locator("pre").inner_text() == "x = 2\n"
+    opened.close()
+
+
+def test_the_charts_of_an_evolution_tell_what_is_pointed_at(browser: Any, tmp_path: Path) -> None:
+    opened = Evolution(browser, tmp_path)
+    assert opened.point_at("curve", [6, 0.75]) == "New best iteration 7 decided before 6 score 0.75"
+    assert opened.point_at("grid", [0, 3]) == "p0 score 0.5 complexity 0 diversity 3"
+    assert opened.point_at("staleness", [1, 3]) == "3 decided meanwhile iterations 6"
+    opened.close()
+
+
+def test_failures_and_costs_of_an_evolution_are_read_without_javascript(
+    browser: Any, tmp_path: Path
+) -> None:
+    failures = [
+        {"kind": "timeout", "count": 3, "first_iteration": 2, "first_message": "Over 10 s."},
+        {"kind": "similar", "count": 1, "first_iteration": 4, "first_message": HOSTILE},
+    ]
+    html = evolution.render_evolve_page(evolution.made_report(failures=failures))
+    visit = Visit(browser, tmp_path, {}, html=html, java_script_enabled=False)
+    rows = visit.page.locator("section[aria-labelledby=failures] tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["timeout", "3", "2", "Over 10 s."],
+        ["similar", "1", "4", HOSTILE],
+    ]
+    assert "1 worker lost and replaced" in visit.page.locator("p.costs").last.inner_text()
+    assert visit.page.locator("noscript p").first.is_visible()
+    visit.page.close()
+
+
+def test_a_large_grid_of_an_evolution_stays_within_the_page(browser: Any, tmp_path: Path) -> None:
+    cells = [
+        {"island": island, "cell": f"{x}-{y}", "program": f"p{island}{x}{y}", "score": x / 10}
+        for island in range(5)
+        for x in range(10)
+        for y in range(10)
+    ]
+    html = evolution.render_evolve_page(evolution.made_report(cells=cells))
+    for width in (390, 1200):
+        size = {"width": width, "height": 900}
+        visit = Visit(browser, tmp_path, {}, html=html, viewport=size)
+        grids = [chart for chart in visit.charts() if chart["kind"] == "grid"]
+        assert len(grids) == 5 and all(grid["marks"] >= 100 for grid in grids)
+        assert not visit.is_too_wide() and visit.complaints == []
+        visit.page.close()

@@ -8,6 +8,7 @@ import pytest
 from rookery.errors import EngineError, ExecutorError
 from rookery.ports import (
     Adapters,
+    Embedder,
     Executor,
     Publisher,
     Sampler,
@@ -18,6 +19,7 @@ from rookery.ports import (
 from rookery.testing import (
     BASE,
     FakeAdapters,
+    FakeEmbedder,
     FakeExecutor,
     FakePublisher,
     FakeSampler,
@@ -66,6 +68,7 @@ def adapter(version: str = "1") -> Adapter:
         (FakeAdapters(), Adapters),
         (FakePublisher(), Publisher),
         (FakeTextModel(lambda request: ""), TextModel),
+        (FakeEmbedder(lambda text: [1.0]), Embedder),
         (FakeTrainer(), Trainer),
         (FakeScorer(lambda task, completion: 1.0), Scorer),
         (FakeExecutor(), Executor),
@@ -177,7 +180,8 @@ async def test_a_trainer_learns_one_number_and_remembers_it(tmp_path: Path) -> N
     )
     request = TrainRequest(trainee="policy", data=(datum, datum), loss="grpo")
     [output] = await trainer.forward_backward([request])
-    assert output.metrics == {"train/num_data": 2.0}
+    loss = -sum(sum(values) for values in output.logprobs)
+    assert output.metrics == {"train/num_data": 2.0, "train/loss_sum": pytest.approx(loss)}
     assert trainer.trainees["policy"] == FakeTrainee(gradient=3.0)
     assert [len(values) for values in output.logprobs] == [2, 2]
     await trainer.save("policy", tmp_path / "state")
@@ -246,3 +250,11 @@ async def test_a_text_model_replies_counts_words_cuts_and_fails() -> None:
     with pytest.raises(EngineError, match="told to fail"):
         await model.reply(TextRequest(messages=chat, seed=1))
     assert [request.seed for request in model.requests] == [0, 0, 1]
+
+
+async def test_the_embedder_answers_by_its_function_and_keeps_texts() -> None:
+    embedder = FakeEmbedder(lambda text: [float(len(text)), 1.0] if text else None)
+    assert await embedder.embed("abc") == (3.0, 1.0)
+    with pytest.raises(EngineError, match="told to fail"):
+        await embedder.embed("")
+    assert embedder.texts == ["abc", ""]

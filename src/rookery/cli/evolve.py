@@ -160,31 +160,52 @@ def check(program: Path, evaluator: Path, *overrides: Words, models: ModelFlags 
 
 
 @evolve.command
-def export(path: Path, out: Path) -> None:
-    """Write every program and failure of a run as a line of JSON, without clocks.
+def export(path: Path, out: Path | None = None, *, training_data: Path | None = None) -> None:
+    """Write what a run found as lines of JSON: its population, its training data, or both.
 
-    Two deterministic runs of one config give the same bytes.
+    The population has every program and failure, without clocks: two deterministic runs of one
+    config give the same bytes. The training data are for `rookery sft`.
+
+        rookery evolve export openevolve_output population.jsonl
+        rookery evolve export openevolve_output --training-data wins.jsonl
 
     Parameters
     ----------
     path
         The run's folder.
     out
-        The .jsonl file to write.
+        The .jsonl file to write the population to.
+    training_data
+        The .jsonl file to write prompts and the answers to that improved a program.
     """
     from rookery.loops.evolve.export import export as export_population
+    from rookery.loops.evolve.training_data import export_training_data
     from rookery.runs import Run
 
+    if out is None and training_data is None:
+        raise ConfigError("Say where to: evolve export RUN FILE.jsonl, or --training-data FILE.")
     with Run.view(path) as view:
         if view.kind != "evolve":
             raise RunError(f"{path} is a run of kind {view.kind!r}, not of evolve.")
-        text = export_population(view)
+        if out is not None:
+            _write_lines(out, export_population(view), what="programs and failures")
+        if training_data is not None:
+            features = view.config["settings"]["database"]["feature_dimensions"]
+            rows = export_training_data(view, features=features)
+            if not rows:
+                raise RunError(
+                    f"No answer of {path} improved a program: there is nothing to learn."
+                )
+            _write_lines(training_data, rows, what="answers that improved a program")
+
+
+def _write_lines(out: Path, text: str, *, what: str) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"The population cannot be written to {out}: {error}") from error
+        raise RunError(f"{out} cannot be written: {error}") from error
     num_lines = text.count("\n")
-    console.print(f"{num_lines} programs and failures written to {out}", markup=False)
+    console.print(f"{num_lines} {what} written to {out}", markup=False)
 
 
 def _load(

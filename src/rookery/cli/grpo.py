@@ -15,7 +15,7 @@ def _load() -> LoopParts:
 grpo = make_loop_app(
     "grpo",
     help="Train a policy from a reward, the engine on the newest weights.",
-    summary="Train a LoRA adapter from a reward, and report honestly how much better it is.",
+    summary="Train an adapter, or all weights, from a reward; report honestly what it gained.",
     examples=(
         "rookery grpo run configs/grpo_addition.yaml",
         "rookery grpo run mine.yaml --seed 3 --steps 200 --staleness 1",

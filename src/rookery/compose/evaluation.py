@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     OpenRun,
     Outcome,
@@ -143,6 +144,8 @@ async def _evaluate(
             models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
             TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
             with open_run() as run, resumable(run.path, display):
+                digests = {inputs.taskset.name: digest(inputs.tasks)}
+                await run_in_thread(require_same_inputs, run, digests)
                 report = await _measure(run, config, inputs, engine, models, display)
                 document = report.model_dump(mode="json", exclude_none=True)
                 await run_in_thread(run.write_json, "report.json", document)

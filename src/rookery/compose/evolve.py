@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_inputs import (
     EvolveRunConfig,
     Problem,
@@ -21,7 +22,7 @@ from rookery.compose.evolve_inputs import (
     read_inputs,
     run_config,
 )
-from rookery.compose.evolve_log import IterationLines, log_file
+from rookery.compose.evolve_log import IterationLines
 from rookery.compose.proposers import open_models
 from rookery.compose.running import OpenRun, Outcome, resumable, run_async
 from rookery.concurrency import run_in_thread
@@ -42,6 +43,7 @@ __all__ = ["finish_evolve", "go_on", "read_status", "run_evolution", "run_evolve
 MAY_CHANGE = (
     "output",
     "settings.checkpoint_interval",
+    "settings.database.embedding_api_base",
     "settings.early_stopping_patience",
     "settings.llm.*",
     "settings.log_dir",
@@ -49,10 +51,13 @@ MAY_CHANGE = (
     "settings.max_iterations",
     "settings.rookery.adapters*",
     "settings.rookery.address",
+    "settings.rookery.bandit",
     "settings.rookery.budget.*",
+    "settings.rookery.engine*",
     "settings.rookery.executor",
     "settings.rookery.model_down_s",
     "settings.rookery.target_score",
+    "settings.rookery.tokenizer",
     "settings.rookery.workers",
     "warnings",
 )
@@ -181,8 +186,9 @@ async def _evolve(
     async with (
         open_executor(settings, inputs.spec) as executor,
         open_models(settings, display) as models,
+        open_config_embedder(settings, environment=os.environ) as embedder,
     ):
-        with open_run() as run, resumable(run.path, display), log_file(run.path, settings):
+        with open_run() as run, resumable(run.path, display):
             with display.bar("evolving", total=settings.max_iterations) as bar:
                 result = await evolve(
                     settings,
@@ -191,6 +197,7 @@ async def _evolve(
                     executor=executor,
                     run=run,
                     watcher=IterationLines(display, bar),
+                    embedder=embedder,
                 )
             report = _with_warnings(result.report, inputs.warnings)
             page = await asyncio.to_thread(render_evolve_page, report)

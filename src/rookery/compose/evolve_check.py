@@ -1,12 +1,15 @@
 """`check_evolve`: whether an evolution would start, found out without starting one."""
 
+import os
 import time
 from collections.abc import Mapping
 
+from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_inputs import Problem, open_executor, read_inputs, run_config
 from rookery.compose.proposers import open_models
 from rookery.compose.running import run_async
 from rookery.errors import SandboxError
+from rookery.fleet.http.external_embedding import ExternalEmbedder
 from rookery.loops.evolve.config import LoadedConfig
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.ports import Executor, TextModel
@@ -41,6 +44,9 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
             lines.append(await _score(program, number, executor, limit_s=limit_s))
         async with open_models(config, display) as models:
             lines += await _ask(models)
+        async with open_config_embedder(config, environment=os.environ) as embedder:
+            if embedder is not None:
+                lines.append(await _embed(embedder))
     return lines
 
 
@@ -60,6 +66,13 @@ async def _score(program: FirstProgram, number: int, executor: Executor, *, limi
         )
     metrics = ", ".join(f"{name} {value}" for name, value in outcome.metrics.items())
     return f"first program: {metrics} ({ended.seconds:.1f} s)"
+
+
+async def _embed(embedder: ExternalEmbedder) -> str:
+    begin = time.perf_counter()
+    vector = await embedder.embed(ASKED)
+    seconds = time.perf_counter() - begin
+    return f"embedding model {embedder.config.model}: {len(vector)} numbers ({seconds:.1f} s)"
 
 
 async def _ask(models: Mapping[str, TextModel]) -> list[str]:

@@ -1,16 +1,11 @@
-"""What is said of an evolution while it runs: a line per iteration, here and in `logs/`."""
+"""What is said of an evolution in the terminal while it runs: a line per iteration."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
-from rookery.errors import ConfigError
-from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.watcher import Iteration
 from rookery.ui.display import Bar, Display
 
-__all__ = ["IterationLines", "describe", "log_file"]
+__all__ = ["IterationLines", "describe"]
 
 MAX_CHARS = 100
 """Of the sentence of a failure: a line of a log is read at a glance."""
@@ -28,9 +23,7 @@ class IterationLines:
 
     def on_iteration(self, iteration: Iteration) -> None:
         self._num_tokens += iteration.tokens or 0
-        line = describe(iteration)
-        logger.info("%s", line)
-        self._display.say(line)
+        self._display.say(describe(iteration))
         if iteration.series:
             return  # the bar is of the evolution
         self._bar.update(
@@ -59,25 +52,3 @@ def describe(iteration: Iteration) -> str:
         return f"{head}  failed ({iteration.failure}): {reason}  {best}"
     score = "-" if iteration.score is None else f"{iteration.score:.4g}"
     return f"{head}  {score}  {best}{' *' if iteration.is_best else ''}  {iteration.model}"
-
-
-@contextmanager
-def log_file(folder: Path, config: EvolveConfig) -> Iterator[None]:
-    """Everything that Rookery logs while it runs, in `logs/` as OpenEvolve keeps it."""
-    place = Path(config.log_dir).expanduser() if config.log_dir else folder / "logs"
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(place / "evolve.log", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"Logs cannot be kept in {place}: {error}") from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger("rookery")
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(config.log_level)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
-        handler.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -105,6 +106,8 @@ async def _evolve(
             founders = await _ready_founders(config, inputs, engine)
             _check(config, inputs, engine, founders)
             with open_run() as run, resumable(run.path, display):
+                digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
+                await run_in_thread(require_same_inputs, run, digests)
                 result = await _search(run, config, inputs, engine, founders, display)
                 page = await asyncio.to_thread(render_genome_page, result.report)
                 await run_in_thread(run.write_text, "report.html", page)

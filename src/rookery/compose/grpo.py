@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy, start_folder
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -25,8 +27,8 @@ from rookery.embedded import EngineConfig, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import OnLaunch, find_model, open_engine
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
-from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.checks import check_inputs
+from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.ports import Engine
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
@@ -35,16 +37,13 @@ from rookery.slots import SlottedModel, load_model
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
-from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
+from rookery.train import initial_adapter
 from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 from rookery.ui.grpo import render_grpo_page
 from rookery.weights import read_adapter
 
 __all__ = ["finish_grpo", "run_grpo"]
-
-POLICY = "policy"
-"""The name that versions of the policy are served by."""
 
 
 def run_grpo(
@@ -58,8 +57,8 @@ def run_grpo(
     """Train a policy from a reward, and report honestly how much better it has become.
 
     `run_grpo("configs/grpo_addition.yaml", seed=3)`; `values` are keys of the config. The folder of
-    the outcome holds `trained` (a PEFT folder), `checkpoints`, `report.html`, `report.json` and
-    everything to resume.
+    the outcome holds `trained` (a PEFT folder, or a model folder with `full`), `checkpoints`,
+    `report.html`, `report.json` and everything to resume.
     """
     loaded = read_config(GrpoConfig, config, values)
     open_run = new_run(loaded, kind="grpo", name=name, runs_dir=runs_dir)
@@ -81,6 +80,8 @@ class _Files:
     tasksets: list[Taskset]
     folder: ModelFolder
     template: Template
+    start: Path
+    """The model that training begins with."""
     init: Adapter | None
 
 
@@ -90,8 +91,10 @@ def _read_files(config: GrpoConfig) -> _Files:
         for name in SPLITS:
             taskset.split(name)  # refuses one that should have tasks and has none
     folder = find_model(config.engine, tokenizer=config.tokenizer)
-    init = None if config.init_from is None else read_adapter(config.init_from)
-    return _Files(tasksets, folder, load_template(folder.path), init)
+    start, init = start_folder(config, folder), None
+    if config.init_from is not None and config.full is None:
+        init = read_adapter(config.init_from)
+    return _Files(tasksets, folder, load_template(folder.path), start, init)
 
 
 async def _train(
@@ -101,11 +104,11 @@ async def _train(
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
         async with _open(config, files, show) as (engine, model):
-            start = _start(config, files, model)
-            _check(config, files, engine, start)
+            make_policy = await _checked_policy(config, files, engine, model)
             with open_run() as run, resumable(run.path, display):
-                start = replace(read_start(run) or start, name=POLICY)
-                inputs = _inputs(config, files, engine, start, model, run)
+                digests = {each.name: digest(each.tasks) for each in files.tasksets}
+                await run_in_thread(require_same_inputs, run, digests)
+                inputs = _inputs(config, files, engine, make_policy(run), run)
                 report = await _finish(inputs, run, display)
     return Outcome(report, run.path)
 
@@ -123,7 +126,12 @@ async def _open(
 
     async def load() -> SlottedModel:
         return await asyncio.to_thread(
-            load_model, folder.path, device=device, dtype=dtype, names=folder.names
+            load_model,
+            files.start,
+            device=device,
+            dtype=dtype,
+            names=folder.names,
+            is_exact=config.share,
         )
 
     if config.share and isinstance(config.engine, EngineConfig):
@@ -137,6 +145,18 @@ async def _open(
         yield engine, await load()
 
 
+async def _checked_policy(
+    config: GrpoConfig, files: _Files, engine: Engine, model: SlottedModel
+) -> MakePolicy:
+    """What is to be trained; whatever would make the run fail is refused."""
+    if config.full is not None:
+        _check(config, files, engine, start=None)
+        return await full_policy(config, files.folder, model=model, engine=engine)
+    start = _start(config, files, model)
+    _check(config, files, engine, start=start)
+    return adapter_policy(config, start, model=model, engine=engine)
+
+
 def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
     """The policy to begin with, refused when it does not fit the model."""
     base = base_name(files.folder.name)
@@ -148,7 +168,7 @@ def _start(config: GrpoConfig, files: _Files, model: SlottedModel) -> Adapter:
     return start
 
 
-def _check(config: GrpoConfig, files: _Files, engine: Engine, start: Adapter) -> None:
+def _check(config: GrpoConfig, files: _Files, engine: Engine, *, start: Adapter | None) -> None:
     tasksets, template = files.tasksets, files.template
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
     _group_sampler(config, files, engine)  # refuses choices
@@ -164,8 +184,7 @@ def _inputs(
     config: GrpoConfig,
     files: _Files,
     engine: Engine,
-    start: Adapter,
-    model: SlottedModel,
+    weights: PolicyWeights,
     run: Run,
 ) -> GrpoInputs:
     evaluator = TasksetEvaluator(
@@ -173,10 +192,9 @@ def _inputs(
     )
     return GrpoInputs(
         config=config,
-        start=start,
+        weights=weights,
         tasksets=files.tasksets,
         engine=engine,
-        trainer=LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine)),
         sampler=_group_sampler(config, files, engine),
         evaluator=evaluator,
     )

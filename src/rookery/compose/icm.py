@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from rookery.compose.inputs_record import digest, require_same_inputs
 from rookery.compose.running import (
     Given,
     OpenRun,
@@ -117,6 +118,8 @@ async def _label(
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
             with open_run() as run, resumable(run.path, display):
+                digests = {"items": digest(inputs.items)}
+                await run_in_thread(require_same_inputs, run, digests)
                 if config.iterate is not None:
                     tune = _tuner(run, config, cast(Engine, sampler), inputs)
                     bench = replace(bench, tune=tune)

@@ -6,7 +6,7 @@ import torch
 
 from rookery.embedded.pool import zero_pages
 from rookery.slots import Segment, SlotRows, SlottedModel
-from rookery.slots.attention import Heads, attend_heads
+from rookery.slots.attention import KEY_BLOCK, Heads, attend_alike, attend_heads
 
 __all__ = ["DecodeBatch"]
 
@@ -15,10 +15,6 @@ SLOT_BLOCK = 4
 
 _GROWTH = 128
 """The pool's length grows in steps of this many tokens."""
-
-_KEY_BLOCK = 16
-"""Keys are attended in whole multiples of this: the kernel sums a shorter tail in another order,
-and a row's bits would depend on the longest row beside it."""
 
 
 class DecodeBatch:
@@ -72,7 +68,7 @@ class DecodeBatch:
         device = self._pool.device
         self._reserve(len(self._lengths), max(self._lengths) + 1)
         positions = torch.tensor(self._lengths, device=device)
-        attend = _PoolAttend(self._pool, positions)
+        attend = _PoolAttend(self._pool, positions, is_exact=self._model.is_exact)
         rows = self._slot_rows()
         hidden = self._model.embed(torch.tensor(tokens, device=device))
         hidden = self._model.layers(hidden, positions, attend=attend, rows=rows)
@@ -127,9 +123,10 @@ class _PoolAttend:
     others: masked keys weigh exactly 0.
     """
 
-    def __init__(self, pool: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor, positions: torch.Tensor, *, is_exact: bool) -> None:
+        self._attend = attend_alike if is_exact else attend_heads
         self._positions = positions
-        self._num_keys = -(-(int(positions.max()) + 1) // _KEY_BLOCK) * _KEY_BLOCK
+        self._num_keys = -(-(int(positions.max()) + 1) // KEY_BLOCK) * KEY_BLOCK
         self._masks: dict[int | None, torch.Tensor] = {}
         self._rows = torch.arange(len(positions), device=pool.device)
         # One call each makes the views of all layers.
@@ -140,7 +137,7 @@ class _PoolAttend:
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         layer = heads.layer
         self._new[layer].index_put_((self._rows, self._positions), kv)
-        mixed = attend_heads(
+        mixed = self._attend(
             q.unsqueeze(2),
             self._keys[layer],
             self._values[layer],

@@ -18,8 +18,9 @@ wait are told at once and later calls are refused.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, ParamSpec, TypeVar
@@ -30,7 +31,9 @@ from rookery.config import Config
 from rookery.embedded.admission import Limits, sample_job, score_job
 from rookery.embedded.batcher import Batcher
 from rookery.embedded.calls import Calls
+from rookery.embedded.pause import Pause
 from rookery.embedded.pool import is_short_memory, memory_bytes
+from rookery.embedded.stats import EngineStats
 from rookery.errors import EngineDownError, EngineError, RookeryError
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
@@ -44,7 +47,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-__all__ = ["EmbeddedEngine", "EngineConfig", "EngineStats"]
+__all__ = ["EmbeddedEngine", "EngineConfig"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -69,23 +72,6 @@ class EngineConfig(Config):
     """How many prompt tokens one pass computes at most."""
     cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the prefixes kept for reuse."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Tokens since the start, and what is held now."""
-
-    requested_tokens: int
-    """Prompt tokens as asked for."""
-    prompt_tokens: int
-    """Prompt tokens computed: every shared prefix counts once per model."""
-    trunk_tokens: int
-    """Prompt tokens computed below the first adapted layer: once for all models."""
-    decoded_tokens: int
-    cached_tokens: int
-    """Prompt tokens whose keys and values are held now, once per model and once below them."""
-    num_in_flight: int
-    """Requests that are being computed now, or wait for it."""
 
 
 @dataclass(slots=True)
@@ -129,10 +115,7 @@ class EmbeddedEngine:
         self._served: dict[ModelRef, _Served] = {}
         self._calls = Calls()
         self._between_steps = asyncio.Lock()
-        self._replacement = asyncio.Lock()
-        # Cleared by `replace_base`, which sets it again whatever happens; new calls wait for it.
-        self._admits = asyncio.Event()
-        self._admits.set()
+        self._pause = Pause(self._calls)
         self._loop = asyncio.get_running_loop()
         self._ended = ""
         """Why nothing is served any more; empty while the engine runs."""
@@ -225,42 +208,51 @@ class EmbeddedEngine:
     async def replace_base(self, weights: ModelWeights) -> ModelRef:
         """Serve these weights in place of the base model, under their own version.
 
-        Waits for what is in flight. Calls that come meanwhile wait too; those that name the version
-        before are then refused. Adapters belong to the weights they were made for: unload them.
+        As `changing_base`: waits for what is in flight, and adapters must be unloaded before.
         """
-        async with self._replacement:
-            self._require_running()
-            self._require_no_adapters()
-            self._model.check_weights(weights.tensors)
-            self._admits.clear()
+        self._require_running()
+        self._model.check_weights(weights.tensors)
+        async with self.changing_base() as rename:
+            # Before it is computed, which a cancelled caller does not stop: what comes next is
+            # computed after it and must not name these weights by the old version.
+            rename(ModelRef(name=weights.name, version=weights.version))
             try:
-                await self._calls.idle.wait()
-                async with self._between_steps:
-                    self._require_running()
-                    self._require_no_adapters()
-                    # Before it is computed, which a cancelled caller does not stop: what comes
-                    # next is computed after it and must not name these weights by the old version.
-                    self.base = ModelRef(name=weights.name, version=weights.version)
-                    await self._set_base(weights)
-            finally:
-                self._admits.set()
+                await self._compute(self._model.set_weights, weights.tensors)
+            except EngineError:
+                self._end(
+                    "The engine stopped: its weights were replaced only in part. Open another."
+                )
+                raise
             return self.base
 
+    @asynccontextmanager
+    async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
+        """Nothing is computed inside the block: the base model's weights may change there, in place
+        where a trainer shares them. It is given what names the base model anew.
+
+        Waits for what is in flight. Calls that come meanwhile wait too; those that name the version
+        before are then refused. Adapters belong to the weights they were made for: EngineError
+        while any is loaded.
+        """
+        self._require_running()
+        self._require_no_adapters()
+        async with self._pause.calls(), self._between_steps:
+            self._require_running()
+            self._require_no_adapters()
+            await self._retire()
+            await self._compute(self._batcher.clear)
+            yield self._rename_base
+
+    def _rename_base(self, ref: ModelRef) -> None:
+        self.base = ref
+
     def _require_no_adapters(self) -> None:
-        if self._served:
-            names = ", ".join(ref.served_name for ref in self._served)
-            raise EngineError(f"The base model has adapters loaded ({names}): unload them first.")
-
-    async def _set_base(self, weights: ModelWeights) -> None:
-        try:
-            await self._compute(self._put_base, weights)
-        except EngineError:
-            self._end("The engine stopped: its weights were replaced only in part. Open a new one.")
-            raise
-
-    def _put_base(self, weights: ModelWeights) -> None:
-        self._model.set_weights(weights.tensors)
-        self._batcher.clear()
+        if self.loaded:
+            names = ", ".join(ref.served_name for ref in self.loaded)
+            raise EngineError(
+                f"The base model cannot change while adapters for it are loaded ({names}): unload "
+                "them first."
+            )
 
     async def reset_prefix_cache(self) -> None:
         """Forget every prefix nothing in flight needs: what is asked next is computed anew."""
@@ -305,7 +297,7 @@ class EmbeddedEngine:
 
     async def _admitted(self) -> None:
         self._require_running()
-        await self._admits.wait()
+        await self._pause.over()
         self._require_running()
 
     def _require_running(self) -> None:

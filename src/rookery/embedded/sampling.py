@@ -46,7 +46,7 @@ def draw(
             _truncate(logits[row], param)
     normaliser = torch.logsumexp(logits, dim=-1)
     tokens = _choose(logits, normaliser, params, uniforms)
-    drawn = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
+    drawn = logprobs_of(logits, tokens[:, None])[:, 0].tolist()
     return [
         Draw(
             token=token,
@@ -76,8 +76,8 @@ def _choose(
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log p of tokens [rows, k] under logits [rows, vocabulary]."""
-    return logits.gather(1, tokens) - torch.logsumexp(logits, dim=-1, keepdim=True)
+    """log p of tokens [rows, k] under logits [rows, vocabulary], rounded as a trainer rounds it."""
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens)
 
 
 def top_logprobs(logits: torch.Tensor, normaliser: torch.Tensor, num: int) -> TopLogprobs:

@@ -12,15 +12,12 @@ import torch
 
 from rookery.embedded.pool import TokenPool
 from rookery.embedded.prefix import Node
-from rookery.slots.attention import Heads, attend_heads, causal_mask
+from rookery.slots.attention import KEY_BLOCK, Heads, attend_heads, causal_mask
 
 __all__ = ["TreeAttend"]
 
 QUERY_BLOCK = 8
 """Queries per block: 8 wastes little on short nodes and fills the kernel."""
-
-KEY_BLOCK = 16
-"""Keys are attended in whole multiples of this, so that a tail is always summed alike."""
 
 LONG_BLOCKS = 4
 """A node of more blocks than this is attended by itself: gathering its path for each block would

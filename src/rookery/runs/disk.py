@@ -98,8 +98,13 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Force a folder to disk with everything below it."""
+    """Force a folder to disk with everything below it.
+
+    Files with a further name elsewhere are left out: they were synced when they got their first.
+    """
     for parent, _, names in os.walk(path, topdown=False):
         for name in names:
-            sync_file(Path(parent) / name)
+            file = os.path.join(parent, name)
+            if os.stat(file).st_nlink == 1:
+                sync_file(Path(file))
         sync_folder(Path(parent))

@@ -15,10 +15,23 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-__all__ = ["ATTENTION", "Attend", "CausalAttend", "Heads", "attend_heads", "causal_mask"]
+__all__ = [
+    "ATTENTION",
+    "KEY_BLOCK",
+    "Attend",
+    "CausalAttend",
+    "Heads",
+    "attend_alike",
+    "attend_heads",
+    "causal_mask",
+]
 
 ATTENTION = "rookery"
 """The `attn_implementation` that models are loaded with."""
+
+KEY_BLOCK = 16
+"""Keys are attended in whole multiples of this: the kernel sums a shorter tail in another order,
+and a row's bits would depend on what is beside it."""
 
 _MAX_VARLEN_HEAD = 256
 """The largest head that the kernel of torch's varlen attention takes."""
@@ -48,10 +61,13 @@ class CausalAttend:
     """Whole sequences laid end to end; each row sees the rows of its own sequence before it.
 
     Neighbours of equal length share one call, so lay sequences out sorted by length. What a
-    sequence gets does not depend on the others.
+    sequence gets does not depend on the others. With `is_exact` it gets the bits of a decoded row.
     """
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, device: torch.device, is_exact: bool = False
+    ) -> None:
+        self._is_exact = is_exact
         self._runs = [(length, len(list(same))) for length, same in groupby(lengths)]
         self._rows = [length * count for length, count in self._runs]
         self._device = device
@@ -78,7 +94,9 @@ class CausalAttend:
         """`count` sequences of one length: q [count * length, H, D] -> the same shape."""
         q_N = q.view(count, length, *q.shape[1:]).transpose(1, 2)
         k_N, v_N = kv.view(count, length, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
-        if heads.softcap is not None:
+        if self._is_exact:
+            mixed = self._as_decoded(q_N, k_N, v_N, heads)
+        elif heads.softcap is not None:
             mixed = attend_heads(q_N, k_N, v_N, self._mask(length, heads, q.dtype), heads)
         else:
             # Repeated by hand: on the CPU `enable_gqa` leaves the fast kernel.
@@ -95,11 +113,22 @@ class CausalAttend:
             )
         return mixed.transpose(1, 2).reshape(q.shape)
 
-    def _mask(self, length: int, heads: Heads, dtype: torch.dtype) -> torch.Tensor:
+    def _as_decoded(
+        self, q_N: torch.Tensor, k_N: torch.Tensor, v_N: torch.Tensor, heads: Heads
+    ) -> torch.Tensor:
+        length = q_N.shape[2]
+        room = -length % KEY_BLOCK
+        k_N, v_N = (functional.pad(x, (0, 0, 0, room)) for x in (k_N, v_N))
+        mask = self._mask(length, heads, q_N.dtype, num_keys=length + room)
+        return attend_alike(q_N, k_N, v_N, mask, heads)
+
+    def _mask(
+        self, length: int, heads: Heads, dtype: torch.dtype, *, num_keys: int | None = None
+    ) -> torch.Tensor:
         mask = self._masks.get((length, heads.window))
         if mask is None:
             positions = torch.arange(length, device=self._device)
-            mask = causal_mask(positions, length, window=heads.window, dtype=dtype)
+            mask = causal_mask(positions, num_keys or length, window=heads.window, dtype=dtype)
             self._masks[length, heads.window] = mask
         return mask
 
@@ -154,6 +183,16 @@ def attend_heads(
     v = v.repeat_interleave(groups, dim=1)
     logits = torch.tanh(q @ k.transpose(-1, -2) * (heads.scale / heads.softcap)) * heads.softcap
     return torch.softmax(logits + mask, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def attend_alike(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: Heads
+) -> torch.Tensor:
+    """As `attend_heads`, with the same bits however many queries there are: a query alone goes
+    through another kernel, so it gets one beside it."""
+    if q.shape[2] > 1:
+        return attend_heads(q, k, v, mask, heads)
+    return attend_heads(torch.cat((q, torch.zeros_like(q)), dim=2), k, v, mask, heads)[:, :, :1]
 
 
 def _forward(

@@ -19,11 +19,18 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_model(
-    folder: Path, *, device: str = "cpu", dtype: str = "auto", names: frozenset[str] = frozenset()
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    names: frozenset[str] = frozenset(),
+    is_exact: bool = False,
 ) -> SlottedModel:
     """Read a model folder. `auto` is float32 on the CPU and the folder's own type elsewhere.
 
-    `names` are further names the same weights go by, for matching adapters to their base.
+    `names` are further names the same weights go by, for matching adapters to their base. With
+    `is_exact`, for an engine and a trainer on one model of the CPU that is not packed, a row has
+    the same bits in a prompt, in decoding and in training; attention takes longer.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -46,7 +53,9 @@ def load_model(
         f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
         remedy={Exception: "Serve this model with vLLM."},
     ):
-        return _slotted(model, names=model_names(*known), folder=folder)
+        slotted = _slotted(model, names=model_names(*known), folder=folder)
+    slotted.is_exact = is_exact and slotted.device.type == "cpu"
+    return slotted
 
 
 def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:

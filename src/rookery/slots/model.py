@@ -57,6 +57,8 @@ class SlottedModel:
     """The model's parts, driven over packed rows; `bank` holds its adapter slots."""
 
     def __init__(self, model: PreTrainedModel, *, names: frozenset[str]) -> None:
+        self.is_exact = False
+        """Whether training and decoding compute a row with the same bits, see `load_model`."""
         self.device = model.device
         self.dtype = model.dtype
         self._model = model

@@ -19,7 +19,7 @@ order.py      which rows each step takes
 sft.py        supervised fine-tuning from tasks to adapter
 """
 
-from rookery.train.full import FullConfig, FullTrainer
+from rookery.train.full import FullConfig, FullTrainer, FullWeights
 from rookery.train.lora import LoraConfig, initial_adapter
 from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.publisher import AdapterPublisher, ModelPublisher
@@ -29,6 +29,7 @@ __all__ = [
     "AdapterPublisher",
     "FullConfig",
     "FullTrainer",
+    "FullWeights",
     "LoraConfig",
     "LoraTrainer",
     "ModelPublisher",

@@ -5,47 +5,69 @@
     [output] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-5)])
     await trainer.export("policy", Path("checkpoints/step_1"))
 
-The model is the trainer's own: its weights change in place, so that an engine over the same model
-would answer with parts of two versions. Publishing hands over a copy.
+Weights change in place. The model is the trainer's own, and publishing hands over a copy; or an
+engine shares it (`share_with`): then a step waits for the engine's answers in flight, and
+publishing is a new name for the same memory.
 """
 
 import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from rookery.config import Config
 from rookery.errors import TrainError, boundary
 from rookery.ports import Publisher
-from rookery.slots import SlottedModel
+from rookery.slots import SlottedModel, load_model
 from rookery.train.head import target_logprobs
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
-from rookery.types import ModelWeights
+from rookery.types import ModelRef, ModelWeights, OptimStep, StepOutput
 
-__all__ = ["FullConfig", "FullTrainee", "FullTrainer"]
+__all__ = [
+    "FullConfig",
+    "FullTrainee",
+    "FullTrainer",
+    "FullWeights",
+    "SharingEngine",
+    "read_model_weights",
+]
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 """What a model folder has besides its config, tokenizer and templates."""
 
 
-class FullConfig(TrainerConfig):
-    """Which weights, and memory."""
+class FullWeights(Config):
+    """Which weights of a model are trained, and by what."""
 
     layers: Literal["all"] | Annotated[int, Field(ge=1)] = "all"
     """`all` weights, or those of how many of the last decoder layers: embeddings, final norm and
     head then stay as they are."""
     optimizer: OptimizerKind = "adamw"
     """AdamW with moments of 32 bit, or of 8 (extra `optim`)."""
+
+
+class FullConfig(TrainerConfig, FullWeights):
+    """Which weights, and memory."""
+
+
+class SharingEngine(Protocol):
+    """An engine that computes with the memory that a trainer changes."""
+
+    def changing_base(self) -> AbstractAsyncContextManager[Callable[[ModelRef], None]]:
+        """Nothing is computed inside the block; it is given what names the base model anew."""
+        ...
 
 
 class FullTrainee(Trainee):
@@ -78,7 +100,7 @@ class FullTrainee(Trainee):
 
 
 class FullTrainer(SlottedTrainer[FullTrainee]):
-    """A Trainer of one trainee: the weights of a model that nothing else uses."""
+    """A Trainer of one trainee: the weights of a model that nothing else changes."""
 
     folder_name = "step"
 
@@ -94,6 +116,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         """`like` is the folder the model is from: exports get its tokenizer and templates."""
         super().__init__(model, config=config, publisher=publisher)
         self._like = like
+        self._name = name
+        self._sharing: SharingEngine | None = None
         self._cut = _first_layer(config, num_layers=model.shape.num_layers)
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
@@ -101,6 +125,46 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
             {n: w for n, w in model.weights.items() if self._trains_all or _layer(n) >= self._cut},
             optimizer=config.optimizer,
         )
+
+    def share_with(self, engine: SharingEngine) -> None:
+        """The engine computes with this model. Call it before anything else."""
+        self._sharing = engine
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        async with self._changing():
+            return await super().optim_step(steps)
+
+    async def load(self, trainee: str, path: Path) -> None:
+        async with self._changing():
+            await super().load(trainee, path)
+
+    async def publish(self, trainee: str) -> ModelRef:
+        if self._sharing is None:
+            return await super().publish(trainee)
+        self.trainee(trainee)
+        async with self._changing() as ref:
+            return ref()
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[Callable[[], ModelRef]]:
+        """Weights may change inside the block. An engine that shares them then names them by the
+        step: a hash would read all of them at every step."""
+        if self._sharing is None:
+            yield self._ref
+            return
+        async with self._sharing.changing_base() as rename:
+            try:
+                yield self._ref
+            finally:
+                # A call that was cancelled runs to its end in the worker.
+                await self._in_turn(lambda: rename(self._ref()))
+
+    def _ref(self) -> ModelRef:
+        return ModelRef(name=self._name, version=f"step-{self.trainees[self._name].num_steps}")
+
+    async def version(self) -> str:
+        """A hash of all weights of the model as they are now."""
+        return await self._in_turn(lambda: _content_hash(self._model.weights))
 
     def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
         model = self._model
@@ -133,6 +197,14 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
                 shutil.rmtree(staging, ignore_errors=True)
 
 
+def read_model_weights(folder: Path, *, name: str, dtype: torch.dtype) -> ModelWeights:
+    """The weights in a model folder, by the names and with the version that a trainer of this model
+    gives them."""
+    kind = str(dtype).removeprefix("torch.")
+    tensors = {n: w.detach() for n, w in load_model(folder, dtype=kind).weights.items()}
+    return ModelWeights(name=name, tensors=tensors, version=_content_hash(tensors))
+
+
 def _first_layer(config: FullConfig, *, num_layers: int) -> int:
     if config.layers == "all":
         return 0
@@ -154,5 +226,6 @@ def _content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        plain = tensor.detach().cpu().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data)
     return digest.hexdigest()

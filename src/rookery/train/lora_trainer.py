@@ -72,7 +72,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def logprobs(self, packed: PackedPass, trainee: LoraTrainee) -> torch.Tensor:
         model = self._model
         cut = first_adapted_layer(list(trainee.factors), num_layers=model.shape.num_layers)
-        factors = slot_factors(trainee.factors, dtype=model.dtype)
+        factors = slot_factors(trainee.factors, model)
         rows = one_slot(packed.num_tokens, factors, device=model.device)
         hidden = self.run_layers(
             self.trunk.hidden(packed.sequences, cut=cut), packed, cut=cut, rows=rows

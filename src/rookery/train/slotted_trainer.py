@@ -184,7 +184,9 @@ class SlottedTrainer(ABC, Generic[Trained]):
     def _run_passes(self, trainee: Trained, request: TrainRequest, loss: Loss) -> TrainOutput:
         passes = pack(request.data, pass_tokens=self._config.pass_tokens)
         logprobs: list[tuple[float, ...]] = [()] * len(request.data)
-        gradients = [torch.zeros_like(p) for p in trainee.parameters]
+        gradients = (
+            [torch.zeros_like(p) for p in trainee.parameters] if torch.is_grad_enabled() else []
+        )
         sums: Counter[str] = Counter()
         maxima: dict[str, float] = {}
         loss_sum = 0.0
@@ -224,7 +226,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         """The layers from the cut on, over what enters the first of them."""
         model, device = self._model, self._model.device
         positions = torch.cat([torch.arange(length, device=device) for length in packed.lengths])
-        attend = CausalAttend(packed.lengths, device=device)
+        attend = CausalAttend(packed.lengths, device=device, is_exact=model.is_exact)
 
         def run(states: torch.Tensor, span: range) -> torch.Tensor:
             return model.layers(states, positions, attend=attend, rows=rows, span=span)

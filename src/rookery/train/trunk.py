@@ -59,7 +59,7 @@ class Trunk:
         return self._model.layers(
             self._model.embed(torch.tensor(sequence, device=device)),
             torch.arange(len(sequence), device=device),
-            attend=CausalAttend([len(sequence)], device=device),
+            attend=CausalAttend([len(sequence)], device=device, is_exact=self._model.is_exact),
             span=range(cut),
         )
 

@@ -2,6 +2,12 @@
 
 const metric = (step, name) => step.metrics[name] ?? null;
 
+const tick = (value) =>
+  (value !== 0 && Math.abs(value) < 1e-3
+    ? value.toExponential(1)
+    : String(Number(value.toPrecision(6)))
+  ).replace("-", "\u2212");
+
 function stepAxis(colours) {
   return axis(colours, {
     type: "value",
@@ -69,7 +75,10 @@ function panel(colours, { name }) {
       formatter: ({ value }) => tip(`Step ${value[0]}`, [[name, value[1].toPrecision(4)]]),
     },
     xAxis: stepAxis(colours),
-    yAxis: upright(colours, "", { scale: true }),
+    yAxis: upright(colours, "", {
+      scale: true,
+      axisLabel: { color: colours.muted, fontSize: 12, hideOverlap: true, formatter: tick },
+    }),
     series: [
       line(colours, name, {
         data: report.steps.map((step) => [step.step, metric(step, name)]),

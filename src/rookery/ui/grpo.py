@@ -5,7 +5,9 @@ for cells in grpo_rows(report):
     table.add_row(*cells)       # under the names in COLUMNS
 """
 
-from rookery.reports import GrpoReport
+from collections.abc import Sequence
+
+from rookery.reports import GrpoReport, TrainStepRecord
 from rookery.ui import wording
 from rookery.ui.page import render_template
 
@@ -29,7 +31,10 @@ PANELS = {
     "grpo/num_equal_groups": "Groups of equal rewards",
     "grpo/num_failed_rollouts": "Failed rollouts",
 }
-"""The small charts, each drawn when the run has the metric."""
+"""The small charts, each drawn when the run has the metric and it changes."""
+
+SAME = 1e-6
+"""Values of a metric that differ by less, relative to the largest, are rounding: no chart."""
 
 SHOWN_EXAMPLES = 40
 """Completions on the page, of steps spread over the run; report.json has them all."""
@@ -38,6 +43,11 @@ SHOWN_EXAMPLES = 40
 def render_grpo_page(report: GrpoReport) -> str:
     """The page of a report; what is not there yet is named as missing."""
     measured = {name for step in report.steps for name in step.metrics}
+    constants = {
+        name: value
+        for name in PANELS
+        if name in measured and (value := _constant(report.steps, name)) is not None
+    }
     stages = sorted(name for name in measured if name.startswith("time/"))
     every = max(1, -(-len(report.steps) // (SHOWN_EXAMPLES // 2)))
     return render_template(
@@ -47,7 +57,8 @@ def render_grpo_page(report: GrpoReport) -> str:
         verdict=_verdict(report),
         sentence=grpo_sentence(report),
         trained=report.trained,
-        panels={name: label for name, label in PANELS.items() if name in measured},
+        panels={n: label for n, label in PANELS.items() if n in measured and n not in constants},
+        constants={PANELS[name]: f"{value:.4g}" for name, value in constants.items()},
         stages=stages,
         examples=[(s.step, e) for s in report.steps[::-every] for e in s.examples],
         document=report.model_dump(mode="json", exclude={"steps": {"__all__": {"examples"}}})
@@ -82,6 +93,14 @@ def grpo_rows(report: GrpoReport) -> list[tuple[str, ...]]:
         )
         for row in report.rows
     ]
+
+
+def _constant(steps: Sequence[TrainStepRecord], name: str) -> float | None:
+    """What a metric is in every step that has it; None when it changes or was never a number."""
+    values = [value for step in steps if (value := step.metrics.get(name)) is not None]
+    if not values or max(values) - min(values) > SAME * max(map(abs, values)):
+        return None
+    return values[0]
 
 
 def _verdict(report: GrpoReport) -> str:

@@ -142,3 +142,15 @@ def test_written_answers_are_scored_too(rookery: Command, place: Path) -> None:
     )
     ended = rookery("eval", "tiny", "w.yaml", "--json")
     assert ended.code == 0 and ended.document["tokens"]["decoded"] > 0
+
+
+def test_tasks_that_changed_are_refused_at_resume(rookery: Command, place: Path) -> None:
+    rookery("eval", "tiny", "tasks.jsonl", "--name", "one")
+    tasks = place / "tasks.jsonl"
+    before = tasks.read_text()
+    tasks.write_text(before.replace("w4 w5", "w5 w4", 1))
+    assert tasks.read_text() != before
+    ended = rookery("runs", "resume", "runs/one")
+    assert ended.code == 2 and "The data of tasks changed" in ended.err
+    tasks.write_text(before)
+    assert rookery("runs", "resume", "runs/one").code == 0

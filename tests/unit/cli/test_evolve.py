@@ -133,6 +133,19 @@ def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scri
     assert not (problem / "openevolve_output").exists()
 
 
+def test_check_embeds_once_where_programs_are_compared(
+    rookery: Command, problem: Path, model: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
+    named = ("--database.embedding_model", "letters")
+    monkeypatch.setenv("OPENAI_EMBEDDING_BASE_URL", model.url)
+    ended = rookery(*check, *named)
+    assert ended.code == 0 and "embedding model letters: 36 numbers" in ended.words, ended
+    monkeypatch.delenv("OPENAI_EMBEDDING_BASE_URL")
+    ended = rookery(*check, *named)
+    assert ended.code == 2 and "no server is named for it" in ended.words
+
+
 def test_check_says_why_the_first_program_fails(
     refused: Command, problem: Path, model: Scripted
 ) -> None:
@@ -167,3 +180,21 @@ def test_a_finished_run_is_extended_under_its_own_config(
     assert [line.get("iteration") for line in lines].count(None) == 1 and len(lines) == 6
     again = rookery(*RUN, *model.flags)
     assert again.code == 2 and "-i N does N more iterations" in again.words
+
+
+def test_answers_that_improved_a_program_are_exported(
+    rookery: Command, refused: Command, problem: Path, model: Scripted
+) -> None:
+    assert rookery(*RUN, "-i", 6, *model.flags).code == 0
+    wins = problem / "wins.jsonl"
+    ended = rookery("evolve", "export", "openevolve_output", "--training-data", wins)
+    rows = [json.loads(line) for line in wins.read_text().splitlines()]
+    assert ended.code == 0 and f"{len(rows)} answers that improved a program" in ended.words
+    assert rows and all(row["score"] > row["parent_score"] for row in rows)
+    assert "<<<<<<< SEARCH" in rows[0]["messages"][-1]["content"]
+    assert "Say where to" in refused("evolve", "export", "openevolve_output").words
+    (problem / "evaluator.py").write_text("def evaluate(path):\n    return {'combined_score': 0}\n")
+    assert rookery(*RUN, "-i", 2, "-o", "none", *model.flags).code == 0
+    ended = rookery("evolve", "export", "none", "--training-data", "none.jsonl")
+    assert ended.code == 2 and "there is nothing to learn" in ended.words
+    assert not (problem / "none.jsonl").exists()

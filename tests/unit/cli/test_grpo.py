@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from tiny import write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -59,6 +61,32 @@ def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> 
     assert read_adapter(config / "runs/x/start").version == read_adapter(config / "a").version
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--full", "true", "--share", "true", "--staleness", "1"),
+        ("--full.layers", "2", "--loss", "{type: grpo, kl: {weight: 0.1}}"),
+    ],
+)
+def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
+    """And the next run starts from what this one trained."""
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", *flags).code == 0
+    trained = config / "runs/x/checkpoints/step_2"
+    assert AutoModelForCausalLM.from_pretrained(trained)
+    before = json.loads((config / "runs/x/report.json").read_text())
+    assert rookery("runs", "resume", "x").code == 0
+    after = json.loads((config / "runs/x/report.json").read_text())
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}
+    words = ("grpo", "run", "g.yaml", "--name", "y", "--init-from", trained, *flags)
+    assert rookery(*words).code == 0
+    report = json.loads((config / "runs/y/report.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
+    assert report["model"] == before["model"]
+    if "--loss" in flags:
+        assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
+        assert report["steps"][1]["metrics"]["train/kl"] > 0
+
+
 def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, config: Path) -> None:
     assert rookery("grpo", "run", "g.yaml", "--name", "x").code == 0
     before = json.loads((config / "runs/x/report.json").read_text())
@@ -85,11 +113,19 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         (("--tasksets.0.path", "empty.jsonl"), "has no rows"),
         (("--init-from", "nowhere"), "nowhere"),
         (("--init-from", "other"), "llama-9000"),
+        (("--full", "--init-from", "a"), "an adapter, and full trains all weights"),
+        (("--full", "--init-from", "nowhere"), "not a model folder: it has no config.json"),
+        (("--full", "--init-from", "narrow"), "(32, 48) there and (32, 64) in the engine"),
+        (("--full", "--init-from", "tiny", "--share", "--publish-every", "2"), "share: false"),
+        (("--full.layers", "9"), "layers is 9; this model has 4"),
+        (("--full.optimizer", "sgd"), "adamw"),
     ],
 )
 def test_bad_input_is_refused_before_a_run_is_made(
     rookery: Command, config: Path, flags: tuple[str, ...], sentence: str
 ) -> None:
+    if "narrow" in flags:
+        write_tiny_model(config / "narrow", intermediate_size=48)
     ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)
     assert ended.code == 2 and sentence in ended.words
     assert not (config / "runs/x").exists()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from aiohttp import web
 from scripted import Scripted, serve_scripted
 
 import rookery
+from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_log import describe
 from rookery.compose.proposers import open_models
-from rookery.errors import ConfigError, RookeryError, RunError
+from rookery.errors import ConfigError, FleetError, RookeryError, RunError
+from rookery.fleet.http.external_embedding import ExternalEmbedder
 from rookery.fleet.http.external_text import ExternalTextModel
 from rookery.loops.evolve.config import EvolveConfig, read_config
 from rookery.loops.evolve.config.reading import with_keys
@@ -59,7 +62,8 @@ def test_a_run_leaves_the_best_program_a_report_and_a_page(problem: Path, model:
     written = json.loads((outcome.path / "report.json").read_text())
     assert written["warnings"] == list(outcome.report.warnings)
     assert "unsafe" in (outcome.path / "report.html").read_text()
-    assert len((outcome.path / "logs" / "evolve.log").read_text().splitlines()) >= 6
+    logged = (outcome.path / "logs" / "evolve.log").read_text().splitlines()
+    assert sum("score" in line for line in logged) == 6, "a line per iteration"
     again = rookery.resume(outcome.path)
     assert again.report.best == outcome.report.best
 
@@ -190,6 +194,44 @@ def test_an_engine_brings_its_models() -> None:
     llm = {"models": [{"name": "poet", "weight": 3.0}, {"name": "big"}]}
     config = read_config({"rookery": own, "llm": llm}, environment={}).config
     assert [model.name for model in config.llm.ensemble] == ["poet", "big"]
+
+
+def test_programs_are_compared_by_an_embedding_server(
+    problem: Path, model: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_EMBEDDING_BASE_URL", model.url)
+    database = {"embedding_model": "letters", "novelty_llm": False, "similarity_threshold": 0.9}
+    config = document(model) | {"database": database}
+    outcome = rookery.run_evolve("program.py", "evaluator.py", config, max_iterations=5)
+    assert {failure.kind for failure in outcome.report.failures} == {"similar"}
+    assert outcome.report.num_failed == 5 and not outcome.report.num_workers_lost
+
+
+async def test_the_server_and_the_key_of_embeddings_are_found() -> None:
+    def embedding(**database: object) -> EvolveConfig:
+        return read_config({"database": database}, environment={}).config
+
+    def opened(config: EvolveConfig, **environment: str) -> AbstractAsyncContextManager[object]:
+        return open_config_embedder(config, environment=environment)
+
+    async with opened(embedding()) as embedder:
+        assert embedder is None
+    with pytest.raises(ConfigError, match=r"'mine', and no server.*OPENAI_EMBEDDING_BASE_URL"):
+        async with opened(embedding(embedding_model="mine")):
+            pass
+    for model, name in (
+        ("text-embedding-3-small", "OPENAI_EMBEDDING_API_KEY"),
+        ("gemini-embedding-001", "GEMINI_API_KEY"),
+    ):
+        with pytest.raises(ConfigError, match=f"needs a key for {model}: export {name}"):
+            async with opened(embedding(embedding_model=model)):
+                pass
+    base = {"embedding_model": "mine", "embedding_api_base": "http://127.0.0.1:9/v1"}
+    async with opened(embedding(**base)) as embedder:
+        assert isinstance(embedder, ExternalEmbedder)
+        assert embedder.config.url == "http://127.0.0.1:9/v1"
+        with pytest.raises(FleetError):
+            await embedder.embed("x = 1")
 
 
 def test_the_line_of_an_iteration() -> None:

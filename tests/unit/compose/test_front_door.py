@@ -54,6 +54,17 @@ def test_a_path_and_keywords_run_a_search(config: Path, capfd: pytest.CaptureFix
     assert again.report.rows == outcome.report.rows and capfd.readouterr().err == ""
 
 
+def test_a_run_does_not_go_on_with_other_tasks(config: Path, place: Path) -> None:
+    outcome = rookery.run_genome(config, name="x", progress=False)
+    tasks = place / "tasks.jsonl"
+    rows = tasks.read_text().splitlines()
+    tasks.write_text("\n".join(rows[1:]) + "\n")
+    with pytest.raises(RunError, match="The data of tasks changed since"):
+        rookery.resume(outcome.path, progress=False)
+    tasks.write_text("\n".join(rows) + "\n")
+    assert rookery.resume(outcome.path, progress=False).report.rows == outcome.report.rows
+
+
 def test_a_notebook_whose_loop_runs_already(config: Path) -> None:
     async def cell() -> float | None:
         outcome = rookery.run_genome(config, name="n", progress=False)

@@ -130,6 +130,24 @@ async def test_adapters_must_go_first(engine: EmbeddedEngine, folder: Path) -> N
     await engine.replace_base(other_weights(folder))
 
 
+async def test_an_adapter_that_was_unloaded_is_waited_for(
+    engine: EmbeddedEngine, folder: Path
+) -> None:
+    """Its last request is in flight: that ends on the old weights, and nobody is refused."""
+    ref = await engine.load(tiny_adapter("poet", base=""))
+    request = SampleRequest(model=ref, prompt=PROMPT, params=LONG)
+    [[alone]] = await engine.sample([request])
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(engine.sample([request]))
+        await asyncio.sleep(0)  # the call is in flight now
+        await engine.unload(ref)
+        assert engine.stats.num_in_flight == 1
+        group.create_task(engine.replace_base(other_weights(folder)))
+    [[completion]] = running.result()
+    assert completion.tokens == alone.tokens
+    assert engine.base.version == "2" and engine.loaded == ()
+
+
 async def test_who_waits_for_new_weights_is_told_when_the_engine_closes(folder: Path) -> None:
     async with open_engine(EngineConfig(model=str(folder))) as engine:
         request = SampleRequest(model=engine.base, prompt=PROMPT, params=LONG)

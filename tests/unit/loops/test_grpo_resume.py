@@ -24,9 +24,13 @@ from rookery.slots import SlottedModel
 UNIT = Path(__file__).parents[1]
 SOURCE = UNIT.parents[1] / "src"
 BOUNDARIES = {
-    "sample", "score", "load", "unload", "forward_backward", "forward", "optim_step", "save",
-    "publish",
+    "sample", "score", "load", "unload", "replace_base", "forward_backward", "forward",
+    "optim_step", "save", "publish", "export", "version",
 }  # fmt: skip
+FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
+SHARED = {**FULL, "share": True}
+LORA_0, LORA_1 = ({"staleness": staleness} for staleness in (0, 1))
+FULL_0, SHARED_1 = {**FULL, "staleness": 0}, {**SHARED, "staleness": 1}
 
 
 @pytest.fixture
@@ -99,22 +103,27 @@ def check_same(run: Run, result: GrpoResult, expected: tuple[Any, Any, Any]) -> 
     assert max(Counter(chain.from_iterable(positions)).values()) == 1
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "every"),
+    [(LORA_0, 13), (LORA_1, 13), (FULL_0, 37), (SHARED_1, 23)],
+    ids=["lora-0", "lora-1", "full-0", "shared-1"],
+)
 async def test_a_run_that_is_cut_off_at_any_call_ends_with_the_same_weights(
-    inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any], every: int
 ) -> None:
     whole = Cut()
     with make_run(tmp_path, "whole") as run:
-        result = await run_training(run, inputs, model=model, wrap=whole, staleness=staleness)
+        result = await run_training(run, inputs, model=model, wrap=whole, **changes)
         expected = final_weights(run), trained_positions(run), clockless(result.report)
-    assert {name.partition(" ")[2] for name in whole.seen} >= {
-        "sample", "load", "unload", "forward_backward", "optim_step", "save", "publish",
+    served = {"replace_base"} if "full" in changes else {"load", "unload"}
+    assert {name.partition(" ")[2] for name in whole.seen} >= served | {
+        "sample", "forward_backward", "optim_step", "save", "publish", "export",
     }  # fmt: skip
-    for at in range(staleness, len(whole.seen), 13):
+    for at in range(changes["staleness"], len(whole.seen), every):
         with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
-            await run_training(run, inputs, model=model, wrap=Cut(at), staleness=staleness)
+            await run_training(run, inputs, model=model, wrap=Cut(at), **changes)
         with Run.open(tmp_path / f"cut-{at}") as run:
-            again = await run_training(run, inputs, model=model, staleness=staleness)
+            again = await run_training(run, inputs, model=model, **changes)
             check_same(run, again, expected)
         shutil.rmtree(tmp_path / f"cut-{at}")
 
@@ -139,21 +148,20 @@ async def test_a_run_that_is_cut_off_again_and_again_gets_there(
                 continue
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    "changes", [LORA_0, LORA_1, SHARED_1], ids=["lora-0", "lora-1", "shared-1"]
+)
 async def test_delays_change_no_bit(
-    inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Whether drawing or training is slower, a step is drawn with the weights of its schedule."""
     versions = set()
     for slow in ("none", "sample", "forward_backward"):
         with make_run(tmp_path, slow) as run:
-            await run_training(
-                run, inputs, model=model, wrap=partial(_Slow, slow=slow),
-                staleness=staleness,
-            )  # fmt: skip
+            await run_training(run, inputs, model=model, wrap=partial(_Slow, slow=slow), **changes)
             versions.add(str(final_weights(run)))
             drawn = [event.payload["model_step"] for event in run.events("batch")]
-        assert drawn == ([0, 0, 1, 2, 3] if staleness else [0, 1, 2, 3, 4])
+        assert drawn == ([0, 0, 1, 2, 3] if changes["staleness"] else [0, 1, 2, 3, 4])
     assert len(versions) == 1
 
 
@@ -176,22 +184,21 @@ class _Slow:
         return later
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-async def test_kill_9(inputs: Inputs, model: SlottedModel, tmp_path: Path, staleness: int) -> None:
+@pytest.mark.parametrize("changes", [LORA_0, SHARED_1], ids=["lora-0", "shared-1"])
+async def test_kill_9(
+    inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     with make_run(tmp_path, "whole") as run:
-        result = await run_training(run, inputs, model=model, staleness=staleness)
+        result = await run_training(run, inputs, model=model, **changes)
         expected = final_weights(run), trained_positions(run), clockless(result.report)
     make_run(tmp_path, "killed").close()
-    options = {
-        "inputs": [str(inputs.model), str(inputs.tasks)],
-        "changes": {"staleness": staleness},
-    }
+    options = {"inputs": [str(inputs.model), str(inputs.tasks)], "changes": changes}
     (tmp_path / "inputs.json").write_text(json.dumps(options))
     for num_lines in (17, 30):
         assert kill_after(tmp_path, "killed", num_lines) == -signal.SIGKILL
     with Run.open(tmp_path / "killed") as run:
         assert run.last("checkpoint") is not None  # it was killed on its way
-        again = await run_training(run, inputs, model=model, staleness=staleness)
+        again = await run_training(run, inputs, model=model, **changes)
         check_same(run, again, expected)
 
 

@@ -6,30 +6,82 @@ python training.py FOLDER RUN      # FOLDER/inputs.json says what; goes on with 
 import asyncio
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rookery.embedded import EngineConfig, run_engine
+from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, run_engine
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, GrpoResult, Watcher, train_policy
+from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
+from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
+from rookery.loops.grpo.policy_weights import PolicyWeights
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
+from rookery.runs import run as run_directory
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import load_tasksets
 from rookery.tasks.template import load_template
-from rookery.train import AdapterPublisher, LoraTrainer, initial_adapter
+from rookery.train import (
+    AdapterPublisher,
+    FullConfig,
+    FullTrainer,
+    LoraTrainer,
+    ModelPublisher,
+    initial_adapter,
+)
 from rookery.types import Completion, Task
 
 REWARDS = f"{Path(__file__)}:reward"
 SILENT = Watcher()
 
 
+class Killer:
+    """Kills this process, as the machine would, the n-th time that a point is passed."""
+
+    def __init__(self, point: str, number: int) -> None:
+        self._point = point
+        self._left = number
+
+    def pass_by(self, point: str) -> None:
+        if point == self._point:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner: Any, name: str, *, is_by_kind: bool = False) -> None:
+        """Make a function of a class or a module pass points: "before append batch"."""
+        function = getattr(owner, name)
+
+        def passing(*args: Any, **values: Any) -> Any:
+            what = f"{name} {args[1]}" if is_by_kind else name
+            self.pass_by(f"before {what}")
+            result = function(*args, **values)
+            if not asyncio.iscoroutine(result):
+                self.pass_by(f"after {what}")
+                return result
+
+            async def awaited() -> Any:
+                answer = await result
+                self.pass_by(f"after {what}")
+                return answer
+
+            return awaited()
+
+        setattr(owner, name, passing)
+
+
+SCORING = Killer("reward", int(os.environ.get("KILL_IN_REWARD", "0")))
+
+
 async def reward(task: Task, completion: Completion) -> float:
     """The share of even tokens: answers of the untrained model differ in it."""
+    SCORING.pass_by("reward")
     if task.id in os.environ.get("FAILING_TASKS", "").split():
         raise ValueError("no judge today")
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
@@ -75,33 +127,82 @@ async def run_training(
     watcher: Watcher = SILENT,
     **changes: object,
 ) -> GrpoResult:
-    """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses."""
+    """Run or resume. `wrap` is given the engine and the trainer and returns what the loop uses.
+
+    An adapter is trained over `model`, which the engine shares. With `full` the model is read anew.
+    """
     config = GrpoConfig.model_validate(inputs.document(**changes))
     tasksets = load_tasksets(config.tasksets)
     template = load_template(inputs.model)
-    async with run_engine(
-        model,
-        config=EngineConfig(model=str(inputs.model), cache_gib=0.01),
-        detokenize=str,
-        name="tiny",
-    ) as opened:
+    own = model if config.full is None else load_model(inputs.model, is_exact=config.share)
+    async with _open(inputs, own, config) as opened:
         engine = wrap(opened)
-        start = read_start(run) or initial_adapter(
-            model, config.lora, name="policy", base="tiny", seed=config.seed
-        )
-        trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
+        make = _adapter if config.full is None else _full
         params = config.drawing.params(group_size=config.group_size)
-        log = RolloutLog(run)
         parts = GrpoInputs(
             config=config,
-            start=replace(start, name="policy"),
+            weights=make(run, inputs, own, engine, config, wrap),
             tasksets=tasksets,
             engine=engine,
-            trainer=wrap(trainer),
             sampler=GroupSampler(engine, template=template, tasksets=tasksets, params=params),
-            evaluator=TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
+            evaluator=TasksetEvaluator(
+                engine, template=template, tasksets=tasksets, log=RolloutLog(run)
+            ),
         )
         return await train_policy(parts, run=run, watcher=watcher)
+
+
+@asynccontextmanager
+async def _open(
+    inputs: Inputs, model: SlottedModel, config: GrpoConfig
+) -> AsyncIterator[EmbeddedEngine]:
+    settings = EngineConfig(model=str(inputs.model), cache_gib=0.01)
+    if config.full is not None and not config.share:
+        async with open_engine(settings) as packed:
+            yield packed
+        return
+    async with run_engine(model, config=settings, detokenize=str, name="tiny") as plain:
+        yield plain
+
+
+def _adapter(
+    run: Run, inputs: Inputs, model: SlottedModel, engine: Any, config: GrpoConfig, wrap: Any
+) -> PolicyWeights:
+    del inputs
+    start = read_start(run) or initial_adapter(
+        model, config.lora, name="policy", base="tiny", seed=config.seed
+    )
+    trainer = LoraTrainer(model, config=config.trainer, publisher=AdapterPublisher(engine))
+    return AdapterPolicy(
+        wrap(trainer),
+        start=replace(start, name="policy"),
+        engine=engine,
+        has_reference="reference_logprobs" in config.loss.needs,
+    )
+
+
+def _full(
+    run: Run, inputs: Inputs, model: SlottedModel, engine: Any, config: GrpoConfig, wrap: Any
+) -> PolicyWeights:
+    del run
+    assert config.full is not None
+    publisher = ModelPublisher(engine.replace_base)
+    trainer = FullTrainer(
+        model,
+        name="policy",
+        config=FullConfig(**config.trainer.model_dump(), **config.full.model_dump()),
+        like=inputs.model,
+        publisher=publisher,
+    )
+    if config.share:
+        trainer.share_with(engine)
+    return FullPolicy(
+        wrap(trainer),
+        reference=None,
+        start=inputs.model,
+        base=BaseModel(folder=inputs.model, ref=engine.base, dtype=model.dtype),
+        publisher=publisher,
+    )
 
 
 def clockless(report: GrpoReport) -> dict[str, Any]:
@@ -132,13 +233,30 @@ class Telling:
         return told
 
 
+def arm(point: str, number: int) -> None:
+    """Have this process killed where a grpo run draws, trains, publishes or writes."""
+    killer = Killer(point, number)
+    killer.around(Run, "append", is_by_kind=True)
+    killer.around(Run, "append_many")
+    killer.around(run_directory, "replace_folder")
+    for name in ("sample", "load", "replace_base"):
+        killer.around(EmbeddedEngine, name)
+    for trainer in (LoraTrainer, FullTrainer):
+        for name in ("forward_backward", "optim_step", "save", "export", "publish"):
+            killer.around(trainer, name)
+
+
 def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     options = json.loads((folder / "inputs.json").read_text())
     inputs = Inputs(*(Path(path) for path in options["inputs"]))
+    wrap: Callable[[Any], Any] = Telling
+    if "kill" in options:
+        wrap = _same
+        arm(*options["kill"])
     model = load_model(inputs.model)
     with Run.open(folder / name) as run:
-        asyncio.run(run_training(run, inputs, model=model, wrap=Telling, **options["changes"]))
+        asyncio.run(run_training(run, inputs, model=model, wrap=wrap, **options["changes"]))
         run.finish("finished")
 
 

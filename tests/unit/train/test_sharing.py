@@ -1,16 +1,19 @@
 """One model for an engine and trainers at the same time: each gets the bits it gets alone."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tiny import tiny_adapter, write_tiny_model
 from tiny_training import make_batch, make_trainer, step, train
 
-from rookery.embedded import EngineConfig, run_engine
-from rookery.slots import load_model
-from rookery.train import LoraTrainer
-from rookery.types import SampleRequest, SamplingParams, ScoreRequest
+from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
+from rookery.errors import EngineError
+from rookery.slots import SlottedModel, load_model
+from rookery.train import FullConfig, FullTrainer, LoraTrainer
+from rookery.types import OptimStep, SampleRequest, SamplingParams, ScoreRequest
 
 NUM_QUESTIONS = 6
 
@@ -60,3 +63,95 @@ async def test_an_engine_answers_the_same_while_a_trainer_steps(tmp_path: Path) 
     alone = make_trainer(load_model(folder), start)
     assert await run(alone, lambda number: number == num_steps) == (num_steps, version)
     assert num_steps > 0
+
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+PROMPT = tuple(range(5, 25))
+
+
+def share(model: SlottedModel, engine: EmbeddedEngine, folder: Path) -> FullTrainer:
+    trainer = FullTrainer(model, name="policy", config=FullConfig(), like=folder)
+    trainer.share_with(engine)
+    return trainer
+
+
+async def test_a_step_of_shared_weights_waits_for_answers_in_flight(tiny_folder: Path) -> None:
+    """They end with the bits of the engine alone; who comes later names the new weights."""
+    model = load_model(tiny_folder)
+    config = EngineConfig(max_rows=4)
+    async with run_engine(model, config=config, detokenize=lambda _: "", name="tiny") as engine:
+        trainer = share(model, engine, tiny_folder)
+        first = await trainer.publish("policy")
+        request = SampleRequest(model=first, prompt=PROMPT, params=LONG)
+        alone = await engine.sample([request])
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(engine.sample([request]))
+            await train(trainer, make_batch())  # gradients are taken meanwhile
+            await step(trainer, 1e-2)
+            assert running.done()
+        assert running.result() == alone
+        second = await trainer.publish("policy")
+        assert engine.base == second and first != second
+        with pytest.raises(EngineError, match=r"is not loaded. Loaded: policy@step-1"):
+            await engine.sample([request])
+        again = await engine.sample([SampleRequest(model=second, prompt=PROMPT, params=LONG)])
+        assert again[0][0].logprobs != alone[0][0].logprobs
+
+
+async def test_a_step_that_is_cancelled_leaves_no_answer_of_two_versions(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs to its end in its thread: until then the engine takes no call."""
+    model = load_model(tiny_folder)
+    async with run_engine(
+        model, config=EngineConfig(), detokenize=lambda _: "", name="tiny"
+    ) as engine:
+        trainer = share(model, engine, tiny_folder)
+        await train(trainer, make_batch())
+        begun, may_end = threading.Event(), threading.Event()
+        trainee = trainer.trainee("policy")
+        whole_step = trainee.step
+
+        def slow(one: OptimStep) -> float:
+            begun.set()
+            assert may_end.wait(20)
+            return whole_step(one)
+
+        monkeypatch.setattr(trainee, "step", slow)
+        stepping = asyncio.create_task(step(trainer, 1e-2))
+        assert await asyncio.to_thread(begun.wait, 20)
+        stepping.cancel()
+        asking = asyncio.create_task(
+            engine.sample([SampleRequest(model=engine.base, prompt=PROMPT, params=LONG)])
+        )
+        await asyncio.sleep(0)
+        assert engine.stats.num_in_flight == 0 and not stepping.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stepping
+        with pytest.raises(EngineError, match="Loaded: policy@step-1"):
+            await asking
+
+
+async def test_a_state_that_is_loaded_reaches_the_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    model = load_model(tiny_folder)
+    async with run_engine(
+        model, config=EngineConfig(), detokenize=lambda _: "", name="tiny"
+    ) as engine:
+        trainer = share(model, engine, tiny_folder)
+        await train(trainer, make_batch())
+        await step(trainer, 1e-2)
+        await trainer.save("policy", tmp_path / "state")
+
+        async def ask() -> object:
+            tokens = ScoreRequest(model=engine.base, tokens=PROMPT)
+            [score] = await engine.score([tokens])
+            return score.logprobs
+
+        wanted, version = await ask(), await trainer.version()
+        await train(trainer, make_batch(seed=2))
+        await step(trainer, 1e-2)
+        assert await ask() != wanted and engine.base.version == "step-2"
+        await trainer.load("policy", tmp_path / "state")
+        assert await ask() == wanted and engine.base.version == "step-1"
+        assert await trainer.version() == version

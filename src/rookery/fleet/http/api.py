@@ -37,7 +37,7 @@ from rookery.types import TokenUsage
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
 
-__all__ = ["Api", "ExternalConfig", "open_api", "read_usage"]
+__all__ = ["Api", "ExternalConfig", "api_root", "open_api", "read_usage"]
 
 MINUTE_S = 60.0
 NO_REQUEST = frozenset({401, 402, 403, 404, 429})
@@ -226,6 +226,14 @@ async def open_api(config: ExternalConfig, *, api_key: str | None = None) -> Asy
         client = Client(config.url, session=session, config=config.client, api_key=key)
         with contextlib.closing(Api(client, config=config, limits=limits)) as api:
             yield api
+
+
+def api_root(config: ExternalConfig) -> str:
+    """What the paths of requests begin with.
+
+    Clients take a URL without /v1. Some APIs have another path, such as /v1beta/openai.
+    """
+    return "/v1" if config.url.rstrip("/").endswith("/v1") else ""
 
 
 def read_usage(answer: Mapping[str, Any]) -> TokenUsage | None:

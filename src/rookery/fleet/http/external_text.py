@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rookery.errors import ConfigError, FleetError
-from rookery.fleet.http.api import Api, ExternalConfig, open_api, read_usage
+from rookery.fleet.http.api import Api, ExternalConfig, api_root, open_api, read_usage
 from rookery.types import TextReply, TextRequest, TokenUsage
 
 __all__ = ["ExternalTextModel", "open_text_model"]
@@ -28,8 +28,7 @@ class ExternalTextModel:
     def __init__(self, api: Api) -> None:
         self.config = api.config
         self._api = api
-        # Clients take a URL without /v1. Some APIs have another path, such as /v1beta/openai.
-        self._root = "/v1" if self.config.url.rstrip("/").endswith("/v1") else ""
+        self._root = api_root(self.config)
 
     @property
     def usage(self) -> TokenUsage:

@@ -4,7 +4,8 @@ best_of_n     every attempt is a child of the first program, and knows of no oth
 sequential    every attempt is a child of the best program so far, one after the other
 
 They ask the same models and the same evaluator, are attempts of the run in series of their own,
-and end with the evolution's number of iterations or its tokens, whichever comes first.
+and end when they have spent the evolution's tokens; where a model does not count tokens, after the
+evolution's number of iterations.
 """
 
 from collections.abc import Sequence
@@ -59,6 +60,9 @@ class Sequential(ProgramDatabase):
 
 
 BASELINES: dict[str, type[ProgramDatabase]] = {"best_of_n": BestOfN, "sequential": Sequential}
+MOST_TIMES = 4
+"""Prompts of a baseline show fewer programs, so its tokens last for more iterations: at most so
+many times the evolution's, as those of `sequential` come one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,8 @@ async def _run(
     if name == "sequential":
         state.lag = 1
     tell_first_programs(start.measured, start.programs, parts=parts, state=state)
-    hub = Hub(parts, state, num_attempts=evolution.num_decided, series=name)
+    times = 1 if config.rookery.budget.max_tokens is None else MOST_TIMES
+    hub = Hub(parts, state, num_attempts=times * evolution.num_decided, series=name)
     await hub.run()
     return Baseline(name=name, state=state, stop_reason=hub.stop_reason)
 

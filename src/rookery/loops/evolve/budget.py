@@ -1,10 +1,14 @@
 """What a run may spend: tokens, money, hours. It ends before it would spend more."""
 
+import math
+
 from rookery.loops.evolve.config import BudgetConfig
 from rookery.loops.evolve.search_state import Spending
 
 __all__ = ["find_exhausted", "price"]
 
+ROUNDING = 1e-9
+"""Sums of prices are off by less."""
 _MILLION = 1e6
 
 
@@ -29,10 +33,13 @@ def find_exhausted(
         return ""
     if spending.num_unreported:
         return "A model does not report its tokens, so that the budget cannot be kept."
-    share = 1 + (num_open + 1) / num_told if num_told else 1.0
-    if budget.max_tokens is not None and spending.tokens * share > budget.max_tokens:
-        return f"The budget of {budget.max_tokens} tokens allows no further iteration."
-    usd = price(spending, budget)
-    if budget.max_usd is not None and usd is not None and usd * share > budget.max_usd:
-        return f"The budget of {budget.max_usd:g} US dollars allows no further iteration."
+    # Not as a quotient: attempts of equal cost may spend the budget to its last token.
+    num_begun = num_told + num_open + 1 if num_told else 1
+    num_paid = num_told or 1
+    max_tokens, max_usd, usd = budget.max_tokens, budget.max_usd, price(spending, budget)
+    if max_tokens is not None and spending.tokens * num_begun > max_tokens * num_paid:
+        return f"The budget of {max_tokens} tokens allows no further iteration."
+    limit = math.inf if max_usd is None else max_usd * num_paid * (1 + ROUNDING)
+    if usd is not None and usd * num_begun > limit:
+        return f"The budget of {max_usd:g} US dollars allows no further iteration."
     return ""

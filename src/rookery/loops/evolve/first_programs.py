@@ -13,11 +13,12 @@ from dataclasses import replace
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError
 from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_evaluator import Lease
 from rookery.loops.evolve.program_store import has_large
-from rookery.loops.evolve.proposer import Child, make_child
+from rookery.loops.evolve.proposer import make_child
 from rookery.loops.evolve.search_state import SearchState
 from rookery.loops.evolve.stages import Evaluated, from_data, to_data
 from rookery.search.programs.program import COMBINED, numeric_metrics, score_of
@@ -94,11 +95,13 @@ async def _prepare(
     known = parts.run.get(FIRST_PROGRAM, str(number))
     if known is not None:
         return from_data(Evaluated, known.payload)
+    comparison = await parts.novelty.embed(program.code) if parts.novelty else UNCOMPARED
     async with credits:
         if isinstance(program, ProgramRecord):
-            evaluated = await run_in_thread(_take, number, program, parts)
+            evaluated = await run_in_thread(_take, number, program, comparison, parts)
         else:
-            evaluated = await _score(number, program, parts)
+            evaluated = await _score(number, program, comparison, parts)
+    evaluated = comparison.note_in(evaluated)
     problem = evaluated.failure.message if evaluated.failure else None
     problem = problem or state.database.problem_with(evaluated.metrics)
     if problem is not None:
@@ -112,7 +115,9 @@ async def _prepare(
     return from_data(Evaluated, event.payload)
 
 
-async def _score(number: int, program: FirstProgram, parts: Parts) -> Evaluated:
+async def _score(
+    number: int, program: FirstProgram, comparison: Comparison, parts: Parts
+) -> Evaluated:
     record = ProgramRecord(
         id=first_id(number),
         code=program.code,
@@ -123,6 +128,7 @@ async def _score(number: int, program: FirstProgram, parts: Parts) -> Evaluated:
     child = await run_in_thread(make_child, record)
     # Attempts count from 1: the jobs of first programs are numbered below.
     lease = Lease(1 - number, _note_nothing)
+    child = comparison.note_on(child)
     return await parts.evaluator.evaluate(child, lease=lease, best_score=None)
 
 
@@ -130,12 +136,12 @@ async def _note_nothing(_: Lease) -> None:
     """A first program that was not scored yet is scored again when the run resumes."""
 
 
-def _take(number: int, program: ProgramRecord, parts: Parts) -> Evaluated:
+def _take(number: int, program: ProgramRecord, comparison: Comparison, parts: Parts) -> Evaluated:
     """A program with the metrics that it was found with."""
     record = replace(program, id=first_id(number), parent_id=None, iteration=0, prompts={})
-    child: Child = make_child(record)
+    child = comparison.note_on(make_child(replace(record, embedding=None)))
     return Evaluated(
-        program=parts.store.put(record),
+        program=parts.store.put(child.program),
         metrics=numeric_metrics(record.metrics),
         code=child.summary,
         code_hash=child.code_hash,

@@ -7,6 +7,8 @@
 | ask      | room: fewer than `in_flight` model calls, and    | attempts in flight end            |
 |          | fewer than BACKLOG children per worker waiting   |                                   |
 | generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
+| compare  | one of `in_flight` credits, then the embedding   | their own limits; what fails is   |
+|          | server and a judge; only where they are asked    | counted, the child goes on        |
 | evaluate | one of `workers` credits, then the executor      | `Job.limit_s`, twice lost: poison |
 | tell     | its turn (deterministic), then the disk          | attempts before it end            |
 
@@ -21,9 +23,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rookery.concurrency import task_group
 from rookery.loops.evolve.budget import find_exhausted
+from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.order import Order, SteadyOrder
 from rookery.loops.evolve.outputs import Outputs
 from rookery.loops.evolve.parts import Parts
@@ -165,28 +169,30 @@ class Hub:
             plan=self._state.database.ask(number),
             best_score=self._state.best.score,
             num_decided=self._state.num_decided,
+            num_embedded=self._state.novelty.num_embedded,
         )
 
     async def _attempt(
         self, number: int, stages: Stages, *, is_new: bool, decide: Callable[[int, Stages], None]
     ) -> None:
-        assert stages.planned is not None
-        if is_new:
-            await self._record(number, "planned", stages.planned)
         child: Child | None = None
         if stages.generated is None:
-            stages, child = await self._generate(number, stages)
+            stages, child = await self._generate(number, stages, is_new=is_new)
         if stages.evaluated is None and stages.failure is None:
             stages = await self._evaluate(number, stages, child)
         decide(number, stages)
         self._changed.set()
 
-    async def _generate(self, number: int, stages: Stages) -> tuple[Stages, Child | None]:
+    async def _generate(
+        self, number: int, stages: Stages, *, is_new: bool
+    ) -> tuple[Stages, Child | None]:
         planned, epoch = stages.planned, stages.epoch + 1
         assert planned is not None
+        begun = [Attempt(number=number, state="planned", data=to_data(planned))] if is_new else []
+        begun.append(_lease(number, "generation", epoch, stages.num_lost))
         try:
             async with self._model_calls:
-                await self._lease(number, "generation", epoch, stages.num_lost)
+                await self._log.record(begun)
                 generated, child = await self._parts.proposer.generate(planned.plan)
                 await self._record(number, "generated", generated, epoch=epoch)
         finally:
@@ -195,32 +201,45 @@ class Hub:
         return replace(stages, generated=generated, epoch=epoch), child
 
     async def _evaluate(self, number: int, stages: Stages, child: Child | None) -> Stages:
-        assert stages.planned is not None and stages.generated is not None
+        planned, generated = stages.planned, stages.generated
+        assert planned is not None and generated is not None
         self._num_waiting += 1
         try:
+            child = child or await self._parts.proposer.read(planned.plan, generated)
+            assert child is not None, "an answer that was a child is one again"
+            comparison = await self._compare(planned, child)
             await self._evaluations.acquire()
         finally:
             self._num_waiting -= 1
             self._changed.set()
         try:
-            if child is None:
-                plan = stages.planned.plan
-                child = await self._parts.proposer.read(plan, stages.generated)
-            assert child is not None, "an answer that was a child is one again"
             lease = Lease(number, self._note_lease, epoch=stages.epoch, num_lost=stages.num_lost)
-            evaluated = await self._measure(stages.planned, child, lease)
+            evaluated = await self._measure(planned, child, comparison, lease)
             await self._record(number, "evaluated", evaluated, epoch=lease.epoch)
         finally:
             self._evaluations.release()
         return replace(stages, evaluated=evaluated, epoch=lease.epoch, num_lost=lease.num_lost)
 
-    async def _measure(self, planned: Planned, child: Child, lease: Lease) -> Evaluated:
-        repeated = self._state.find_repeated(lease.attempt, child.code_hash)
+    async def _compare(self, planned: Planned, child: Child) -> Comparison:
+        """Beside the programs that the attempt may know of. Takes a credit as model calls do."""
+        novelty, attempt = self._parts.novelty, planned.plan.attempt
+        if novelty is None or self._state.find_repeated(attempt, child.code_hash):
+            return UNCOMPARED
+        async with self._model_calls:
+            return await novelty.compare(
+                child, attempt=attempt, find=partial(self._state.find_similar, planned)
+            )
+
+    async def _measure(
+        self, planned: Planned, child: Child, comparison: Comparison, lease: Lease
+    ) -> Evaluated:
+        repeated = self._state.find_repeated(lease.attempt, child.code_hash) or comparison.failure
         if repeated is not None:
-            return Evaluated(failure=repeated)
-        return await self._parts.evaluator.evaluate(
-            child, lease=lease, best_score=planned.best_score
+            return comparison.note_in(Evaluated(failure=repeated))
+        evaluated = await self._parts.evaluator.evaluate(
+            comparison.note_on(child), lease=lease, best_score=planned.best_score
         )
+        return comparison.note_in(evaluated)
 
     async def _conclude(self, number: int, stages: Stages) -> None:
         """Decide and tell. There is no wait between telling the state and submitting the event."""
@@ -274,7 +293,7 @@ class Hub:
         self,
         number: int,
         state: AttemptState,
-        data: Planned | Generated | Evaluated | Decision,
+        data: Generated | Evaluated | Decision,
         *,
         epoch: int = 0,
     ) -> None:
@@ -282,8 +301,10 @@ class Hub:
         await self._log.record([attempt])
 
     async def _note_lease(self, lease: Lease) -> None:
-        await self._lease(lease.attempt, "evaluation", lease.epoch, lease.num_lost)
+        leased = _lease(lease.attempt, "evaluation", lease.epoch, lease.num_lost)
+        await self._log.record([leased])
 
-    async def _lease(self, number: int, stage: str, epoch: int, num_lost: int) -> None:
-        data = {"stage": stage, "num_lost": num_lost}
-        await self._log.record([Attempt(number=number, state="leased", epoch=epoch, data=data)])
+
+def _lease(number: int, stage: str, epoch: int, num_lost: int) -> Attempt:
+    data = {"stage": stage, "num_lost": num_lost}
+    return Attempt(number=number, state="leased", epoch=epoch, data=data)

@@ -35,7 +35,7 @@ from rookery.loops.evolve.report import FinishedSearch, make_report
 from rookery.loops.evolve.run_log import log_to_file
 from rookery.loops.evolve.search_state import open_state
 from rookery.loops.evolve.watcher import UNWATCHED, Watcher
-from rookery.ports import Executor, TextModel
+from rookery.ports import Embedder, Executor, TextModel
 from rookery.reports import EvolveReport
 from rookery.runs import Run
 from rookery.seeding import stream_seed
@@ -59,12 +59,14 @@ async def evolve(
     executor: Executor,
     run: Run,
     watcher: Watcher = UNWATCHED,
+    embedder: Embedder | None = None,
 ) -> EvolveResult:
     """Evolve the programs until the iterations are done, or a target, a budget or patience ends it.
 
     Call it again with the same run to resume. `models` has the arms by the names that `llm.models`
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
+    `embedder` is the config's `database.embedding_model`.
     """
     programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
@@ -75,6 +77,7 @@ async def evolve(
         run=run,
         watcher=watcher,
         language=programs[0].language,
+        embedder=embedder,
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))

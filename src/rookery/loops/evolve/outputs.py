@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rookery.concurrency import run_in_thread, task_group
 from rookery.loops.evolve.checkpoints import (
@@ -21,6 +22,7 @@ from rookery.loops.evolve.checkpoints import (
     WriteOptions,
     fill_best,
     fill_checkpoint,
+    list_checkpoints,
 )
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.program_store import ProgramStore
@@ -75,6 +77,8 @@ class Outputs:
         self._state = state
         self._suffix = suffix
         self._trace: TraceWriter | None = None
+        self._earlier: Path | None = None
+        """The checkpoint before, once it was looked for."""
         # Set by `note` and `close`, cleared by `write_bests`, which writes what is the best then.
         self._is_best_due = asyncio.Event()
         self._is_closed = False
@@ -195,13 +199,15 @@ class Outputs:
         ids = [member.id for member in due.database.population.members]
         files = {id: self._store.path(id) for id in ids if id not in due.large}
         checkpoint = self._checkpoint(due)
-        options = self._options()
+        earlier = self._earlier or next(reversed(list_checkpoints(self._run.path)), None)
+        options = replace(self._options(), earlier=earlier)
         self._run.write_folder(
             name,
             lambda folder: fill_checkpoint(
                 folder, checkpoint, place=place, options=options, files=files
             ),
         )
+        self._earlier = place
 
     def _checkpoint(self, due: _Due) -> Checkpoint:
         population = due.database.population

@@ -8,12 +8,13 @@ from rookery.errors import ConfigError
 from rookery.loops.evolve.config import EvolveConfig, ModelConfig
 from rookery.loops.evolve.endpoint import Endpoint
 from rookery.loops.evolve.judges import Judge, Judges
+from rookery.loops.evolve.novelty import Novelty, NoveltyJudge
 from rookery.loops.evolve.program_evaluator import ProgramEvaluator
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Prompts
 from rookery.loops.evolve.proposer import Proposer
 from rookery.loops.evolve.watcher import Watcher
-from rookery.ports import Executor, TextModel
+from rookery.ports import Embedder, Executor, TextModel
 from rookery.runs import Run
 from rookery.search.programs.bandit import Arm
 
@@ -29,6 +30,8 @@ class Providers:
     run: Run
     watcher: Watcher
     language: str
+    embedder: Embedder | None = None
+    """Where the config names an embedding model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Parts:
     proposer: Proposer
     evaluator: ProgramEvaluator
     watcher: Watcher
+    novelty: Novelty | None = None
+    """None: programs are not compared by embedding."""
 
 
 def list_arms(config: EvolveConfig, models: Mapping[str, TextModel]) -> tuple[Arm, ...]:
@@ -76,6 +81,7 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
         ),
         evaluator=ProgramEvaluator(config, executor=providers.executor, store=store, judges=judges),
         watcher=providers.watcher,
+        novelty=_open_novelty(config, providers, endpoints, store, seed),
     )
 
 
@@ -90,6 +96,34 @@ def _endpoints(config: EvolveConfig, providers: Providers) -> dict[str, Endpoint
         )
         for name, model in providers.models.items()
     }
+
+
+def _open_novelty(
+    config: EvolveConfig,
+    providers: Providers,
+    endpoints: Mapping[str, Endpoint],
+    store: ProgramStore,
+    seed: int,
+) -> Novelty | None:
+    own = config.database
+    if not own.is_compared:
+        return None
+    if providers.embedder is None:
+        raise ConfigError(
+            f"The config names the embedding model {own.embedding_model!r}, and it was not opened."
+        )
+    if own.novelty_llm is False:
+        return Novelty(providers.embedder, store=store, judge=None)
+    arms = list_arms(config, providers.models)
+    if own.novelty_llm is not None:
+        arms = tuple(Arm(name=arm.name) for arm in arms if arm.name == own.novelty_llm)
+        if not arms:
+            raise ConfigError(
+                f"database.novelty_llm is {own.novelty_llm!r}, which is no model of llm: name one "
+                "of them, or write false to reject what is similar unasked."
+            )
+    judge = NoveltyJudge(arms, endpoints=endpoints, seed=seed)
+    return Novelty(providers.embedder, store=store, judge=judge)
 
 
 def _open_judges(

@@ -34,6 +34,8 @@ MAX_ERRORS = 2
 GRACE_S = 180.0
 """For a sandbox that has to be opened anew, over the evaluator's own time limits."""
 NUM_STAGES = 3
+SMALL_BYTES = 4096
+"""Of an outcome that is read sooner than a thread begins."""
 NOTHING = TokenUsage(prompt_tokens=0, completion_tokens=0)
 
 
@@ -152,7 +154,7 @@ class ProgramEvaluator:
             ended = await self._executor.submit(job)
             match ended:
                 case JobDone():
-                    outcome = await run_in_thread(decode_outcome, ended.output)
+                    outcome = await _decode(ended.output)
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome
@@ -174,6 +176,13 @@ class ProgramEvaluator:
 
     def _score(self, outcome: Outcome) -> float | None:
         return score_of(numeric_metrics(outcome.metrics), features=self._features)
+
+
+async def _decode(output: bytes) -> Outcome:
+    """Artifacts may be long: then in a thread."""
+    if len(output) <= SMALL_BYTES:
+        return decode_outcome(output)
+    return await run_in_thread(decode_outcome, output)
 
 
 def _mean_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:

@@ -84,7 +84,8 @@ class Proposer:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
         in Generated; a model that is down for too long raises."""
         prompt = await run_in_thread(self._build, plan)
-        arm = self._arms[plan.arm]
+        # A run that goes on may no longer have the model that an attempt was planned with.
+        arm = self._arms.get(plan.arm) or next(iter(self._arms.values()))
         seed = seed_of(self._seed, "answer", plan.attempt)
         request = arm.request(system=prompt.system, user=prompt.user, seed=seed)
         try:

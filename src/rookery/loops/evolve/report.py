@@ -138,7 +138,7 @@ def _models(state: SearchState) -> tuple[ArmRecord, ...]:
             gain=arm.gain,
             cost=arm.cost,
         )
-        for arm in state.database.state.arms
+        for arm in state.database.arms
     )
 
 
@@ -190,5 +190,8 @@ def _warnings(config: EvolveConfig, state: SearchState) -> Iterator[str]:
         yield "Generated programs ran without a sandbox (unsafe): they could do what you may do."
     if state.spending.num_unreported:
         yield f"{state.spending.num_unreported} answers came without a count of their tokens."
+    if state.uncompared is not None:
+        num, first = state.uncompared.count, state.uncompared.message
+        yield f"{num} programs could not be compared by embedding as asked. The first: {first}"
     if state.num_decided and not state.num_committed:
         yield "No iteration gave a program that could be scored."

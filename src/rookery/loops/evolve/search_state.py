@@ -14,10 +14,18 @@ from dataclasses import dataclass, field, replace
 
 from rookery.config import parse_config
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.stages import AttemptFailure, Decision, Evaluated, Generated, Stages
+from rookery.loops.evolve.stages import (
+    AttemptFailure,
+    Decision,
+    Evaluated,
+    Generated,
+    Planned,
+    Stages,
+)
+from rookery.loops.evolve.vector_text import unpack_vector
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
-from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex
+from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
 from rookery.search.programs.program import Member, ProgramRecord
 from rookery.search.programs.stopping import Stopping, StoppingConfig, advance
 
@@ -30,6 +38,7 @@ __all__ = [
     "open_state",
     "program_id",
     "search_config",
+    "similarity_failure",
 ]
 
 
@@ -127,6 +136,10 @@ class SearchState:
     lag: int | None = None
     """Deterministic: how many attempts back an attempt looks. None: it sees what was told."""
     novelty: NoveltyIndex = field(default_factory=lambda: NoveltyIndex(NoveltyConfig()))
+    rejects_similar: bool = False
+    """Without a judge: what is like a program that was told meanwhile is not new either."""
+    uncompared: FailureCount | None = None
+    """Programs that could not be compared by embedding."""
     stopping: Stopping = field(default_factory=Stopping)
     ancestors: dict[str, Ancestor] = field(default_factory=dict)
     curve: list[Improvement] = field(default_factory=list)
@@ -152,6 +165,7 @@ class SearchState:
             id=id, attempt=0, island=island, metrics=evaluated.metrics, code=evaluated.code
         )
         self.spending.add(evaluated)
+        self._count_uncompared(0, evaluated.embedding_error)
         is_large = evaluated.has_large_artifacts
         ancestor = Ancestor(parent=None, attempt=0, has_large_artifacts=is_large)
         self._take_in(record, evaluated, ancestor)
@@ -166,17 +180,24 @@ class SearchState:
         known_since = self.ancestors[repeated.of].attempt
         if self.lag and known_since > max(0, attempt - self.lag):
             return None
-        return _repetition(repeated.of)
+        return _repetition(repeated)
+
+    def find_similar(self, planned: Planned, embedding: str) -> Repetition | None:
+        """The program most like this one, of those that the attempt may know of."""
+        num_known = planned.num_embedded if self.lag else None
+        return self.novelty.find(embedding=unpack_vector(embedding), num_known=num_known)
 
     def decide(self, stages: Stages, *, elapsed_s: float) -> Decision:
         """What becomes of an attempt that ended, given all that was told before."""
         failure, evaluated = stages.failure, stages.evaluated
         if failure is None:
             assert evaluated is not None
-            repeated = self.novelty.find(code=evaluated.code_hash)
+            is_compared = self.rejects_similar and evaluated.embedding
+            vector = unpack_vector(evaluated.embedding) if is_compared else None
+            repeated = self.novelty.find(code=evaluated.code_hash, embedding=vector)
             problem = self.database.problem_with(evaluated.metrics)
             if repeated is not None:
-                failure = _repetition(repeated.of)
+                failure = _repetition(repeated)
             elif problem is not None:
                 failure = AttemptFailure(kind="no_score", message=problem)
         return Decision(failure=failure, elapsed_s=elapsed_s)
@@ -192,7 +213,9 @@ class SearchState:
         if evaluated is not None:
             self.spending.add(evaluated)
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
+            self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan
+        self._keep_arm(plan.arm)
         cost = float((generated.prompt_tokens or 0) + (generated.completion_tokens or 0))
         if decision.failure is not None:
             self._count_failure(attempt, decision.failure)
@@ -224,7 +247,9 @@ class SearchState:
     def _take_in(self, record: ProgramRecord, evaluated: Evaluated, ancestor: Ancestor) -> Member:
         before = self.database.best
         member = self.database.tell(record)
-        self.novelty.add(record.id, code=evaluated.code_hash)
+        self.novelty.add(
+            record.id, code=evaluated.code_hash, embedding=self._vector(record, evaluated)
+        )
         self.ancestors[record.id] = ancestor
         self.stopping = advance(self.stopping, member, config=self.stopping_config)
         if before is None or member.score > before.score:
@@ -238,6 +263,25 @@ class SearchState:
             )
         return member
 
+    def _keep_arm(self, name: str) -> None:
+        """A run that goes on may no longer ask a model that it asked before."""
+        if name and name not in {arm.name for arm in self.database.arms}:
+            self.database.add_arm(Arm(name=name, weight=0.0))
+
+    def _vector(self, record: ProgramRecord, evaluated: Evaluated) -> tuple[float, ...] | None:
+        """The embedding, unless the server began to answer with vectors of another length."""
+        vector = unpack_vector(evaluated.embedding) if evaluated.embedding else None
+        if vector is None or self.novelty.can_compare(vector):
+            return vector
+        error = f"Its embedding has {len(vector)} numbers, and those before it have not."
+        self._count_uncompared(record.attempt, error)
+        return None
+
+    def _count_uncompared(self, attempt: int, message: str) -> None:
+        if message:
+            known = self.uncompared or FailureCount(count=0, attempt=attempt, message=message)
+            self.uncompared = replace(known, count=known.count + 1)
+
     def _count_failure(self, attempt: int, failure: AttemptFailure) -> None:
         known = self.failures.get(failure.kind)
         if known is None:
@@ -249,6 +293,7 @@ def open_state(
     config: EvolveConfig, *, database: ProgramDatabase | None, seed: int, arms: tuple[Arm, ...]
 ) -> SearchState:
     """The state of an evolution to which nothing was told."""
+    lag = config.lag if config.rookery.mode == "deterministic" else None
     return SearchState(
         database or ProgramDatabase(search_config(config), seed=seed, arms=arms),
         StoppingConfig(
@@ -257,12 +302,29 @@ def open_state(
             metric=config.early_stopping_metric,
             target_score=config.rookery.target_score,
         ),
-        lag=config.lag if config.rookery.mode == "deterministic" else None,
+        lag=lag,
+        novelty=NoveltyIndex(_novelty_config(config, lag)),
+        rejects_similar=config.database.novelty_llm is False,
     )
 
 
-def _repetition(id: str) -> AttemptFailure:
-    return AttemptFailure(kind="repeated", message=f"It is the same program as {id}.")
+def _novelty_config(config: EvolveConfig, lag: int | None) -> NoveltyConfig:
+    if not config.database.is_compared:
+        return NoveltyConfig()
+    threshold = config.database.similarity_threshold
+    return NoveltyConfig(similarity_threshold=threshold, num_later=lag or 0)
+
+
+def _repetition(repeated: Repetition) -> AttemptFailure:
+    if repeated.kind == "embedding":
+        return similarity_failure(repeated)
+    return AttemptFailure(kind="repeated", message=f"It is the same program as {repeated.of}.")
+
+
+def similarity_failure(similar: Repetition) -> AttemptFailure:
+    """Of a program that is like an earlier one and does nothing else."""
+    message = f"Its embedding is like that of {similar.of} (cosine {similar.similarity:.4f})."
+    return AttemptFailure(kind="similar", message=message)
 
 
 def _is_demoted(evaluated: Evaluated, best_score: float) -> bool:

@@ -49,6 +49,8 @@ class Planned:
     """Of the programs known when it was planned: a child above it is scored again."""
     num_decided: int
     """Attempts decided when it was planned."""
+    num_embedded: int = 0
+    """Programs with an embedding then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,11 @@ class Evaluated:
     """Workers that ended while they evaluated it."""
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
-    """Of the models that judge programs."""
+    """Of the models that judge programs, and of those that judge whether they are new."""
+    embedding: str = ""
+    """As `pack_vector` writes it; empty without one."""
+    embedding_error: str = ""
+    """Why it could not be compared with earlier programs as asked."""
     failure: AttemptFailure | None = None
 
 

@@ -7,8 +7,11 @@ batch.py           the rollouts of one step, and how they are kept
 group_source.py    tasks -> groups: drawn once, oldest first, durable
 advantages.py      rewards of a group -> advantages
 data.py            groups -> training rows
+policy_weights.py  what is trained, as the loop sees it
+adapter_policy.py  a LoRA adapter
+full_policy.py     all weights of a model
 policy_trainer.py  rows -> gradients -> step, and the check against the engine
-checkpoints.py     PEFT folders with the trainer's state
+checkpoints.py     folders of weights, and the trainer's state
 selection.py       choosing on the select split, measuring on the report split, once
 step_log.py        what is recorded of each step, and who is told
 documents.py       what is left behind, and the warnings

@@ -19,14 +19,17 @@ MIN_REPORT_TASKS = 2
 def check_inputs(
     config: GrpoConfig,
     *,
-    start: Adapter,
+    start: Adapter | None,
     tasksets: Sequence[Taskset],
     engine: Engine,
     evaluator: TasksetEvaluator,
 ) -> None:
-    """Raise the first thing that would make the run fail, or its result mean nothing."""
+    """Raise the first thing that would make the run fail, or its result mean nothing.
+
+    `start` is the adapter to begin with; None: all weights are trained.
+    """
     _check_splits(tasksets)
-    if start.rank > engine.max_rank:
+    if start is not None and start.rank > engine.max_rank:
         where = "lora.rank" if config.init_from is None else f"The rank of {config.init_from}"
         raise AdapterError(
             f"{where} is {start.rank}, and the engine takes adapters up to rank "

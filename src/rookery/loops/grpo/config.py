@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.tasks.taskset import TasksetConfig, from_folder
-from rookery.train import LoraConfig, TrainerConfig
+from rookery.train import FullWeights, LoraConfig, TrainerConfig
 from rookery.train.losses import PolicyLossConfig
 from rookery.train.losses.grpo import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
@@ -33,6 +33,11 @@ class DrawingConfig(Config):
         return SamplingParams(n=group_size, **self.model_dump())
 
 
+def _section(value: object) -> object:
+    """`full: true` is the section without a key in it, and `full: false` is none."""
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class GrpoConfig(ScheduleConfig):
     """One training by group-relative policy optimisation."""
 
@@ -48,9 +53,13 @@ class GrpoConfig(ScheduleConfig):
     """Trained on `search`, the checkpoint chosen on `select`, measured on `report`."""
     lora: LoraConfig = LoraConfig()
     """The shape of a new adapter."""
+    full: Annotated[FullWeights | None, BeforeValidator(_section)] = None
+    """`true` trains all weights of the model, with float32 masters; `lora` then has no effect. A
+    section chooses layers and optimizer: {layers: 4, optimizer: adamw_8bit}."""
     init_from: Path | None = None
     """A PEFT folder to start from, such as the `winner` of a genome run; `lora` then has no
-    effect. Empty: a new adapter that changes nothing yet."""
+    effect. With `full`, a model folder, such as the `trained` of such a run. Empty: a new adapter
+    that changes nothing yet, or the engine's model."""
     steps: int = Field(default=100, ge=1)
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks of one step."""
@@ -69,8 +78,8 @@ class GrpoConfig(ScheduleConfig):
     """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
     `reinforce`, with its options."""
     learning_rate: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
-    """The highest: reached after the warm-up. A model of a million weights takes 1e-3, larger ones
-    1e-5 to 1e-4."""
+    """The highest: reached after the warm-up. An adapter of a model of a million weights takes
+    1e-3, those of larger ones 1e-5 to 1e-4; all weights take about a tenth of an adapter's."""
     schedule: Literal["cosine", "linear", "constant"] = "constant"
     """After the warm-up: unchanged, or down to 0 along a half cosine or a line."""
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -134,6 +143,12 @@ class GrpoConfig(ScheduleConfig):
             raise ValueError(
                 "share is for the embedded engine; servers have their own weights: write share: "
                 "false"
+            )
+        if self.share and self.full is not None and self.publish_every > 1:
+            raise ValueError(
+                f"publish_every is {self.publish_every}, and with full and share the engine "
+                "computes with the weights that each step changes: write publish_every: 1, or "
+                "share: false"
             )
         return self
 

@@ -1,8 +1,10 @@
-"""What a grpo run leaves behind: the trained adapter, the report and its warnings."""
+"""What a grpo run leaves behind: the trained policy, the report and its warnings."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
@@ -17,8 +19,6 @@ from rookery.reports import (
 )
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
-from rookery.types import Adapter
-from rookery.weights import write_adapter
 
 __all__ = ["Ending", "write_report"]
 
@@ -39,11 +39,11 @@ class Ending:
     rows: Sequence[ReportRow]
 
 
-def write_report(run: Run, ending: Ending) -> tuple[Adapter, GrpoReport]:
-    """Leave everything in the run directory; the chosen adapter and the report."""
+def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
+    """Leave everything in the run directory; the folder of the chosen policy and the report."""
     best = ending.selection.best
-    trained = ending.checkpoints.read(best)
-    run.write_folder("trained", lambda folder: write_adapter(trained, folder))
+    saved = ending.checkpoints.read(best)
+    trained = run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
     steps = tuple(ending.log.read())
     report = GrpoReport(
         run=run.name,
@@ -67,6 +67,11 @@ def write_report(run: Run, ending: Ending) -> tuple[Adapter, GrpoReport]:
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return trained, report
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """All files, but those that are hidden: a model's folder may be a checkout."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
 
 
 def _describe_taskset(taskset: Taskset) -> TasksetRecord:

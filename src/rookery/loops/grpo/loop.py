@@ -1,24 +1,26 @@
 """The grpo loop.
 
-    start = a new adapter, or one from a folder
+    start = a new adapter, or one from a folder; or all weights of a model
     for step in steps:
         groups     = several answers to each task, with rewards      # search split
         advantages = how much better than its group each answer was
         gradients  = of the loss of log-probabilities and advantages
-        step       = one optimizer step
+        step       = one optimizer step, when nothing is being drawn
         publish    : the engine answers with the new weights
         every save_every steps: checkpoint, measured on the select split
     trained = the best checkpoint
     report(trained, start, base)                                     # report split, read once
 
-    staleness 0     draw 0 | train 0 | draw 1 | train 1 | draw 2 | train 2
-    staleness 1     draw 0 | train 0 | train 1 | train 2             draw k + 1 uses the weights
-                           | draw 1  | draw 2  |                     before step k, always
+    staleness 0     draw 0 | gradients 0 | step 0 | draw 1      | gradients 1 | step 1 | ...
+    staleness 1     draw 0 | gradients 0 | step 0 | gradients 1 | step 1 | ...
+                           | draw 1      |        | draw 2      |        |
+                    draw k + 1 uses the weights before step k, always
 
 | stage   | consumes                 | produces            | waits for                     |
 |---------|--------------------------|---------------------|-------------------------------|
 | draw    | tasks, a policy          | a durable batch     | the engine, the scorer, disk  |
-| train   | a batch                  | new weights         | the trainer                   |
+| train   | a batch                  | gradients           | the trainer                   |
+| step    | gradients                | new weights         | the trainer, the draw         |
 | publish | new weights              | a policy            | the engine                    |
 | save    | new weights              | a checkpoint        | the disk, the select tasks    |
 
@@ -33,6 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
@@ -41,6 +44,7 @@ from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
 from rookery.loops.grpo.group_source import GroupSource, Policy
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
+from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
 from rookery.ports import Engine
@@ -48,23 +52,20 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, TasksetEvaluator
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
-from rookery.train import LoraTrainer
-from rookery.types import Adapter
 
 __all__ = ["GrpoInputs", "GrpoResult", "train_policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoInputs:
-    """What a training is made of. `start` is the policy to begin with; a run that goes on has it in
-    its own folder, see `read_start`."""
+    """What a training is made of."""
 
     config: GrpoConfig
-    start: Adapter
+    weights: PolicyWeights
+    """The policy to begin with; a run that goes on with an adapter has its start in its own folder,
+    see `read_start`."""
     tasksets: Sequence[Taskset]
     engine: Engine
-    trainer: LoraTrainer
-    """Publishes to the engine."""
     sampler: GroupSampler
     evaluator: TasksetEvaluator
 
@@ -73,23 +74,25 @@ class GrpoInputs:
 class GrpoResult:
     """The chosen policy and the report about it."""
 
-    trained: Adapter
+    trained: Path
     report: GrpoReport
 
 
 async def train_policy(inputs: GrpoInputs, *, run: Run, watcher: Watcher = UNWATCHED) -> GrpoResult:
     """Run or resume one training in `run`, which is left with checkpoints, `trained` and report."""
+    base = inputs.engine.base.version
     parts = _assemble(inputs, run=run, watcher=watcher)
     await _train(parts)
     watcher.on_phase("report")
-    best = parts.selection.best
-    entries = {"trained": await asyncio.to_thread(parts.checkpoints.read, best)}
+    entries: dict[str, SavedWeights | None] = {
+        "trained": parts.checkpoints.read(parts.selection.best)
+    }
     if inputs.config.init_from is not None:
-        entries["start"] = inputs.start
+        entries["start"] = parts.checkpoints.read(0)
     rows = await parts.selection.report({**entries, "base model": None}, seed=inputs.config.seed)
     ending = Ending(
         config=inputs.config,
-        base=inputs.engine.base.version,
+        base=base,
         tasksets=inputs.tasksets,
         checkpoints=parts.checkpoints,
         selection=parts.selection,
@@ -113,14 +116,14 @@ class _Parts:
 
 
 def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
-    config, tasksets, engine = inputs.config, inputs.tasksets, inputs.engine
+    config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     return _Parts(
         config=config,
         source=GroupSource(inputs.sampler, tasks=tasks, config=config, run=run),
-        trainer=PolicyTrainer(inputs.trainer, start=inputs.start, engine=engine, config=config),
-        checkpoints=Checkpoints(run, start=inputs.start, keep=config.keep),
-        selection=Selection(inputs.evaluator, tasksets=tasksets, engine=engine, run=run),
+        trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
+        checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
+        selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
         log=StepLog(run, watcher=watcher),
     )
 
@@ -128,7 +131,7 @@ def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
 async def _train(parts: _Parts) -> None:
     """From the newest checkpoint to the last step."""
     config, source = parts.config, parts.source
-    first = await parts.checkpoints.restore(parts.trainer)
+    first = await parts.checkpoints.restore()
     policy = await parts.trainer.publish(first)
     await _save(parts, policy)
     if first == config.steps:
@@ -152,23 +155,29 @@ async def _train(parts: _Parts) -> None:
 async def _train_and_draw(
     parts: _Parts, batch: Batch, policy: Policy, seconds: "_Seconds"
 ) -> tuple[dict[str, float], Batch | None]:
-    """Train a batch and, with staleness 1, draw the next one meanwhile."""
+    """Train a batch and, with staleness 1, draw the next one meanwhile.
+
+    The step waits for the draw: an engine may compute with the weights that the step changes.
+    """
     step, config = batch.step, parts.config
     async with task_group() as tasks:
         drawing = None
         if config.staleness and step + 1 < config.steps:
             drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
         with seconds.spent_on("train"):
-            trained = await parts.trainer.step(step, batch, policy=policy)
+            trained = await parts.trainer.gradients(step, batch, policy=policy)
         with seconds.spent_on("draw"):
             ahead = await drawing if drawing is not None else None
+    if batch.groups:
+        with seconds.spent_on("train"):
+            trained |= await parts.trainer.apply(step)
     return trained, ahead
 
 
 async def _save(parts: _Parts, policy: Policy) -> None:
     """A checkpoint of the published weights, measured on the select tasks; what is no longer
     needed is removed."""
-    await parts.checkpoints.save(policy.step, parts.trainer)
+    await parts.checkpoints.save(policy.step)
     parts.log.watcher.on_phase(f"select {policy.step}")
     await parts.selection.measure(policy.step, policy.ref)
     await parts.checkpoints.prune(best=parts.selection.best)

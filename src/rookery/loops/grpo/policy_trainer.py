@@ -1,7 +1,8 @@
 """One training step of the policy: data -> gradients -> step, and the check against the engine.
 
-    trained = await trainer.step(7, batch)
-    trained.metrics["train/loss"], trained.metrics["grpo/logprob_gap"]
+    metrics = await trainer.gradients(7, batch, policy=policy)
+    metrics["train/loss"], metrics["grpo/logprob_gap"]
+    metrics |= await trainer.apply(7)
 
 The engine's and the trainer's log-probabilities under the same weights must agree, or the policy
 that is trained is not the one that answers. Answers drawn with the current weights are compared as
@@ -11,58 +12,40 @@ they are; where they were drawn with older ones, the engine scores a few of them
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rookery.errors import TrainError
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.data import make_data, mean_gap
 from rookery.loops.grpo.group_source import Policy
-from rookery.ports import Sampler
-from rookery.train import LoraTrainer
+from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
+from rookery.ports import Sampler, Trainer
 from rookery.train.schedule import learning_rate_at
-from rookery.types import Adapter, Datum, OptimStep, ScoreRequest, TrainOutput, TrainRequest
+from rookery.types import Datum, OptimStep, ScoreRequest, TrainOutput, TrainRequest
 
 __all__ = ["PolicyTrainer"]
 
-POLICY, REFERENCE = "policy", "reference"
 NUM_PROBES = 8
 """Rollouts that the engine scores anew: some hundred tokens show any wrong layer."""
 
 
 class PolicyTrainer:
-    """Trains the policy of one run from its start, and keeps the start as the reference."""
+    """Trains the policy of one run."""
 
-    def __init__(
-        self, trainer: LoraTrainer, *, start: Adapter, engine: Sampler, config: GrpoConfig
-    ) -> None:
-        self._trainer = trainer
+    def __init__(self, weights: PolicyWeights, *, engine: Sampler, config: GrpoConfig) -> None:
+        self._trainer = weights.trainer
+        self._reference = weights.reference
         self._engine = engine
         self._config = config
-        trainer.add(POLICY, start)
-        if "reference_logprobs" in config.loss.needs:
-            trainer.add(REFERENCE, start)
 
     async def publish(self, step: int) -> Policy:
         """Give the engine the weights as they are after so many steps."""
         return Policy(await self._trainer.publish(POLICY), step)
 
-    async def adapter(self) -> Adapter:
-        """The weights as they are now."""
-        return await asyncio.to_thread(self._trainer.adapter, POLICY)
+    async def gradients(self, step: int, batch: Batch, *, policy: Policy) -> dict[str, float]:
+        """Those of the batch, and how far engine and trainer are apart; weights stay as they are.
 
-    async def save(self, path: Path) -> None:
-        """Weights, moments and step count, as one file."""
-        await self._trainer.save(POLICY, path)
-
-    async def load(self, path: Path) -> None:
-        """Restore what `save` wrote."""
-        await self._trainer.load(POLICY, path)
-
-    async def step(self, step: int, batch: Batch, *, policy: Policy) -> dict[str, float]:
-        """Gradients of the batch and one optimizer step; the metrics of both.
-
-        A batch without groups changes nothing.
+        A batch without groups has none.
         """
         if not batch.groups:
             return {}
@@ -82,9 +65,10 @@ class PolicyTrainer:
         gaps = {"grpo/logprob_drift": drift}
         if gap is not None:
             gaps["grpo/logprob_gap"] = gap
-        return {**output.metrics, **gaps, **await self._optim_step(step)}
+        return {**output.metrics, **gaps}
 
-    async def _optim_step(self, step: int) -> dict[str, float]:
+    async def apply(self, step: int) -> dict[str, float]:
+        """One optimizer step with the gradients of the batch."""
         rate = learning_rate_at(step, config=self._config, num_steps=self._config.steps)
         optimizer = self._config.optimizer.model_dump()
         [output] = await self._trainer.optim_step(
@@ -99,22 +83,17 @@ class PolicyTrainer:
         before this step."""
         needs = self._config.loss.needs
         if "reference_logprobs" in needs:
-            found = await self._logprobs(REFERENCE, data)
+            found = await _logprobs(self._reference, REFERENCE, data)
             data = tuple(
                 replace(datum, reference_logprobs=own)
                 for datum, own in zip(data, found, strict=True)
             )
         if "old_logprobs" in needs:
-            found = await self._logprobs(POLICY, data)
+            found = await _logprobs(self._trainer, POLICY, data)
             data = tuple(
                 replace(datum, old_logprobs=own) for datum, own in zip(data, found, strict=True)
             )
         return data
-
-    async def _logprobs(self, trainee: str, data: Sequence[Datum]) -> tuple[tuple[float, ...], ...]:
-        request = TrainRequest(trainee=trainee, data=tuple(data))
-        [output] = _checked(await self._trainer.forward([request]))
-        return output.logprobs
 
     async def _probe(
         self, step: int, data: Sequence[Datum], batch: Batch, policy: Policy
@@ -124,7 +103,7 @@ class PolicyTrainer:
         if policy.step != step or batch.model_step == step:
             return None
         probes = [replace(datum, temperature=1.0) for datum in data[:NUM_PROBES]]
-        ours = await self._logprobs(POLICY, probes)
+        ours = await _logprobs(self._trainer, POLICY, probes)
         scores = await self._engine.score(
             [
                 ScoreRequest(
@@ -151,6 +130,14 @@ class PolicyTrainer:
                 "are trained: check that both load the same model in the same dtype, or raise "
                 "max_gap if the difference is rounding."
             )
+
+
+async def _logprobs(
+    trainer: Trainer, trainee: str, data: Sequence[Datum]
+) -> tuple[tuple[float, ...], ...]:
+    request = TrainRequest(trainee=trainee, data=tuple(data))
+    [output] = _checked(await trainer.forward([request]))
+    return output.logprobs
 
 
 def _checked(outputs: Sequence[TrainOutput]) -> Sequence[TrainOutput]:

@@ -1,17 +1,16 @@
 """Choosing a checkpoint on the `select` split, and measuring the choice on `report`, once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 
 from rookery.loops.comparison import compare, complete_means
-from rookery.ports import Engine
+from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.runs import NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
-from rookery.types import Adapter, ModelRef, Task
+from rookery.types import ModelRef, Task
 
 __all__ = ["Selection"]
 
@@ -26,12 +25,12 @@ class Selection:
         evaluator: TasksetEvaluator,
         *,
         tasksets: Sequence[Taskset],
-        engine: Engine,
+        weights: PolicyWeights,
         run: Run,
     ) -> None:
         self._evaluator = evaluator
         self._tasksets = tasksets
-        self._engine = engine
+        self._weights = weights
         self._run = run
         self.means: dict[int, float | None] = {
             int(event.key): event.payload["mean"] for event in run.events(SELECT)
@@ -58,35 +57,22 @@ class Selection:
         measured = {step: mean for step, mean in self.means.items() if mean is not None}
         return min(measured, key=lambda step: (-measured[step], step), default=0)
 
-    async def report(self, adapters: Mapping[str, Adapter | None], *, seed: int) -> list[ReportRow]:
+    async def report(
+        self, saved: Mapping[str, SavedWeights | None], *, seed: int
+    ) -> list[ReportRow]:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
         tasks = self._split("report")
-        async with self._loaded(adapters) as refs:
+        rewards: dict[str, Mapping[str, float]] = {}
+
+        async def evaluate(refs: Mapping[str, ModelRef]) -> None:
             evaluations = await self._evaluator.evaluate(list(refs.values()), tasks)
-        rewards = {
-            name: evaluation.rewards for name, evaluation in zip(refs, evaluations, strict=True)
-        }
+            for name, evaluation in zip(refs, evaluations, strict=True):
+                rewards[name] = evaluation.rewards
+
+        await self._weights.measure(saved, evaluate)
         weights = {taskset.name: taskset.weight for taskset in self._tasksets}
         return await asyncio.to_thread(compare, rewards, tasks, weights=weights, seed=seed)
-
-    @asynccontextmanager
-    async def _loaded(
-        self, adapters: Mapping[str, Adapter | None]
-    ) -> AsyncIterator[dict[str, ModelRef]]:
-        loaded: list[ModelRef] = []
-        refs: dict[str, ModelRef] = {}
-        try:
-            for name, adapter in adapters.items():
-                if adapter is None:
-                    refs[name] = self._engine.base
-                    continue
-                refs[name] = await self._engine.load(adapter)
-                loaded.append(refs[name])
-            yield refs
-        finally:
-            for ref in loaded:
-                await self._engine.unload(ref)
 
     def _split(self, name: SplitName) -> list[Task]:
         return [task for taskset in self._tasksets for task in taskset.split(name)]

@@ -98,6 +98,11 @@ class ProgramDatabase:
         return self._population.members
 
     @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The models and adapters, and what each earned."""
+        return self._bandit.arms
+
+    @property
     def best(self) -> Member | None:
         """The highest score of all, the first told of equal ones."""
         return self._population.best

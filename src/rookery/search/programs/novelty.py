@@ -36,6 +36,8 @@ class NoveltyConfig(Config):
     """Reject a program whose embedding has at least this cosine with another's."""
     num_compared: int = Field(default=1000, ge=1)
     """Embeddings are compared with this many of the newest programs."""
+    num_later: int = Field(default=0, ge=0)
+    """Embeddings kept beyond these, so that `find` can leave out as many that were added later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +80,16 @@ class NoveltyIndex:
         self._codes, self._outputs = dict(state.codes), dict(state.outputs)
         self._embedded: list[str] = []
         self._vectors = np.zeros((0, 0), dtype=np.float32)
-        self._next = 0
+        self._num_kept = config.num_compared + config.num_later
+        self.num_embedded = 0
+        """Programs that were added with an embedding, all together."""
         for id in state.embedded:
             self._add_embedding(id, (embeddings or {})[id])
 
     @property
     def state(self) -> NoveltyState:
-        order = (*self._embedded[self._next :], *self._embedded[: self._next])
+        oldest = self.num_embedded % self._num_kept if self.num_embedded > self._num_kept else 0
+        order = (*self._embedded[oldest:], *self._embedded[:oldest])
         return NoveltyState(codes=dict(self._codes), outputs=dict(self._outputs), embedded=order)
 
     def find(
@@ -93,13 +98,23 @@ class NoveltyIndex:
         code: str | None = None,
         output: str | None = None,
         embedding: Sequence[float] | None = None,
+        num_known: int | None = None,
     ) -> Repetition | None:
-        """The program that this one repeats, or None when it is new."""
+        """The program that this one repeats, or None when it is new.
+
+        With `num_known` its embedding is compared as it would have been when `num_embedded` was
+        that: with no program that was added later.
+        """
         if self._config.code and code in self._codes:
             return Repetition(kind="code", of=self._codes[code])
         if self._config.output and output in self._outputs:
             return Repetition(kind="output", of=self._outputs[output])
-        return self._find_similar(embedding) if embedding is not None else None
+        return None if embedding is None else self._find_similar(embedding, num_known)
+
+    def can_compare(self, embedding: Sequence[float]) -> bool:
+        """Whether it has as many numbers as those before it. One that has not is never similar to
+        them, and adding it is an error."""
+        return not self._embedded or len(embedding) == self._vectors.shape[1]
 
     def add(
         self,
@@ -117,11 +132,14 @@ class NoveltyIndex:
         if embedding is not None:
             self._add_embedding(id, embedding)
 
-    def _find_similar(self, embedding: Sequence[float]) -> Repetition | None:
-        if not self._embedded:
+    def _find_similar(self, embedding: Sequence[float], num_known: int | None) -> Repetition | None:
+        end = self.num_embedded if num_known is None else min(num_known, self.num_embedded)
+        begin = max(end - self._config.num_compared, self.num_embedded - len(self._embedded))
+        if begin >= end or not self.can_compare(embedding):
             return None
         cosines = self._vectors[: len(self._embedded)] @ _unit(embedding)
-        nearest = int(np.argmax(cosines))
+        places = np.arange(begin, end) % self._num_kept
+        nearest = int(places[np.argmax(cosines[places])])
         similarity = min(1.0, float(cosines[nearest]))
         if similarity < self._config.similarity_threshold:
             return None
@@ -131,14 +149,11 @@ class NoveltyIndex:
         """A ring: the newest takes the place of the oldest."""
         vector = _unit(embedding)
         if not len(self._vectors):
-            self._vectors = np.zeros((self._config.num_compared, len(vector)), dtype=np.float32)
-        if len(self._embedded) < self._config.num_compared:
-            self._embedded.append(id)
-            self._vectors[len(self._embedded) - 1] = vector
-        else:
-            self._embedded[self._next] = id
-            self._vectors[self._next] = vector
-            self._next = (self._next + 1) % self._config.num_compared
+            self._vectors = np.zeros((self._num_kept, len(vector)), dtype=np.float32)
+        place = self.num_embedded % self._num_kept
+        self._embedded[place : place + 1] = [id]
+        self._vectors[place] = vector
+        self.num_embedded += 1
 
 
 def code_hash(code: str, *, language: str) -> str:

@@ -171,19 +171,27 @@ async def test_children_wait_in_a_bounded_number(tmp_path: Path) -> None:
 
 
 async def test_model_calls_in_flight_are_bounded(tmp_path: Path) -> None:
-    class Slow:
-        num_running = 0
-        most_running = 0
+    class Waiting:
+        """Answers when five calls are there, and a moment later: a sixth would be seen."""
+
+        def __init__(self) -> None:
+            self.num_running = 0
+            self.most_running = 0
+            self._is_full = asyncio.Event()
 
         async def reply(self, request: TextRequest) -> TextReply:
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
+            if self.num_running == 5:
+                self._is_full.set()
+            async with asyncio.timeout(60):
+                await self._is_full.wait()
             await asyncio.sleep(0.005)
             self.num_running -= 1
             return await toy_model().reply(request)
 
     for mode in ("steady", "deterministic"):
-        model = Slow()
+        model = Waiting()
         config = toy_config(max_iterations=30, rookery={"mode": mode, "lag": 20, "in_flight": 5})
         await evolve_toy(tmp_path / mode, config, model=model)
         assert model.most_running == 5
@@ -273,7 +281,30 @@ async def test_baselines_spend_as_much(tmp_path: Path) -> None:
     repeated = (await evolve_toy(tmp_path, config, model=again)).report
     assert again.num_calls == 0
     assert repeated.baselines == report.baselines
-    assert not report.stop_reason and not report.baselines[0].note
+    assert not report.stop_reason
+    assert all("2000 tokens allows no further" in row.note for row in report.baselines)
+
+
+async def test_a_baseline_with_shorter_prompts_tries_more_for_as_many_tokens(
+    tmp_path: Path,
+) -> None:
+    config = toy_config(rookery={"baselines": ("best_of_n", "sequential"), "in_flight": 1})
+    report = (await evolve_toy(tmp_path, config, model=toy_model(propose_new))).report
+    assert report.tokens.prompt is not None and report.tokens.completion is not None
+    spent = report.tokens.prompt + report.tokens.completion
+    for row in report.baselines:
+        assert row.tokens.prompt is not None and row.tokens.completion is not None
+        own = row.tokens.prompt + row.tokens.completion
+        assert spent - 3 * own / row.num_iterations < own <= spent
+    assert 20 < report.baselines[0].num_iterations < 80
+
+
+async def test_baselines_without_counted_tokens_try_as_often(tmp_path: Path) -> None:
+    config = toy_config(rookery={"baselines": ("best_of_n", "sequential")})
+    model = CountingModel(is_reported=False)
+    report = (await evolve_toy(tmp_path, config, model=model)).report
+    assert [row.num_iterations for row in report.baselines] == [20, 20]
+    assert not any(row.note for row in report.baselines)
 
 
 async def test_best_of_n_asks_for_children_of_the_first_program_alone(tmp_path: Path) -> None:

@@ -75,6 +75,36 @@ def test_embeddings_of_the_newest_are_compared_also_after_reloading() -> None:
         assert one.state.embedded == ("p3", "p4", "p5")
 
 
+def test_programs_that_were_added_later_can_be_left_out() -> None:
+    config = NoveltyConfig(num_compared=2, num_later=3, similarity_threshold=0.999)
+    index = NoveltyIndex(config)
+    vectors = {f"p{k}": [float(k == place) for place in range(6)] for k in range(6)}
+    for number, (id, vector) in enumerate(vectors.items()):
+        assert index.num_embedded == number
+        index.add(id, embedding=vector)
+    found = {
+        num_known: [id for id, v in vectors.items() if index.find(embedding=v, num_known=num_known)]
+        for num_known in (0, 3, 4, 5, 6, 99)
+    }
+    # p0 is no longer kept.
+    assert found == {
+        0: [],
+        3: ["p1", "p2"],
+        4: ["p2", "p3"],
+        5: ["p3", "p4"],
+        6: ["p4", "p5"],
+        99: ["p4", "p5"],
+    }
+
+
+def test_an_embedding_of_another_length_is_like_none() -> None:
+    index = NoveltyIndex(NoveltyConfig())
+    assert index.can_compare([1.0])
+    index.add("a", embedding=[1.0, 0.0])
+    assert not index.can_compare([1.0])
+    assert index.find(embedding=[1.0]) is None
+
+
 @pytest.mark.parametrize("vector", [[0.0, 0.0], [float("nan")], [[1.0]]])
 def test_an_embedding_without_direction_is_refused(vector: list[float]) -> None:
     with pytest.raises(ValueError, match="finite numbers"):

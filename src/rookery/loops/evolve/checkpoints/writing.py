@@ -6,6 +6,7 @@ A function fills a folder that is new and empty; whoever calls it makes that who
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +31,9 @@ class WriteOptions:
     with_prompts: bool = True
     max_inline_bytes: int = 32 * 1024
     """Larger artifacts get files of their own (`database.artifact_size_threshold`)."""
+    earlier: Path | None = None
+    """A checkpoint of the same run. Programs that it has get a second name, not a second copy: most
+    of a population was in the one before."""
 
 
 def fill_checkpoint(
@@ -48,7 +52,7 @@ def fill_checkpoint(
     files = files or {}
     (folder / "programs").mkdir()
     for id, file in files.items():
-        shutil.copyfile(file, folder / "programs" / f"{id}.json")
+        _link_or_copy(file, folder, f"programs/{id}.json", earlier=options.earlier)
     for program in checkpoint.programs:
         if program.id not in files:
             _write_program(folder, program, place=place, options=options)
@@ -65,6 +69,17 @@ def fill_best(folder: Path, program: ProgramRecord, *, options: WriteOptions) ->
     _write_code(folder, program, options.suffix)
     info = {**_info(program, options), "parent_id": program.parent_id}
     _write_json(folder / "best_program_info.json", info, indent=2)
+
+
+def _link_or_copy(file: Path, folder: Path, name: str, *, earlier: Path | None) -> None:
+    """Never a link to `file` itself, which the run resumes from: people may edit checkpoints."""
+    if earlier is not None:
+        try:
+            os.link(f"{earlier}/{name}", f"{folder}/{name}")
+            return
+        except OSError:
+            pass  # it is new, or this file system has no links
+    shutil.copyfile(file, folder / name)
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -28,26 +28,20 @@ HINTS = {
 _OTHER_MODELS = "it belongs to command-line providers, which are not supported"
 _KEPT = "the run folder keeps programs and artifacts"
 
-_COMPARED = "programs repeat each other only by their code, up to layout and comments"
-
 NOT_BUILT = {
     "database.artifact_retention_days": _KEPT,
     "database.artifacts_base_path": _KEPT,
     "database.cleanup_old_artifacts": _KEPT,
     "database.db_path": _KEPT,
     "database.diversity_metric": "diversity is always measured the same way",
-    "database.embedding_model": _COMPARED,
     "database.in_memory": _KEPT,
     "database.max_snapshot_artifacts": "every parent's artifacts are shown",
-    "database.novelty_llm": _COMPARED,
-    "database.similarity_threshold": _COMPARED,
     "evaluator.cpu_limit": "write rookery.sandbox.cpu_s, in seconds",
     "llm.allow_all_tools": _OTHER_MODELS,
     "llm.init_client": "a config file cannot hold a function",
     "llm.max_ai_credits": _OTHER_MODELS,
     "llm.max_budget_usd": f"{_OTHER_MODELS}; write rookery.budget.max_usd",
     "llm.name": "write llm.primary_model",
-    "llm.reasoning_effort": "models are asked without it",
     "llm.system_message": "prompt.system_message is what models are told",
     "llm.weight": "write llm.primary_model_weight",
     "max_tasks_per_child": "every program is evaluated in a process of its own",

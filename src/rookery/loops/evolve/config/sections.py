@@ -70,11 +70,20 @@ class DatabaseConfig(Section):
     cleanup_old_artifacts: bool = True
     artifact_retention_days: int = 30
     max_snapshot_artifacts: int | None = 100
-    novelty_llm: object = None
+    novelty_llm: str | Literal[False] | None = None
+    """Who says whether a program that is similar to another is new all the same: a model of `llm`;
+    null: all of them by weight, as in OpenEvolve; false: nobody, what is similar is rejected."""
     embedding_model: str | None = None
+    """Compares programs by what they mean; null: by their code alone."""
     embedding_api_base: str | None = None
     """Else OPENAI_EMBEDDING_BASE_URL."""
     similarity_threshold: float = 0.99
+    """Cosine of two embeddings from which on a program is similar; 0 compares none."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether programs are compared by embedding; no cosine is above 1."""
+        return bool(self.embedding_model) and 0 < self.similarity_threshold <= 1
 
 
 class EvaluatorConfig(Section):

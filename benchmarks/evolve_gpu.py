@@ -1,0 +1,353 @@
+"""A small code model as a real proposer: evolve beside best_of_n and sequential at equal tokens.
+
+    python benchmarks/evolve_gpu.py --model FOLDER [--python PYTHON]          # starts a vLLM server
+    python benchmarks/evolve_gpu.py --model NAME --base-url http://127.0.0.1:8000/v1
+
+Meant for Qwen2.5-Coder-1.5B-Instruct on one GPU. The tasks are function_minimization and
+circle_packing (26 circles, zero tolerance), own ones in `evolve_tasks/`; where OPENEVOLVE_EXAMPLES
+names the `examples` folder of a checkout of OpenEvolve, its files of these names are used. Every
+task runs under three seeds. A run is the command `rookery evolve run` with both baselines: the
+evolution, then best_of_n, then sequential, each until it has spent the evolution's tokens. All runs
+go on at the same time against the one server.
+
+How the model is asked (diff or whole program, with or without another program in the prompt) is
+chosen on `bin_packing`, a task that is not reported: the way with the best mean score of two seeds,
+of equal ones the way with fewer failures. `--ask` names it instead.
+
+Generated programs run in the sandbox; where none works the output says so and they run without.
+Eight minutes on an H200, three of them the server's start. `--limit-s` ends the runs that are
+not done by then; what they have found is in the table, marked `cut`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evolve_arms import ARMS, Arm, Result, read_result, show_results, to_document
+
+from rookery.fleet import FleetConfig, LaunchConfig, open_fleet
+from rookery.sandbox import SandboxConfig, probe
+
+OWN_TASKS = Path(__file__).parent / "evolve_tasks"
+UNREPORTED = "bin_packing"
+MESSAGES = {
+    "bin_packing": (
+        "You are an expert in Python and in packing problems. The function pack(sizes, capacity) "
+        "puts items into bins. It is scored by how few bins it needs."
+    ),
+    "function_minimization": (
+        "You are an expert in Python and in optimization. The function search looks for the lowest "
+        "point of a function of two variables that has many dips, with few calls. It is scored by "
+        "how low the point is that it returns. Use the standard library and numpy only."
+    ),
+    "circle_packing": (
+        "You are an expert in Python and in geometry. The function pack() places 26 circles that "
+        "do not overlap in the unit square. It is scored by the sum of their radii; the best known "
+        "is 2.635. Use the standard library and numpy only."
+    ),
+}
+"""What the model is told of each task."""
+
+SHOWN = """It scores {score}.
+```{language}
+{program_snippet}
+```
+"""
+TEMPLATES = {
+    "diff_user": """The program below scores {fitness_score}. Higher is better.
+HISTORY
+# Current Program
+```{language}
+{current_program}
+```
+
+# Task
+Change the current program so that it scores higher. Answer with one SEARCH/REPLACE block:
+
+<<<<<<< SEARCH
+lines of the current program, copied exactly
+=======
+the lines that take their place
+>>>>>>> REPLACE
+""",
+    "full_rewrite_user": """The program below scores {fitness_score}. Higher is better.
+HISTORY
+# Current Program
+```{language}
+{current_program}
+```
+
+# Task
+Write a better version of the current program, with another idea. Keep the names and arguments of
+its functions. Answer with the complete program in one block:
+
+```{language}
+the whole new program
+```
+""",
+    "evolution_history": "{top_programs}",
+    "top_program": f"\n# Another Program\n{SHOWN}",
+    "inspirations_section": "",
+}
+"""Shorter than the shipped ones, which a model of this size loses its way in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the model is asked."""
+
+    is_diff: bool
+    has_history: bool
+
+
+WAYS = {
+    "whole": Way(is_diff=False, has_history=False),
+    "whole+history": Way(is_diff=False, has_history=True),
+    "diff": Way(is_diff=True, has_history=False),
+    "diff+history": Way(is_diff=True, has_history=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all runs share."""
+
+    url: str
+    model: str
+    folder: Path
+    sandbox: Mapping[str, Any]
+    in_flight: int
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    task: str
+    seed: int
+    way: str
+    iterations: int
+    has_baselines: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.way}-{self.seed}"
+
+
+def task_folder(task: str) -> Path:
+    examples = os.environ.get("OPENEVOLVE_EXAMPLES", "")
+    return Path(examples) / task if examples and task != UNREPORTED else OWN_TASKS / task
+
+
+def write_config(case: Case, setting: Setting) -> Path:
+    way = WAYS[case.way]
+    folder = setting.folder / case.name
+    (folder / "templates").mkdir(parents=True)
+    for name, text in TEMPLATES.items():
+        history = "{evolution_history}" if way.has_history else ""
+        (folder / "templates" / f"{name}.txt").write_text(text.replace("HISTORY", history))
+    config = {
+        "max_iterations": case.iterations,
+        "random_seed": case.seed,
+        "diff_based_evolution": way.is_diff,
+        "llm": {
+            "api_base": setting.url,
+            "models": [{"name": setting.model, "weight": 1.0}],
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "max_tokens": 1024,
+            "timeout": 120,
+        },
+        "prompt": {
+            "system_message": MESSAGES[case.task],
+            "template_dir": str(folder / "templates"),
+            "num_top_programs": 1,
+            "num_diverse_programs": 0,
+        },
+        "database": {"num_islands": 2, "population_size": 200, "migration_interval": 10},
+        "evaluator": {"timeout": 10},
+        "rookery": {
+            "in_flight": setting.in_flight,
+            "workers": setting.workers,
+            "baselines": list(ARMS[1:]) if case.has_baselines else [],
+            "sandbox": dict(setting.sandbox),
+        },
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def start(case: Case, setting: Setting) -> "subprocess.Popen[bytes]":
+    """The command, its output in a file."""
+    folder, problem = write_config(case, setting), task_folder(case.task)
+    command = [
+        sys.executable, "-m", "rookery", "evolve", "run",
+        str(problem / "initial_program.py"), str(problem / "evaluator.py"),
+        "-c", str(folder / "config.yaml"), "-o", str(folder / "run"),
+    ]  # fmt: skip
+    # A key that is meant for another server is not sent to this one.
+    environment = {**os.environ, "OPENAI_API_KEY": os.environ.get("VLLM_API_KEY", "")}
+    with (folder / "output.txt").open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+def run_all(cases: Sequence[Case], setting: Setting, *, limit_s: float) -> list[Result]:
+    """All at the same time; those that are not done after `limit_s` are ended."""
+    end = time.monotonic() + limit_s
+    processes = [start(case, setting) for case in cases]
+    results = []
+    try:
+        for case, process in zip(cases, processes, strict=True):
+            is_cut = False
+            try:
+                process.wait(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                is_cut = True
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=60)
+            folder = setting.folder / case.name
+            if process.returncode and not is_cut:
+                said = (folder / "output.txt").read_text(errors="replace")[-2000:]
+                raise SystemExit(f"{case.name} ended with {process.returncode}:\n{said}")
+            arms = ARMS if case.has_baselines else ARMS[:1]
+            result = read_result(folder / "run", arms=arms)
+            results.append(result.named(case.task, seed=case.seed, is_cut=is_cut))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def choose_way(setting: Setting, *, iterations: int, limit_s: float) -> str:
+    """Try every way on the unreported task."""
+    cases = [
+        Case(task=UNREPORTED, seed=seed, way=way, iterations=iterations, has_baselines=False)
+        for way in WAYS
+        for seed in (101, 102)
+    ]
+    results = run_all(cases, setting, limit_s=limit_s)
+    arms: dict[str, list[Arm]] = {}
+    for case, result in zip(cases, results, strict=True):
+        arms.setdefault(case.way, []).append(result.arms["evolve"])
+
+    def merit(way: str) -> tuple[float, int]:
+        return sum(arm.best for arm in arms[way]), -sum(arm.num_failed for arm in arms[way])
+
+    for way, tried in arms.items():
+        bests = ", ".join(f"{arm.best:.4f}" for arm in tried)
+        failed = ", ".join(f"{arm.num_failed} of {arm.num_iterations}" for arm in tried)
+        print(f"{UNREPORTED:22} {way:14} best {bests}  failed {failed}", flush=True)
+    return max(arms, key=merit)
+
+
+def python_paths() -> list[str]:
+    """Where packages come from by PYTHONPATH, made absolute for the runs too."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(Path(path).absolute()) for path in given if Path(path).exists()]
+    if paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return paths
+
+
+async def sandbox_settings(shown: Sequence[str]) -> dict[str, Any]:
+    """The folders of packages are shown inside. No sandbox where none works, and that is said."""
+    variables = ("PYTHONPATH",) if shown else ()
+    config = SandboxConfig(variables=variables, readable=tuple(map(Path, shown)))
+    probes = await probe(config)
+    settings: dict[str, Any] = {"variables": list(variables), "read_paths": list(shown)}
+    if works := [each.backend for each in probes if each.works]:
+        print(f"generated programs run in {works[0]}", flush=True)
+        return settings
+    reasons = "; ".join(f"{each.backend}: {each.reason}" for each in probes)
+    print(f"generated programs run WITHOUT A SANDBOX (--unsafe). {reasons}", flush=True)
+    return settings | {"backend": "none"}
+
+
+@asynccontextmanager
+async def open_server(options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
+    """The URL and the model's name there."""
+    if options.base_url:
+        yield options.base_url.rstrip("/"), options.model
+        return
+    launch = LaunchConfig(
+        model=options.model,
+        python=options.python,
+        replicas=1,
+        max_loras=0,
+        max_model_len=8192,
+        max_num_seqs=256,
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    began = time.monotonic()
+    async with open_fleet(FleetConfig(launch=launch)) as fleet:
+        [replica] = fleet.pool.replicas
+        print(f"the server is up after {time.monotonic() - began:.0f} s", flush=True)
+        yield f"{replica.url}/v1", replica.capabilities.model
+
+
+def measure(setting: Setting, options: argparse.Namespace) -> None:
+    began = time.monotonic()
+    way = options.ask
+    if way == "chosen":
+        way = choose_way(setting, iterations=options.choose_iterations, limit_s=options.limit_s)
+    print(f"asked this way: {way}", flush=True)
+    cases = [
+        Case(task=task, seed=seed, way=way, iterations=options.iterations, has_baselines=True)
+        for task in MESSAGES
+        if task != UNREPORTED
+        for seed in options.seeds
+    ]
+    left_s = options.limit_s - (time.monotonic() - began)
+    results = run_all(cases, setting, limit_s=left_s)
+    print(show_results(results))
+    print(f"{time.monotonic() - began:.0f} s without the server's start")
+    if options.out:
+        document = {"asked": way, "model": setting.model, "results": to_document(results)}
+        options.out.write_text(json.dumps(document, indent=1))
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a folder, or its name at --base-url")
+    parser.add_argument("--base-url", help="of a server that is up, with /v1")
+    parser.add_argument("--python", default=sys.executable, help="that has vLLM")
+    parser.add_argument("--ask", default="chosen", choices=("chosen", *WAYS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--iterations", type=int, default=80, help="of an evolution")
+    parser.add_argument("--choose-iterations", type=int, default=32)
+    parser.add_argument("--in-flight", type=int, default=16, help="model calls of one run")
+    parser.add_argument("--workers", type=int, default=2, help="evaluations of one run")
+    parser.add_argument("--limit-s", type=float, default=360.0, help="for all runs")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept")
+    parser.add_argument("--out", type=Path, help="the results as JSON")
+    options = parser.parse_args()
+    sandbox = await sandbox_settings(python_paths())
+    with tempfile.TemporaryDirectory() as scratch:
+        async with open_server(options) as (url, model):
+            setting = Setting(
+                url=url,
+                model=model,
+                folder=(options.folder or Path(scratch)).absolute(),
+                sandbox=sandbox,
+                in_flight=options.in_flight,
+                workers=options.workers,
+            )
+            await asyncio.to_thread(measure, setting, options)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

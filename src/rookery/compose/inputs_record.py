@@ -1,0 +1,38 @@
+"""What a run was started on: it does not go on with other tasks under the same names."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from rookery.errors import RunError
+from rookery.runs import Run
+
+__all__ = ["digest", "require_same_inputs"]
+
+FILE = "inputs.json"
+
+
+def digest(records: Iterable[object]) -> str:
+    """Of records whose `repr` says all they hold, in their order."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for record in records:
+        hashed.update(repr(record).encode("utf-8", "surrogatepass"))
+        hashed.update(b"\n")
+    return hashed.hexdigest()
+
+
+def require_same_inputs(run: Run, digests: Mapping[str, str]) -> None:
+    """Record the digests of a new run's data, by name; refuse a resume where they are others.
+
+    The recorded answers are known by the ids of their tasks: a task that changed under its id would
+    be reported with the answers to another question.
+    """
+    if not (run.path / FILE).exists():
+        run.write_json(FILE, dict(digests))
+        return
+    known: dict[str, str] = run.read_json(FILE)
+    changed = sorted(name for name in known | dict(digests) if known.get(name) != digests.get(name))
+    if changed:
+        raise RunError(
+            f"The data of {', '.join(changed)} changed since {run.path} was started, and its "
+            "recorded answers are to the former ones: put the former data back, or start a new run."
+        )

@@ -1,0 +1,60 @@
+"""A LoRA adapter as the policy: served beside the base model, versions next to one another."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, Evaluate, SavedWeights
+from rookery.ports import Engine
+from rookery.train import LoraTrainer
+from rookery.types import Adapter, ModelRef
+from rookery.weights import read_adapter
+
+__all__ = ["AdapterPolicy"]
+
+
+class AdapterPolicy:
+    """The PolicyWeights of an adapter. The reference is a trainee of the same trainer."""
+
+    folder_name = LoraTrainer.folder_name
+    start: Path | None = None
+
+    def __init__(
+        self, trainer: LoraTrainer, *, start: Adapter, engine: Engine, has_reference: bool
+    ) -> None:
+        """`trainer` publishes to the engine."""
+        self.trainer = self.reference = trainer
+        self._engine = engine
+        trainer.add(POLICY, start)
+        if has_reference:
+            trainer.add(REFERENCE, start)
+
+    async def version(self) -> str:
+        adapter = await asyncio.to_thread(self.trainer.adapter, POLICY)
+        return adapter.version
+
+    async def write(self, folder: Path) -> None:
+        await self.trainer.export(POLICY, folder)
+
+    async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
+        loaded: list[ModelRef] = []
+        refs: dict[str, ModelRef] = {}
+        try:
+            for name, weights in saved.items():
+                if weights is None:
+                    refs[name] = self._engine.base
+                    continue
+                adapter = await asyncio.to_thread(_read, weights)
+                refs[name] = await self._engine.load(adapter)
+                loaded.append(refs[name])
+            await evaluate(refs)
+        finally:
+            for ref in loaded:
+                await self._engine.unload(ref)
+
+
+def _read(saved: SavedWeights) -> Adapter:
+    adapter = read_adapter(saved.folder)
+    saved.require(adapter.version)
+    return replace(adapter, name=POLICY)

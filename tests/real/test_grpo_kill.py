@@ -1,0 +1,96 @@
+"""A grpo run that is killed at every point of its way, again and again, ends with the same weights.
+
+Adapters and whole models, drawn before or while training. Some minutes on an idle core:
+
+    pytest tests/real/test_grpo_kill.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loops import training
+from loops.test_grpo_resume import check_same, final_weights, make_run, trained_positions
+from loops.training import Inputs, clockless, run_training
+from tiny import write_tiny_model
+
+from rookery.runs import Run
+from rookery.slots import load_model
+
+UNIT = Path(training.__file__).parents[1]
+SOURCE = UNIT.parents[1] / "src"
+FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "full": FULL, "shared": {**FULL, "share": True}}
+LONG = {"steps": 16, "save_every": 2}
+
+POINTS = [
+    ("after sample", 2),
+    ("reward", 9),
+    ("before append batch", 2),  # the rollouts are on disk, and no event names them
+    ("after append batch", 2),
+    ("before forward_backward", 2),
+    ("after forward_backward", 2),
+    ("before optim_step", 2),
+    ("after optim_step", 3),  # the weights have moved, and nobody was told
+    ("before publish", 3),
+    ("after publish", 3),
+    ("after append_many", 4),
+    ("after save", 1),  # a checkpoint: the state is written aside,
+    ("after replace_folder", 1),  # the state has its place,
+    ("after export", 1),  # the weights are written aside,
+    ("before replace_folder", 2),
+    ("before append checkpoint", 1),  # all is there, and no event names it
+    ("after append checkpoint", 1),
+]
+"""Each is passed in the process that goes on after the one before was killed."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("grpo")
+    rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Inputs(model=write_tiny_model(folder / "model"), tasks=folder / "tasks.jsonl")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_killed_at_every_point(
+    inputs: Inputs, tmp_path: Path, kind: str, staleness: int
+) -> None:
+    changes = {**LONG, **KINDS[kind], "staleness": staleness}
+    model = load_model(inputs.model)
+    with make_run(tmp_path, "whole") as run:
+        result = await run_training(run, inputs, model=model, **changes)
+        expected = final_weights(run), trained_positions(run), clockless(result.report)
+    make_run(tmp_path, "killed").close()
+    for point, number in POINTS:
+        code = run_until(tmp_path, inputs, changes, point, number)
+        assert code == -signal.SIGKILL, f"the run ended before it came to {point!r}"
+    with Run.open(tmp_path / "killed") as run:
+        assert len(trained_positions(run)) < 16  # it was killed on its way
+        again = await run_training(run, inputs, model=model, **changes)
+        check_same(run, again, expected)
+
+
+def run_until(
+    folder: Path, inputs: Inputs, changes: dict[str, Any], point: str, number: int
+) -> int:
+    """Go on with the run in a process that is killed at the point; its exit code."""
+    options = {
+        "inputs": [str(inputs.model), str(inputs.tasks)],
+        "changes": changes,
+        "kill": [point, number],
+    }
+    (folder / "inputs.json").write_text(json.dumps(options))
+    environment = os.environ | {"PYTHONPATH": f"{UNIT}:{SOURCE}", "OMP_NUM_THREADS": "1"}
+    if point == "reward":
+        environment["KILL_IN_REWARD"] = str(number)
+    command = [sys.executable, training.__file__, str(folder), "killed"]
+    return subprocess.run(command, env=environment, check=False, timeout=600).returncode

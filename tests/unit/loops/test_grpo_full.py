@@ -1,0 +1,141 @@
+"""The grpo loop over all weights of a model: what it serves, keeps and goes on from."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops.training import Inputs, run_training
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rookery.errors import RunError
+from rookery.loops.grpo import Step, Watcher
+from rookery.runs import Run
+from rookery.slots import SlottedModel
+
+FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
+SHARED = {**FULL, "share": True}
+
+
+class StopHereError(Exception):
+    """Ends a run on its way."""
+
+
+def stop(_: object) -> None:
+    raise StopHereError
+
+
+def is_by_rows() -> bool:
+    """Whether torch computes a row alike beside any others, on which exactness rests."""
+    x, weight = torch.randn(64, 32), torch.randn(48, 32)
+    whole = torch.nn.functional.linear(x, weight)
+    return all(
+        torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in (2, 7, 33)
+    )
+
+
+def make_run(folder: Path, name: str = "x") -> Run:
+    return Run.create(folder, kind="grpo", config={}, name=name)
+
+
+class Replacements:
+    """Counts how often the engine was given other weights."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, part: Any) -> Any:
+        if not hasattr(part, "replace_base"):
+            return part
+        replace_base = part.replace_base
+
+        async def counted(weights: Any) -> Any:
+            self.names.append(weights.name)
+            return await replace_base(weights)
+
+        part.replace_base = counted
+        return part
+
+
+@pytest.mark.parametrize("changes", [FULL, SHARED], ids=["own", "shared"])
+async def test_a_run_trains_the_model_itself(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    steps: list[Step] = []
+    replacements = Replacements()
+    with make_run(tmp_path) as run:
+        result = await run_training(
+            run, grpo_inputs, model=plain_model, wrap=replacements,
+            watcher=Watcher(on_step=steps.append), **changes,
+        )  # fmt: skip
+        served = [event.payload["model"] for event in run.events("batch")]
+    assert [row.name for row in result.report.rows] == ["trained", "base model"]
+    assert result.report.model == ("tiny" if "share" in changes else str(grpo_inputs.model))
+    gaps = [step.metrics["grpo/logprob_gap"] for step in steps]
+    assert all(gap < 1e-5 for gap in gaps)
+    if "share" in changes and is_by_rows():
+        assert gaps == [0.0] * 5
+    assert len(set(served)) == 5  # a version for each step
+    # Shared weights are never handed over; only what the report compares is.
+    num_published = 0 if "share" in changes else 6
+    assert replacements.names == ["policy"] * (num_published + 1) + ["base"]
+
+
+async def test_checkpoints_are_folders_that_transformers_loads(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
+) -> None:
+    with make_run(tmp_path) as run:
+        result = await run_training(run, grpo_inputs, model=plain_model, keep=9, **SHARED)
+        names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert names == [f"{kind}_{step}" for kind in ("step", "trainer_step") for step in (2, 4, 5)]
+    folder = tmp_path / "x/checkpoints/step_5"
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    moved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(grpo_inputs.model).state_dict()
+    assert all(not torch.equal(moved[name], start[name]) for name in start)
+    assert AutoTokenizer.from_pretrained(result.trained)("w7").input_ids == [7]
+
+
+async def test_only_the_newest_states_are_kept(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
+) -> None:
+    """Also where the best checkpoint is an older one, which is kept without its state."""
+    with make_run(tmp_path) as run:
+        result = await run_training(run, grpo_inputs, model=plain_model, **SHARED)
+        names = {path.name for path in (run.path / "checkpoints").iterdir()}
+    best = result.report.chosen_step
+    assert names == {"trainer_step_5"} | {f"step_{step}" for step in {5, best} - {0}}
+
+
+async def test_chosen_layers_and_layers_computed_again(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
+) -> None:
+    changes = {**SHARED, "full": {"layers": 1}, "trainer": {"checkpoint_layers": True}}
+    with make_run(tmp_path) as run:
+        await run_training(run, grpo_inputs, model=plain_model, **changes)
+    moved = load_file(tmp_path / "x/checkpoints/step_5/model.safetensors")
+    start = load_file(grpo_inputs.model / "model.safetensors")
+    changed = {name for name in start if not torch.equal(moved[name], start[name])}
+    assert changed and all(".layers.3." in name for name in changed)
+
+
+async def test_a_run_goes_on_from_the_model_it_began_with_only(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path
+) -> None:
+    """The folder is the user's: other weights there are found before a step is taken."""
+    model = tmp_path / "model"
+    shutil.copytree(grpo_inputs.model, model)
+    inputs = Inputs(model=model, tasks=grpo_inputs.tasks)
+    file = model / "model.safetensors"
+    with make_run(tmp_path) as run, pytest.raises(StopHereError):
+        await run_training(run, inputs, model=plain_model, watcher=Watcher(on_step=stop), **SHARED)
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    with (
+        Run.open(tmp_path / "x") as run,
+        pytest.raises(RunError, match="does not hold the weights that the run has recorded"),
+    ):
+        await run_training(run, inputs, model=plain_model, **SHARED)
