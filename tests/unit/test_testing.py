@@ -180,7 +180,8 @@ async def test_a_trainer_learns_one_number_and_remembers_it(tmp_path: Path) -> N
     )
     request = TrainRequest(trainee="policy", data=(datum, datum), loss="grpo")
     [output] = await trainer.forward_backward([request])
-    assert output.metrics == {"train/num_data": 2.0}
+    loss = -sum(sum(values) for values in output.logprobs)
+    assert output.metrics == {"train/num_data": 2.0, "train/loss_sum": pytest.approx(loss)}
     assert trainer.trainees["policy"] == FakeTrainee(gradient=3.0)
     assert [len(values) for values in output.logprobs] == [2, 2]
     await trainer.save("policy", tmp_path / "state")
