@@ -1,5 +1,6 @@
 """An engine and a trainer on one exact model: log-probabilities are equal bit for bit."""
 
+import platform
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +30,8 @@ PARAMS = SamplingParams(n=3, max_tokens=20, seed=5, temperature=0.8, ignore_eos=
 @pytest.fixture(scope="module", autouse=True)
 def _product_by_rows() -> None:
     """What exactness rests on; where it does not hold, nothing is promised."""
+    if platform.machine() != "aarch64":
+        pytest.skip("the products of other CPUs were seen to depend on the rows beside")
     x, weight = torch.randn(64, 32), torch.randn(48, 32)
     whole = functional.linear(x, weight)
     if any(not torch.equal(functional.linear(x[:n], weight), whole[:n]) for n in (2, 3, 7, 33)):
