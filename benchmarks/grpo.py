@@ -40,6 +40,7 @@ SPLITS = {"search": 0.6, "select": 0.35, "report": 0.05}
 VARIANTS: dict[str, dict[str, Any]] = {
     "rank 8": {},
     "rank 1": {"lora": {"rank": 1, "alpha": 2}},
+    "full": {"full": True, "learning_rate": 3e-5},
     "shuffled": {"advantages": "shuffled"},
     "publish off": {"publish_every": STEPS},
 }
