@@ -95,9 +95,9 @@ def train(folder: Path, variant: str, seed: int) -> Learned:
     report = outcome.report
     start, end = (checkpoint.mean for checkpoint in report.checkpoints)
     rewards = [step.metrics["reward/mean"] for step in report.steps[-10:]]
-    first, last = (
-        step.metrics["grpo/logprob_drift"] or 0.0 for step in (report.steps[0], report.steps[-1])
-    )
+    # A step without a group that teaches, as when a control knows nothing any more, has no gap.
+    steps = [step for step in report.steps if "grpo/logprob_drift" in step.metrics]
+    first, last = (step.metrics["grpo/logprob_drift"] or 0.0 for step in (steps[0], steps[-1]))
     assert start is not None and end is not None and report.seconds is not None
     drawn = fmean(reward for reward in rewards if reward is not None)
     return Learned(start, end, drawn, first, last, report.seconds)
@@ -128,7 +128,7 @@ def learn(
 
 def learning_bars(found: dict[str, list[Learned]]) -> Iterator[Bar]:
     gains = {name: [one.gain for one in runs] for name, runs in found.items()}
-    for name in gains.keys() & {"rank 8", "rank 1", "full"}:
+    for name in (name for name in ("rank 8", "rank 1", "full") if name in gains):
         least = min(gains[name])
         yield Bar(f"{name}: least gain", f"{least:+.3f}", "+0.150", least >= 0.15)
     if {"rank 1", "full"} <= gains.keys():
