@@ -152,7 +152,9 @@ def compare_passes(trl: Trl, folder: Path, count: int, length: int) -> Rates:
         ours.append(time.perf_counter() - began)
         theirs.append(trl.ask(dict(question))["seconds"])
     # The first round of each warms up.
-    return Rates(count * length / min(ours[1:]), count * length / min(theirs[1:]))
+    rates = Rates(count * length / min(ours[1:]), count * length / min(theirs[1:]))
+    print(f"{count} x {length}: {rates.ours:.0f} and {rates.theirs:.0f} tokens/s", flush=True)
+    return rates
 
 
 def datum(tokens: list[int], num_prompt: int, place: int) -> Datum:
