@@ -48,6 +48,9 @@ def train(folder: Path, name: str, **values: object) -> GrpoReport:
     ).report  # fmt: skip
 
 
+@pytest.mark.skipif(
+    not os.environ.get("ROOKERY_LONG"), reason="takes minutes: set ROOKERY_LONG, or make test-real"
+)
 def test_all_weights_learn_from_the_reward(folder: Path) -> None:
     """By 0.15 on average over three seeds, on tasks that were not trained on."""
     gains = []

@@ -2,7 +2,7 @@
 
 Adapters and whole models, drawn before or while training. Some minutes on an idle core:
 
-    pytest tests/real/test_grpo_kill.py
+    ROOKERY_LONG=1 pytest tests/real/test_grpo_kill.py
 """
 
 import json
@@ -21,6 +21,10 @@ from tiny import write_tiny_model
 
 from rookery.runs import Run
 from rookery.slots import load_model
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("ROOKERY_LONG"), reason="takes minutes: set ROOKERY_LONG, or make test-real"
+)
 
 UNIT = Path(training.__file__).parents[1]
 SOURCE = UNIT.parents[1] / "src"
