@@ -27,7 +27,7 @@ NUM_SKIPPED = 400
 def make_addition(folder: Path, *, num_tasks: int = 1000, seed: int = 0) -> None:
     """Write `model`, half trained, and `tasks.jsonl`: the answer to 12+34= is 64, last digit first.
 
-    With seed 0 the model answers 0.55 of the tasks greedily.
+    With seed 0 the model answers 0.56 of the tasks greedily.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(f"tasks/{seed}").shuffle(pairs)
