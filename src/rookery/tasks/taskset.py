@@ -394,7 +394,6 @@ def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
     elif isinstance(config, HfConfig) and (folder / config.dataset).exists():
         update["dataset"] = str((folder / config.dataset).resolve())
     if isinstance(config.scorer, PythonConfig):
-        update["scorer"] = PythonConfig(
-            function=function_from_folder(config.scorer.function, folder)
-        )
+        function = function_from_folder(config.scorer.function, folder)
+        update["scorer"] = PythonConfig(function=function)
     return config.model_copy(update=update)
