@@ -139,8 +139,10 @@ class ForkServer:
             answer = await self._watched(run, config)
             run.disarm()
             num_kills = self._num_oom_kills()
-            if answer is None or answer["is_stopped"] != (run.stopped is not None):
-                # It died, or the order to stop came late and would be read as a request.
+            if answer is None or answer["is_worn"]:
+                await self.close()
+            elif answer["is_stopped"] != (run.stopped is not None):
+                # The order to stop came late and would be read as a request.
                 await self.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_S):

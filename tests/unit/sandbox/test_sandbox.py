@@ -85,16 +85,19 @@ async def test_a_timeout_ends_the_candidate_only(tmp_path: Path) -> None:
 
 
 async def test_a_dead_server_is_started_again(sandbox: Sandbox) -> None:
-    """In `unsafe` a candidate can kill the server: its own evaluation fails, the next does not."""
+    """In `unsafe` a candidate can kill the server: its own evaluation fails, the next does not, and
+    does not find what the first one wrote."""
     text = """
 import os, signal
+open("left", "w").close()
 for pid in (os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().split()[3])):
     os.kill(pid, signal.SIGSTOP)
 os.kill(pid, signal.SIGKILL)
 """
     outcome = await sandbox.evaluate(text)
     assert outcome.failure is not None and outcome.failure.kind == "killed"
-    assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
+    listing = "import os; metrics = {'num_files': len(os.listdir())}"
+    assert (await sandbox.evaluate(listing)).metrics == {"num_files": 1}
 
 
 async def test_cpu_time_is_counted_per_candidate(tmp_path: Path) -> None:
