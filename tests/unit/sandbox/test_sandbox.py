@@ -58,6 +58,18 @@ async def test_candidates_do_not_share_state(sandbox: Sandbox) -> None:
         assert (await sandbox.evaluate(text)).metrics == {"seen": False}
 
 
+async def test_names_of_temporary_folders_are_in_no_result(sandbox: Sandbox) -> None:
+    """They would enter prompts: two runs of one config would ask different questions."""
+    text = """
+import evaluation_module, os
+print(os.getcwd())
+metrics = {'cwd': os.getcwd(), 'file': evaluation_module.__file__}
+"""
+    outcome = await sandbox.evaluate(text)
+    assert outcome.metrics == {"cwd": "/tmp", "file": "/rookery/evaluator/evaluator.py"}
+    assert outcome.output_tail == "/tmp\n"
+
+
 async def test_many_callers_take_turns(sandbox: Sandbox) -> None:
     texts = [f"metrics = {{'s': {number}}}" for number in range(8)]
     outcomes = await asyncio.gather(*map(sandbox.evaluate, texts))
