@@ -112,10 +112,22 @@ class Spending:
     """Attempts with an answer whose tokens the model did not report."""
     evaluation_s: float = 0.0
     num_lost: int = 0
+    dearest_prompt_tokens: int = 0
+    dearest_completion_tokens: int = 0
+    """The most of one attempt."""
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    def add_attempt(self, *stages: Generated | Evaluated) -> None:
+        """What one attempt cost, with all its stages."""
+        for stage in stages:
+            self.add(stage)
+        prompt = sum(stage.prompt_tokens or 0 for stage in stages)
+        completion = sum(stage.completion_tokens or 0 for stage in stages)
+        self.dearest_prompt_tokens = max(self.dearest_prompt_tokens, prompt)
+        self.dearest_completion_tokens = max(self.dearest_completion_tokens, completion)
 
     def add(self, stage: Generated | Evaluated) -> None:
         if stage.prompt_tokens is None or stage.completion_tokens is None:
@@ -209,9 +221,8 @@ class SearchState:
         self.staleness[self.num_decided - planned.num_decided] += 1
         self.num_decided += 1
         self.elapsed_s = max(self.elapsed_s, decision.elapsed_s)
-        self.spending.add(generated)
+        self.spending.add_attempt(generated, *([evaluated] if evaluated else []))
         if evaluated is not None:
-            self.spending.add(evaluated)
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
             self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan
