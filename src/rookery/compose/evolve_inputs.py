@@ -86,7 +86,7 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     if own.checkpoint is not None:
         programs += read_checkpoint(Path(own.checkpoint)).programs
     spec = evaluation_spec(
-        settings, evaluator=config.evaluator, suffix=firsts[0].suffix, output=config.output
+        settings, evaluator=config.evaluator, first=firsts[0], output=config.output
     )
     warnings = [warning for first in firsts for warning in first.warnings]
     if own.sandbox.backend == "none":

@@ -27,7 +27,6 @@ from rookery.loops.evolve.first_programs import (
     tell_first_programs,
 )
 from rookery.loops.evolve.hub import Hub
-from rookery.loops.evolve.language import suffix_of
 from rookery.loops.evolve.outputs import Outputs, open_outputs
 from rookery.loops.evolve.parts import Providers, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
@@ -96,7 +95,7 @@ async def _evolve(
     state = open_state(config, database=None, seed=seed, arms=arms)
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
-    outputs = Outputs(config, run=run, store=parts.store, state=state, suffix=_suffix(programs))
+    outputs = Outputs(config, run=run, store=parts.store, state=state, first=programs[0])
     await outputs.ensure_best()
     hub = Hub(parts, state, num_attempts=config.max_iterations, outputs=outputs)
     async with open_outputs(outputs):
@@ -117,8 +116,3 @@ async def _seed(config: EvolveConfig, run: Run) -> int:
     drawn = stream_seed(0, run.name, str(run.created.time_s))
     event = await run.append("seed", {"seed": drawn}, key="seed")
     return int(event.payload["seed"])
-
-
-def _suffix(programs: Sequence[FirstProgram | ProgramRecord]) -> str:
-    first = programs[0]
-    return first.suffix if isinstance(first, FirstProgram) else suffix_of(first.language)
