@@ -164,7 +164,7 @@ class Hub:
         num_begun = self._state.num_decided + len(self._open)
         if num_begun >= self._num_attempts:
             return
-        reason = self._state.stopping.reason
+        reason = self._state.stop_reason
         # Decisions of earlier sessions are told first, however little the budget is now.
         if not reason and not self._num_recorded:
             reason = self._find_hours_over() or ("" if self._open else self._find_exhausted())

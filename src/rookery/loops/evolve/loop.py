@@ -59,13 +59,15 @@ async def evolve(
     run: Run,
     watcher: Watcher = UNWATCHED,
     embedder: Embedder | None = None,
+    extended_from: int = 0,
 ) -> EvolveResult:
     """Evolve the programs until the iterations are done, or a target, a budget or patience ends it.
 
     Call it again with the same run to resume. `models` has the arms by the names that `llm.models`
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
-    `embedder` is the config's `database.embedding_model`.
+    `embedder` is the config's `database.embedding_model`. `extended_from` is how many attempts were
+    decided when the run had finished and more were asked for.
     """
     programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
@@ -80,19 +82,22 @@ async def evolve(
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
-        return await _evolve(config, programs, providers)
+        return await _evolve(config, programs, providers, extended_from=extended_from)
 
 
 async def _evolve(
     config: EvolveConfig,
     programs: Sequence[FirstProgram | ProgramRecord],
     providers: Providers,
+    *,
+    extended_from: int,
 ) -> EvolveResult:
     run = providers.run
     seed = await _seed(config, run)
     arms = list_arms(config, providers.models)
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
+    state.extended_from = extended_from
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
     outputs = Outputs(config, run=run, store=parts.store, state=state, first=programs[0])

@@ -27,7 +27,7 @@ from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
 from rookery.search.programs.program import Member, ProgramRecord
-from rookery.search.programs.stopping import Stopping, StoppingConfig, advance
+from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
     "Ancestor",
@@ -153,6 +153,9 @@ class SearchState:
     uncompared: FailureCount | None = None
     """Programs that could not be compared by embedding."""
     stopping: Stopping = field(default_factory=Stopping)
+    extended_from: int = 0
+    """Attempts decided when the run had finished and more were asked for: what ended it then does
+    not end it now."""
     ancestors: dict[str, Ancestor] = field(default_factory=dict)
     curve: list[Improvement] = field(default_factory=list)
     failures: dict[str, FailureCount] = field(default_factory=dict)
@@ -169,6 +172,11 @@ class SearchState:
         best = self.database.best
         assert best is not None, "first programs are told before anything else"
         return best
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the search should stop; empty while it should not."""
+        return self.stopping.reason if self.num_decided >= self.extended_from else ""
 
     def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
         """Take in a program that the evolution starts from."""
@@ -216,6 +224,12 @@ class SearchState:
 
     def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
         """Take in how an attempt ended; its program, if it gave one."""
+        member = self._tell(attempt, stages, decision)
+        if self.num_decided == self.extended_from:
+            self.stopping = begin_again(self.stopping, self.best, config=self.stopping_config)
+        return member
+
+    def _tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
         planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
         assert planned is not None and generated is not None
         self.staleness[self.num_decided - planned.num_decided] += 1
