@@ -211,13 +211,14 @@ def test_the_same_command_goes_on_with_an_extension(
 
 @pytest.mark.parametrize("name", ["program.py", "evaluator.py"])
 def test_a_run_does_not_go_on_with_another_evaluator_or_program(
-    rookery: Command, refused: Command, problem: Path, model: Scripted, name: str
+    rookery: Command, problem: Path, model: Scripted, name: str
 ) -> None:
     assert rookery(*RUN, "-i", 1, *model.flags).code == 0
     with (problem / name).open("a") as file:
         file.write("# changed\n")
     before = model.stats()["calls"]
-    assert f"{name} changed since" in refused(*RUN, "-i", 1, *model.flags).words
+    ended = rookery(*RUN, "-i", 1, *model.flags)
+    assert ended.code == 2 and f"{name} changed since" in ended.words
     assert model.stats()["calls"] == before
     with Run.view(problem / "openevolve_output") as run:
         assert run.status == "finished", "as it was"
