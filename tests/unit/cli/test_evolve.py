@@ -135,6 +135,14 @@ def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scri
     assert not (problem / "openevolve_output").exists()
 
 
+def test_check_takes_the_flags_of_places(rookery: Command, problem: Path, model: Scripted) -> None:
+    """Also where the config says otherwise: the flag goes before it."""
+    (problem / "config.yaml").write_text("evaluator: {distributed: true}\n")
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
+    ended = rookery(*check, "--executor", "local", "--in-flight", 2, *model.flags)
+    assert ended.code == 0 and "workers: local/0" in ended.words, ended
+
+
 def test_check_embeds_once_where_programs_are_compared(
     rookery: Command, problem: Path, model: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
