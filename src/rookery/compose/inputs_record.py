@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from rookery.errors import RunError
-from rookery.runs import Run
+from rookery.runs import Run, RunView
 
-__all__ = ["digest", "require_same_inputs"]
+__all__ = ["check_inputs", "digest", "require_same_inputs"]
 
 FILE = "inputs.json"
 
@@ -29,10 +30,21 @@ def require_same_inputs(run: Run, digests: Mapping[str, str]) -> None:
     if not (run.path / FILE).exists():
         run.write_json(FILE, dict(digests))
         return
+    _compare(run, digests)
+
+
+def check_inputs(folder: Path, digests: Mapping[str, str]) -> None:
+    """The same for a run that is not open yet, if there is one: a refusal leaves it as it was."""
+    if (folder / FILE).exists():
+        with Run.view(folder) as run:
+            _compare(run, digests)
+
+
+def _compare(run: RunView, digests: Mapping[str, str]) -> None:
     known: dict[str, str] = run.read_json(FILE)
     changed = sorted(name for name in known | dict(digests) if known.get(name) != digests.get(name))
     if changed:
         raise RunError(
-            f"The data of {', '.join(changed)} changed since {run.path} was started, and its "
-            "recorded answers are to the former ones: put the former data back, or start a new run."
+            f"The data of {', '.join(changed)} changed since {run.path} was started, and what it "
+            "recorded belongs to the former: put the former data back, or start a new run."
         )
