@@ -1,6 +1,7 @@
 """`rookery grpo run` on a tiny config, from end to end, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,21 @@ def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[s
     if "--loss" in flags:
         assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
         assert report["steps"][1]["metrics"]["train/kl"] > 0
+
+
+def test_files_of_flags_are_taken_from_here(
+    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = config / "here"
+    shutil.copytree(config / "a", here / "start")
+    (here / "own.py").write_text(REWARD)
+    monkeypatch.chdir(here)
+    function = ("--tasksets.0.scorer.function", "own.py:reward")
+    words = ("grpo", "run", "../g.yaml", "--name", "x", "--init-from", "start", *function)
+    assert rookery(*words).code == 0
+    made = json.loads((here / "runs/x/config.json").read_text())
+    assert made["init_from"] == str(here / "start")
+    assert made["tasksets"][0]["scorer"]["function"] == f"{here / 'own.py'}:reward"
 
 
 def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, config: Path) -> None:
