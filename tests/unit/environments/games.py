@@ -74,6 +74,16 @@ async def returns_text(_: Task, chat: Chat) -> str:
     return await chat("a")
 
 
+async def returns_huge(_: Task, chat: Chat) -> int:
+    await chat("a")
+    return int(10**5000)
+
+
+async def returns_nameless(_: Task, chat: Chat) -> dict[str, float]:
+    await chat("a")
+    return {"reward": 1.0, "moves//legal": 1.0}
+
+
 async def returns_no_reward(_: Task, chat: Chat) -> dict[str, float]:
     await chat("a")
     return {"score": 1.0}

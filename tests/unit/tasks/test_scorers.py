@@ -331,6 +331,7 @@ class Callable:
 instance = Callable()
 def nothing(task, completion): return None
 def nan(task, completion): return float("nan")
+def huge(task, completion): return 10**5000
 def text(task, completion): return "1.0"
 def fails(task, completion): raise KeyError("colour")
 not_a_function = 3
@@ -365,6 +366,7 @@ async def test_python(
     [
         ("nothing", r"my_rewards\.py:nothing returned None \(NoneType\); return a finite number"),
         ("nan", "returned nan"),
+        ("huge", r"a number of more than 300 digits \(int\)"),
         ("text", r"returned '1\.0' \(str\)"),
         ("fails", "my_rewards.py:fails failed: 'colour'"),
     ],
