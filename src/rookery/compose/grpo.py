@@ -11,7 +11,7 @@ from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan
 from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
-from rookery.compose.inputs_record import digest, require_same_inputs
+from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -29,6 +29,7 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
+from rookery.errors import ModelError, boundary
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
@@ -89,12 +90,23 @@ async def _train(
             make_policy = await _checked_policy(config, files, engine, model, processes)
             await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
-                digests = {each.name: digest(each.tasks) for each in files.tasksets}
-                await run_in_thread(require_same_inputs, run, digests)
+                await run_in_thread(_require_same_files, run, files)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
                 outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
+
+
+def _require_same_files(run: Run, files: GrpoFiles) -> None:
+    """A run goes on with the tasks and the model that it was started on. An adapter to begin with
+    is in the run itself."""
+    models = {"the model": files.folder.path}
+    if files.start != files.folder.path:
+        models["init_from"] = files.start
+    tasks = {each.name: digest(each.tasks) for each in files.tasksets}
+    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
+        digests = {name: digest_model(folder) for name, folder in models.items()}
+    require_same_inputs(run, tasks | digests)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -117,6 +118,16 @@ def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[s
     if "--loss" in flags:
         assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
         assert report["steps"][1]["metrics"]["train/kl"] > 0
+
+
+def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
+    shutil.copytree(config / "tiny", config / "own")
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--engine.model", "own").code == 0
+    weights = config / "own" / "model.safetensors"
+    changed = {name: 1.01 * tensor for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "The data of the model changed since" in ended.words
 
 
 def test_files_of_flags_are_taken_from_here(
