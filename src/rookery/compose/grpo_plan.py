@@ -3,7 +3,8 @@
     plan = plan_grpo("configs/grpo_addition.yaml")
     plan.total_bytes, plan.fits, [(row.name, row.num_bytes) for row in plan.rows]
 
-Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`.
+Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`, or with
+all that a game may draw (`environment.max_tokens`), as far as the model's context goes.
 """
 
 import os
@@ -138,7 +139,7 @@ def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | Ful
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
         prompt_tokens=max(_prompt_tokens(files, "search")),
-        answer_tokens=config.drawing.max_tokens,
+        answer_tokens=config.max_drawn_tokens,
         num_data=config.groups_per_step * config.group_size,
     )
 
@@ -190,7 +191,7 @@ def _cache_rows(
         remedy="lower engine.cache_gib",
     )
     rows = min(engine.max_rows, config.groups_per_step * config.group_size)
-    length = max(longest) + config.drawing.max_tokens
+    length = min(max(longest) + config.max_drawn_tokens, shape.context_tokens)
     yield MemoryRow(
         name="answers in flight",
         num_bytes=rows * length * _kv_bytes(shape) * size,

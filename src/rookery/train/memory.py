@@ -10,7 +10,7 @@ it is, with or without checkpointed layers.
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class Lengths:
     prompt_tokens: int
     answer_tokens: int
     num_data: int
+
+    def within(self, context_tokens: int) -> "Lengths":
+        """As far as a model reads."""
+        room = max(1, context_tokens - self.prompt_tokens)
+        return replace(self, answer_tokens=min(self.answer_tokens, room))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,7 @@ def measure_step(
     device, dtype = place
     with FakeTensorMode(), boundary(TrainError, f"The memory of {folder} cannot be planned"):
         model = make_empty_model(folder, device=device, dtype=dtype)
+        lengths = lengths.within(model.shape.context_tokens)
         own, trainee = _make_trainer(model, trained, trainer)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
         one_pass = _measure_pass(own, trainee, _largest_pass(lengths, trainer.pass_tokens))

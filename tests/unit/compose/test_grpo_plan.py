@@ -135,6 +135,25 @@ def test_each_part_is_a_row(config: dict[str, Any]) -> None:
     assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
 
 
+def test_a_game_is_planned_with_all_that_it_may_draw(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "game.py").write_text("async def play(task, chat): return 1.0")
+    config["tasksets"][0].pop("scorer")
+    config["environment"] = {"function": f"{tmp_path / 'game.py'}:play", "max_tokens": 16}
+    config["trainer"] = {"pass_tokens": 1_000_000}
+
+    def planned(**environment: int) -> dict[str, int]:
+        plan = plan_grpo(config, environment=environment)
+        return {row.name: row.num_bytes for row in plan.rows if row.name != "this process"}
+
+    short, longer = planned(), planned(max_tokens=100)
+    assert longer["one pass"] > 3 * short["one pass"]
+    assert longer["answers in flight"] > 3 * short["answers in flight"]
+    # No game is longer than the model's context.
+    assert planned(max_tokens=10_000) == planned(max_tokens=100_000)
+
+
 def test_a_plan_that_does_not_fit_names_the_key(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
