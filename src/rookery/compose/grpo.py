@@ -31,6 +31,7 @@ from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.errors import ModelError, boundary
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
+from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.ports import Engine, Evaluator, GroupDrawer
@@ -88,7 +89,8 @@ async def _train(
         async with _open(config, files, show) as (engine, model):
             processes = await asyncio.to_thread(join_processes, model.device.type)
             make_policy = await _checked_policy(config, files, engine, model, processes)
-            await _try_drawing(config, files, engine)
+            if open_run.is_new:
+                await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 await run_in_thread(_require_same_files, run, files)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
@@ -175,6 +177,22 @@ def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapt
 
 
 async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
+    """Draw some of the first groups with the policy that training begins with: rewards may be no
+    numbers, or never differ."""
+    await _try_cuts(config, files, engine)
+    tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
+    drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
+    if files.init is not None:
+        start = await engine.load(replace(files.init, name=POLICY))
+        try:
+            await drawer.check(start)
+        finally:
+            await engine.unload(start)
+    elif config.share or files.start == files.folder.path:
+        await drawer.check(engine.base)
+
+
+async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
     """Draw a token with top_p, top_k and min_p: servers may not tell what they draw from."""
     params = replace(config.drawing.params(group_size=1), max_tokens=1)
     if params.is_cut:

@@ -16,6 +16,12 @@ from rookery.weights import read_adapter
 REWARD = """\
 def reward(task, completion):
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
+
+def no_number(task, completion):
+    return float("nan")
+
+def always_equal(task, completion):
+    return 0.5
 """
 GAME = """\
 async def play(task, chat):
@@ -180,6 +186,8 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         (("--full", "--init-from", "nowhere"), "not a model folder: it has no config.json"),
         (("--full", "--init-from", "narrow"), "(32, 48) there and (32, 64) in the engine"),
         (("--full", "--init-from", "tiny", "--share", "--publish-every", "2"), "share: false"),
+        (("--tasksets.0.scorer.function", "reward.py:no_number"), "returned nan (float)"),
+        (("--tasksets.0.scorer.function", "reward.py:always_equal"), "the mean reward is 0.5"),
         (("--full.layers", "9"), "layers is 9; this model has 4"),
         (("--full.optimizer", "sgd"), "adamw"),
     ],

@@ -39,10 +39,11 @@ from pathlib import Path
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
-from rookery.loops.grpo.group_source import GroupSource, Policy
+from rookery.loops.grpo.group_source import GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection

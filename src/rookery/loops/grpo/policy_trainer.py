@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from rookery.errors import TrainError
 from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.data import make_data, mean_gap
-from rookery.loops.grpo.group_source import Policy
 from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
 from rookery.ports import Sampler, Trainer
 from rookery.train.schedule import learning_rate_at
