@@ -9,8 +9,9 @@ from typing import Any
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan
-from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
+from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
+from rookery.compose.grpo_reference import make_reference
 from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
 from rookery.compose.running import (
     ConfigSource,
@@ -105,9 +106,13 @@ def _require_same_files(run: Run, files: GrpoFiles) -> None:
     models = {"the model": files.folder.path}
     if files.start != files.folder.path:
         models["init_from"] = files.start
+    if isinstance(files.reference, Path):
+        models["reference"] = files.reference
     tasks = {each.name: digest(each.tasks) for each in files.tasksets}
     with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
         digests = {name: digest_model(folder) for name, folder in models.items()}
+    if isinstance(files.reference, Adapter):
+        digests["reference"] = files.reference.version
     require_same_inputs(run, tasks | digests)
 
 
@@ -147,14 +152,13 @@ async def _checked_policy(
     processes: Processes,
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
-    if config.full is not None:
-        _check(config, files, engine, start=None)
-        return await full_policy(
-            config, files.folder, model=model, engine=engine, processes=processes
-        )
-    start = _start(config, files, model)
+    start = None if config.full is not None else _start(config, files, model)
     _check(config, files, engine, start=start)
-    return adapter_policy(config, start, model=model, engine=engine, processes=processes)
+    reference = await asyncio.to_thread(make_reference, config, files, model)
+    parts = PolicyParts(model=model, engine=engine, processes=processes, reference=reference)
+    if start is None:
+        return full_policy(config, files, parts)
+    return adapter_policy(config, start, parts)
 
 
 def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:

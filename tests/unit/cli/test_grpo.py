@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
@@ -77,6 +78,8 @@ GAME_FLAGS = (
     "--environment", "{type: python, function: 'game.py:play'}",
 )  # fmt: skip
 
+KL = ("--loss", "{type: grpo, kl: {weight: 0.1}}")
+
 
 def test_a_game_from_end_to_end(rookery: Command, config: Path) -> None:
     """Its rows have no reference: the game judges."""
@@ -124,6 +127,38 @@ def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[s
     if "--loss" in flags:
         assert report["steps"][0]["metrics"]["train/kl"] == pytest.approx(0.0, abs=1e-9)
         assert report["steps"][1]["metrics"]["train/kl"] > 0
+
+
+def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path) -> None:
+    """An adapter, or a model: PEFT's merge of the same adapter gives the same divergence."""
+    model = AutoModelForCausalLM.from_pretrained(config / "tiny")
+    PeftModel.from_pretrained(model, config / "a").merge_and_unload().save_pretrained("merged")
+
+    def divergence(name: str, *flags: str) -> float:
+        words = ("grpo", "run", "g.yaml", "--name", name, "--steps", "1", *KL, *flags)
+        ended = rookery(*words)
+        assert ended.code == 0, ended.words
+        report = json.loads((config / "runs" / name / "report.json").read_text())
+        return float(report["steps"][0]["metrics"]["train/kl"])
+
+    expected = divergence("adapter", "--reference", "a")
+    assert expected > 1e-4
+    others = {
+        "merged": ("--reference", "merged"),
+        "full-adapter": ("--full", "--reference", "a"),
+        "full-merged": ("--full", "--reference", "merged"),
+    }
+    for name, flags in others.items():
+        assert divergence(name, *flags) == pytest.approx(expected, rel=1e-3)
+    assert divergence("base", "--reference", "tiny") == pytest.approx(0.0, abs=1e-9)
+    assert divergence("start", "--init-from", "a") == pytest.approx(0.0, abs=1e-9)
+    assert divergence("off", "--init-from", "a", "--reference", "tiny") > 1e-4
+    shutil.copytree(config / "b", config / "own")
+    divergence("changed", "--reference", "own")
+    shutil.rmtree(config / "own")
+    shutil.copytree(config / "a", config / "own")
+    ended = rookery("runs", "resume", "changed")
+    assert ended.code == 2 and "The data of reference changed" in ended.words
 
 
 def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
@@ -188,6 +223,10 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         (("--full", "--init-from", "tiny", "--share", "--publish-every", "2"), "share: false"),
         (("--tasksets.0.scorer.function", "reward.py:no_number"), "returned nan (float)"),
         (("--tasksets.0.scorer.function", "reward.py:always_equal"), "the mean reward is 0.5"),
+        (("--reference", "a"), "the loss has no KL term to it: write loss.kl"),
+        ((*KL, "--reference", "nowhere"), "nowhere"),
+        ((*KL, "--reference", "other"), "llama-9000"),
+        ((*KL, "--reference", "short"), "with a vocabulary of 90 tokens"),
         (("--full.layers", "9"), "layers is 9; this model has 4"),
         (("--full.optimizer", "sgd"), "adamw"),
     ],
@@ -195,6 +234,8 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
 def test_bad_input_is_refused_before_a_run_is_made(
     rookery: Command, config: Path, flags: tuple[str, ...], sentence: str
 ) -> None:
+    if "short" in flags:
+        write_tiny_model(config / "short", vocab_size=90)
     if "narrow" in flags:
         write_tiny_model(config / "narrow", intermediate_size=48)
     ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)
