@@ -13,7 +13,7 @@ from tiny import write_tiny_model
 from rookery import plan_grpo, run_grpo
 from rookery.compose import grpo_plan
 from rookery.errors import ConfigError
-from rookery.train import FullConfig, LoraConfig, TrainerConfig
+from rookery.train import FullConfig, LoraConfig, TrainerConfig, memory
 from rookery.train.memory import Lengths, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
@@ -98,6 +98,24 @@ def test_a_planned_pass_is_the_measured_one(
     expected = planned.one_pass + planned.gradients
     assert found > 50 * 2**20
     assert abs(expected - found) < 0.1 * found, (expected / 2**20, found / 2**20)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}])
+def test_huge_passes_are_planned_from_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Equal to what a run of the whole pass finds, and a plan of a billion tokens takes no more."""
+    folder = write_tiny_model(tmp_path / "model")
+
+    def one_pass(num_data: int) -> int:
+        trainer = TrainerConfig(pass_tokens=10**9, **options)
+        lengths = Lengths(prompt_tokens=8, answer_tokens=25, num_data=num_data)
+        return measure_step(folder, trained=LoraConfig(), trainer=trainer, lengths=lengths).one_pass
+
+    whole = one_pass(512)
+    monkeypatch.setattr(memory, "MEASURED_TOKENS", 4096)
+    assert one_pass(512) == pytest.approx(whole, rel=0.01)
+    assert one_pass(10**7) == pytest.approx(whole / 512 * 10**7, rel=0.1)
 
 
 @pytest.fixture
