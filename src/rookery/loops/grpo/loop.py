@@ -160,12 +160,14 @@ async def _train_and_draw(
     The step waits for the draw: an engine may compute with the weights that the step changes.
     """
     step, config = batch.step, parts.config
+    with seconds.spent_on("train"):
+        rows = await parts.trainer.prepare(step, batch, policy=policy)
     async with task_group() as tasks:
         drawing = None
         if config.staleness and step + 1 < config.steps:
             drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
         with seconds.spent_on("train"):
-            trained = await parts.trainer.gradients(step, batch, policy=policy)
+            trained = await parts.trainer.gradients(rows)
         with seconds.spent_on("draw"):
             ahead = await drawing if drawing is not None else None
     if batch.groups:
