@@ -19,7 +19,13 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.environments.chat import Chat, DrawReply, Seat
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, TaskError, boundary
-from rookery.tasks.python_function import FunctionName, find_function, finite_number, shown
+from rookery.tasks.python_function import (
+    FunctionName,
+    exits_as_errors,
+    find_function,
+    finite_number,
+    shown,
+)
 from rookery.tasks.template import Template
 from rookery.types import Completion, ModelRef, Rollout, SamplingParams, Task
 
@@ -94,7 +100,7 @@ class Game:
         name = f"Task {task.id}: the game {self.config.function}"
         try:
             async with asyncio.timeout(self.config.limit_s) as chat.clock:
-                with boundary(TaskError, f"{name} failed"):
+                with boundary(TaskError, f"{name} failed"), exits_as_errors(name):
                     returned = await self._function(task, chat)
         except TimeoutError:
             raise TaskError(

@@ -12,7 +12,8 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,14 @@ from pydantic import AfterValidator
 
 from rookery.errors import TaskError, boundary
 
-__all__ = ["FunctionName", "find_function", "finite_number", "function_from_folder", "shown"]
+__all__ = [
+    "FunctionName",
+    "exits_as_errors",
+    "find_function",
+    "finite_number",
+    "function_from_folder",
+    "shown",
+]
 
 
 def _check_name(value: str) -> str:
@@ -69,6 +77,17 @@ def finite_number(returned: object) -> float | None:
     except OverflowError:  # an integer of more than 308 digits
         return None
     return number if math.isfinite(number) else None
+
+
+@contextmanager
+def exits_as_errors(what: str) -> Iterator[None]:
+    """A function that calls exit() fails, and does not end the program around it."""
+    try:
+        yield
+    except SystemExit as error:
+        raise TaskError(
+            f"{what} called exit({error.code}): raise an error that says what is wrong."
+        ) from error
 
 
 def shown(returned: object) -> str:

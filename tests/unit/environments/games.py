@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 
 from rookery.environments import Chat
 from rookery.errors import RookeryError
@@ -77,6 +78,11 @@ async def returns_text(_: Task, chat: Chat) -> str:
 async def returns_huge(_: Task, chat: Chat) -> int:
     await chat("a")
     return 10**5000
+
+
+async def leaves(_: Task, chat: Chat) -> float:
+    await chat("a")
+    sys.exit(3)
 
 
 async def returns_nameless(_: Task, chat: Chat) -> dict[str, float]:

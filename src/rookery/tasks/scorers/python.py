@@ -17,7 +17,13 @@ from numbers import Real
 from typing import Literal
 
 from rookery.errors import TaskError, boundary
-from rookery.tasks.python_function import FunctionName, find_function, finite_number, shown
+from rookery.tasks.python_function import (
+    FunctionName,
+    exits_as_errors,
+    find_function,
+    finite_number,
+    shown,
+)
 from rookery.tasks.scorers.options import ScorerOptions
 from rookery.types import Completion, Task
 
@@ -60,7 +66,8 @@ class PythonScorer:
             ) from error
 
     async def reward(self, task: Task, completion: Completion) -> float:
-        with boundary(TaskError, f"Task {task.id}: the scorer {self._name} failed"):
+        name = f"Task {task.id}: the scorer {self._name}"
+        with boundary(TaskError, f"{name} failed"), exits_as_errors(name):
             if self._is_async:
                 verdict = self._function(task, completion)
             else:
@@ -69,8 +76,5 @@ class PythonScorer:
             value = await verdict if inspect.isawaitable(verdict) else verdict
         number = finite_number(value)
         if number is None:
-            raise TaskError(
-                f"Task {task.id}: the scorer {self._name} returned {shown(value)}; return a finite "
-                "number or a bool."
-            )
+            raise TaskError(f"{name} returned {shown(value)}; return a finite number or a bool.")
         return number
