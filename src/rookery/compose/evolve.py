@@ -131,7 +131,8 @@ def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[E
     _require_new(folder)
     config = run_config(problem, loaded)
     display.note(config.warnings)
-    return _finish(config, loaded.config, lambda: _create(folder, config), display)
+    open_run = OpenRun(lambda: _create(folder, config), is_new=True)
+    return _finish(config, loaded.config, open_run, display)
 
 
 def go_on(
@@ -164,7 +165,7 @@ def go_on(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, reopen, display)
+    return _finish(config, settings, OpenRun(reopen, is_new=False), display)
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
