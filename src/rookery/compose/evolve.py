@@ -91,12 +91,24 @@ def run_evolve(
     given = file if file is not None or not isinstance(config, Mapping) else config
     loaded = read_config(given, environment=os.environ, flags=Flags(values=values))
     problem = Problem(
-        program=Path(program),
-        evaluator=Path(evaluator),
+        program=_as_path(program, "program"),
+        evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
         config_file=file,
     )
     return start(problem, loaded, Display())
+
+
+def _as_path(given: object, what: str) -> Path:
+    """OpenEvolve also takes code and functions here."""
+    is_path = isinstance(given, Path) or (isinstance(given, str) and "\n" not in given)
+    if not is_path:
+        kind = "code" if isinstance(given, str) else type(given).__name__
+        raise ConfigError(
+            f"The {what} is given as {kind}: write it to a file and give the path. What runs in "
+            "the sandbox is a file."
+        )
+    return Path(str(given))
 
 
 def run_evolution(

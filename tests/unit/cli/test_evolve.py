@@ -164,6 +164,15 @@ def test_check_says_why_the_first_program_fails(
     assert "The first program fails (error)" in ended.words and "far off" in ended.words
 
 
+def test_check_wants_the_dimensions_of_the_search(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "config.yaml").write_text("database: {feature_dimensions: [speed]}\n")
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
+    ended = refused(*check, *model.flags)
+    assert "The evaluator reported no 'speed', a dimension of the search" in ended.words
+
+
 def test_a_first_program_that_fails_is_refused(
     refused: Command, problem: Path, model: Scripted
 ) -> None:
