@@ -78,7 +78,7 @@ TENANTS = (
     Tenant(name="big", rank=32, lengths=(40, 33), loss="cispo", targets=HEAD, temperature=0.7),
     Tenant(name="upper", rank=16, lengths=(12, 12), layers=1, loss="gspo", options=WIDE),
     Tenant(name="long", rank=8, lengths=(100, 99, 98), values={"weight_decay": 0.1}),
-    Tenant(name="dro", rank=5, lengths=(9, 9)),
+    Tenant(name="dro", rank=5, lengths=(9, 9), loss="dro", options={"beta": 0.1}),
 )
 
 
