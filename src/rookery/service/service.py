@@ -38,7 +38,7 @@ from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
-from rookery.service.wire.requests import CreateModel, Sample
+from rookery.service.wire.requests import CreateCustomLoss, CreateModel, Sample
 from rookery.service.work import Command, failed, finished
 from rookery.types import LoraShape
 
@@ -85,7 +85,8 @@ class Service:
     def apply(self, command: Command) -> dict[str, Any]:
         """Change the state, now or after a restart."""
         if command.kind == "create_custom_loss":
-            return self._finish_at_once(command, apply(self.desk.state, command))
+            session_id = CreateCustomLoss.model_validate_json(command.body).session_id
+            return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
         if command.kind != "end_session":
             return apply(self.desk.state, command)
         session_id = EndSession.model_validate_json(command.body).session_id
@@ -94,10 +95,12 @@ class Service:
         self._end_session(session_id, samplers)
         return reply
 
-    def _finish_at_once(self, command: Command, reply: dict[str, Any]) -> dict[str, Any]:
-        """The reply of a change for clients that ask for it as a result."""
+    def _finish_at_once(
+        self, command: Command, reply: dict[str, Any], *, owner: str
+    ) -> dict[str, Any]:
+        """The reply of a change as a result, for clients that ask for one."""
         future = Future(
-            id=command.id, tenant=command.tenant, key="", digest="", owner="", reply=reply
+            id=command.id, tenant=command.tenant, key="", digest="", owner=owner, reply=reply
         )
         self.desk.futures.add(future)
         self.desk.futures.finish(command.id, finished(reply))
@@ -207,6 +210,7 @@ class Service:
 
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
         self._seen.pop(session_id, None)
+        self.desk.futures.end_owner(session_id)
         for sampler_id in samplers:
             self.desk.futures.end_owner(sampler_id)
         for model in self.desk.state.models_of(session_id):

@@ -100,7 +100,7 @@ class _Chunk:
         if self._padding:
             rows = functional.pad(rows, (0, 0, 0, self._padding))
         logits = self._model.logits(rows, rows=self._slots)
-        parts = [logits] if len(self._sizes) == 1 else logits.split(self._sizes)
+        parts = [logits] if len(self._sizes) == 1 else torch.split(logits, self._sizes)
         return tuple(piece(own) for piece, own in zip(self._pieces, parts, strict=False))
 
 

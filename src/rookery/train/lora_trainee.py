@@ -53,14 +53,9 @@ class LoraTrainee(Trainee):
         return self._flat.device
 
     @property
-    def is_parked(self) -> bool:
-        """Whether its tensors are in a file."""
-        return self._flat.numel() == 0
-
-    @property
     def nbytes(self) -> int:
-        """Of all its tensors, gradients and moments too."""
-        return 4 * self._flat.nbytes
+        """What all its tensors take, gradients and moments too, wherever they are."""
+        return 4 * 4 * sum(shape.numel() for shape in self._shapes)
 
     def adapter(self) -> Adapter:
         """The current weights, copied: float32, on the CPU."""

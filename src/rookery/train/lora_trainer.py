@@ -29,6 +29,7 @@ from rookery.train.job import Job
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.mixed import MixedRows, Turn, mixed_turns
 from rookery.train.packing import PackedPass
+from rookery.train.parking import ParkingLot
 from rookery.train.processes import ALONE, Call, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import Stacks, padding_rows
@@ -54,6 +55,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     ) -> None:
         super().__init__(model, config=config, publisher=publisher, processes=processes)
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
+        self.parking = ParkingLot(
+            device=model.device,
+            device_bytes=_num_bytes(config.trainees_gib),
+            memory_bytes=_num_bytes(config.trainees_memory_gib),
+        )
 
     def add(self, trainee: str, start: Adapter) -> None:
         """Train this adapter, or a continuation of it that `load` restores, under that name.
@@ -64,13 +70,16 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
         self._worker.submit(self.tell, "add", trainee, start).result()
-        self.trainees[trainee] = LoraTrainee(start, name=trainee, device=self._model.device)
+        added = LoraTrainee(start, name=trainee, device=self._model.device)
+        self._worker.submit(self.wake, [added]).result()
+        self.trainees[trainee] = added
 
     def remove(self, trainee: str) -> None:
         """Forget it with all it has learned. Calls that have begun are still done, on it."""
-        self.trainee(trainee)
+        removed = self.trainee(trainee)
         self._worker.submit(self.tell, "remove", trainee).result()
         del self.trainees[trainee]
+        self._worker.submit(self.parking.forget, removed)
 
     def do_part(self, call: Call) -> None:
         match call.method, call.argument:
@@ -83,7 +92,14 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
 
     def adapter(self, trainee: str) -> Adapter:
         """Its weights after all calls so far; waits for them."""
-        return self._worker.submit(self.trainee(trainee).adapter).result()
+        return self._worker.submit(self._adapter, self.trainee(trainee)).result()
+
+    def _adapter(self, trainee: LoraTrainee) -> Adapter:
+        self.wake([trainee])
+        return trainee.adapter()
+
+    def wake(self, trainees: Sequence[LoraTrainee]) -> None:
+        self.parking.wake(trainees)
 
     def weights_of(self, trainee: LoraTrainee, *, name: str) -> Adapter:  # noqa: ARG002
         return trainee.adapter()
@@ -98,8 +114,14 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         """Together. Where several processes share the work, one request after another."""
         if len(pairs) == 1 or self._processes.size > 1:
             return super().train_all(pairs)
-        found = [trainee for _, trainee in pairs if isinstance(trainee, LoraTrainee)]
-        self.wake(found)
+        wanted = [trainee if isinstance(trainee, LoraTrainee) else None for _, trainee in pairs]
+        slices = self.parking.slices(wanted)
+        return [output for own in slices for output in self._train_together(pairs[own])]
+
+    def _train_together(
+        self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
+    ) -> list[TrainOutput]:
+        self.wake([trainee for _, trainee in pairs if isinstance(trainee, LoraTrainee)])
         jobs = [
             trainee if isinstance(trainee, TrainError) else self.prepared(request, trainee)
             for request, trainee in pairs
@@ -129,7 +151,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         ]
         losses = [output.loss for output in outputs if output is not None]
         if losses and torch.is_grad_enabled():
-            found = torch.autograd.grad(sum(losses), stacks.leaves, allow_unused=True)
+            found = torch.autograd.grad(losses, stacks.leaves, allow_unused=True)
             totals = [None if job.has_failed else job.gradients for job, _ in turns]
             stacks.add_gradients(found, totals)
         for (job, packed), own, output in zip(turns, logprobs, outputs, strict=True):
@@ -162,3 +184,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def _cut(self, trainee: LoraTrainee) -> int:
         """The first layer that it trains."""
         return first_adapted_layer(list(trainee.layers), num_layers=self._model.shape.num_layers)
+
+
+def _num_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)

@@ -52,6 +52,11 @@ class TrainerConfig(Config):
     """How many tokens one pass takes: less memory when lower, the same gradients."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     """Memory for the hidden states below the first trained layer; 0 computes them each time."""
+    trainees_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Memory of the model's device for adapters in training, with gradients and moments. Those used
+    longest ago go to main memory and come back when they are needed; none: no limit."""
+    trainees_memory_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """The same of main memory, from where they go to files in a temporary folder."""
     checkpoint_layers: bool = False
     """Keep what enters each layer and compute the rest of it again in the backward pass: memory of
     one layer's activations in place of all, for a third more time."""
@@ -198,6 +203,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
             return TrainOutput(error=str(trainee))
         method: Method = "forward_backward" if torch.is_grad_enabled() else "forward"
         self.tell(method, request.trainee, request)
+        self.wake([trainee])
         job = self.prepared(request, trainee)
         if not job.has_failed:
             with job.guard():
@@ -208,7 +214,6 @@ class SlottedTrainer(ABC, Generic[Trained]):
         return self.finished(job)
 
     def prepared(self, request: TrainRequest, trainee: Trained) -> Job[Trained]:
-        self.wake([trainee])
         job = Job(request, trainee)
         tokens = self._config.pass_tokens
         job.prepare(self._model.shape, pass_tokens=tokens, processes=self._processes)

@@ -1,34 +1,21 @@
 """The service with a real model: training and sampling, killed and started again."""
 
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-from service.tenants import Client, Served, crashed_copy, serve, train_body
+from compose.served_model import served_model
+from service.tenants import Client, Served, crashed_copy, train_body
 
-from rookery.compose.backends import open_backend
 from rookery.compose.environment import engine_of_environment
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
-from rookery.train import TrainerConfig
 from rookery.weights import read_adapter
-
-
-@asynccontextmanager
-async def served_model(folder: Path, model: Path) -> AsyncIterator[Served]:
-    engine = EngineConfig(model=str(model))
-    async with (
-        open_backend(str(model), engine=engine, trainer=TrainerConfig(), alpha=32.0) as backend,
-        serve(folder, backend=backend) as served,
-    ):
-        yield served
 
 
 async def train_on(client: Client, model: str, seqs: range) -> None:

@@ -139,7 +139,7 @@ async def test_soft_targets_come_as_a_table(model: SlottedModel) -> None:
         targets=(7, 8, 9, 4, 5, 5),
         weights=(1.0,) * 6,
     )
-    table = [[0.5, 0.25], [0.0, 1.0], [2.0, -1.0]]
+    table: Any = [[0.5, 0.25], [0.0, 1.0], [2.0, -1.0]]
     asked = replace(soft, inputs={"weights": table})
     trainer, plain = make_trainer(model), make_trainer(model)
 
@@ -183,7 +183,10 @@ REF = {"ref": "logprobs"}
     ids=lambda bad: bad["target"],
 )
 def test_what_is_not_on_the_list_is_refused(bad: dict[str, Any]) -> None:
-    graph = {"format": 1, "nodes": [LOGPROBS, bad, node("output", "output", {"tuple": [REF, {}]})]}
+    graph: Any = {
+        "format": 1,
+        "nodes": [LOGPROBS, bad, node("output", "output", {"tuple": [REF, {}]})],
+    }
     with pytest.raises(TrainError, match="which is not run here"):
         LossGraph(graph, names=("logprobs",))
     with pytest.raises(RookeryError):

@@ -118,23 +118,24 @@ def _custom_datum(
 ) -> Datum:
     inputs = dict(datum.inputs)
     targets = _targets(datum, inputs, "custom", place=place, context_tokens=context_tokens)
-    shapes = {"target_tokens": (targets, loss.inputs[0]["rank"])}
-    shapes |= {
-        str(own["name"]): (_take(datum.inputs, str(own["name"]), "custom", place), own["rank"])
-        for own in loss.inputs[1:]
-    }
-    for name, (array, rank) in shapes.items():
-        if array.ndim != rank:
+    read = {name: _take(datum.inputs, name, "custom", place) for name in loss.input_names}
+    for array, own in zip((targets, *read.values()), loss.inputs, strict=True):
+        # A scalar has no shape on the wire, as an array without one.
+        if array.ndim != (own["rank"] or 1) or (not own["rank"] and array.size != 1):
             raise bad(
-                f"Datum {place}: {name} has the shape {list(array.shape)}, and the loss "
-                f"{loss.name!r:.60} reads it with rank {rank}."
+                f"Datum {place}: {own['name']} has the shape {list(array.shape)}, and the loss "
+                f"{loss.name!r:.60} reads it with rank {own['rank']}."
             )
+    scalars = [str(own["name"]) for own in loss.inputs if not own["rank"]]
     return Datum(
         tokens=tuple(datum.tokens.tolist()),
         positions=_positions(targets),
         targets=tuple(targets.reshape(-1).tolist()),
         weights=(1.0,) * targets.size,
-        inputs={name: datum.inputs[name].tolist() for name in loss.input_names},
+        inputs={
+            name: array.item() if name in scalars else array.tolist()
+            for name, array in read.items()
+        },
     )
 
 

@@ -6,7 +6,6 @@ The first input is the datum's log-probabilities in the shape of its targets, th
 datum's `inputs`.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -53,8 +52,8 @@ class Custom(Config):
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
         sizes = torch.bincount(targets.datum, minlength=len(targets.num_rows)).tolist()
         losses: list[torch.Tensor] = []
-        totals: Counter[str] = Counter()
-        for place, own in enumerate(logprobs.split(sizes)):
+        totals: dict[str, torch.Tensor] = {}
+        for place, own in enumerate(torch.split(logprobs, sizes)):
             given = [self._logprobs(own, targets.num_rows[place])]
             given += [
                 self._tensor(one, targets.inputs[place], device=logprobs.device)
@@ -63,7 +62,7 @@ class Custom(Config):
             loss, metrics = self._run(*given)
             losses.append(loss)
             for key, value in metrics.items():
-                totals[key] = totals[key] + value.detach()
+                totals[key] = totals.get(key, torch.zeros_like(value)) + value.detach()
         total = torch.stack(losses).sum()
         return LossOutput(loss=total, sums={"loss": total.detach()}, totals=totals)
 
