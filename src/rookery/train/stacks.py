@@ -29,7 +29,7 @@ LEAST_RANK = 8
 """Smaller ranks are padded to it: products with fewer columns go through other kernels."""
 LEAST_ROWS = 16
 """On the CPU products of fewer rows go through other kernels: 9 rows were seen to be enough."""
-BLOCKS = (LEAST_ROWS, 64, 256)
+BLOCKS = (LEAST_ROWS, 32, 64, 128, 256)
 """Rows of a trainee are padded to one of these. Padding costs rank / width of the layer per row."""
 
 
