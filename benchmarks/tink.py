@@ -94,8 +94,8 @@ async def step_all(trainer: LoraTrainer, groups: Sequence[Sequence[Tenant]]) -> 
     for group in groups:
         outputs = await trainer.forward_backward([tenant.request for tenant in group])
         stepped = await trainer.optim_step([tenant.step for tenant in group])
-        for output in (*outputs, *stepped):
-            assert not output.error, output.error
+        errors = [*(one.error for one in outputs), *(one.error for one in stepped)]
+        assert not any(errors), errors
 
 
 async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> float:
@@ -124,7 +124,10 @@ async def measure(
 ) -> tuple[float, float]:
     """Tokens per second of all together, and one after another."""
     trainer = open_trainer(model, tenants, pass_tokens)
-    plans = {"together": [tenants], "apart": [[tenant] for tenant in tenants]}
+    plans: dict[str, list[Sequence[Tenant]]] = {
+        "together": [tenants],
+        "apart": [[tenant] for tenant in tenants],
+    }
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(rounds + 1):
         for name, groups in plans.items():
