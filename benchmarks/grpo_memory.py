@@ -1,6 +1,6 @@
 """What `rookery grpo plan` says beside the most memory that the same training holds, on the CPU.
 
-    python benchmarks/grpo_memory.py                       # four cases, a minute or two each
+    python benchmarks/grpo_memory.py                        # four cases
     python benchmarks/grpo_memory.py --cases "full" --rows  # one case, with all parts of the plan
 
 A Llama of random weights answers with `--max-tokens` tokens, as long as planned: its end token is
