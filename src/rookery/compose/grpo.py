@@ -12,7 +12,7 @@ from rookery.compose.grpo_plan import check_plan
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
+from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -26,11 +26,9 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import base_name
 from rookery.compose.torchrun import is_first_process
-from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.errors import ModelError, boundary
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checks import check_inputs
@@ -74,6 +72,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     quiet_libraries()
     files = read_files(config)
     check_plan(config, files)
+    open_run = on_same_inputs(open_run, _digests(files))
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
 
@@ -93,27 +92,23 @@ async def _train(
             if open_run.is_new:
                 await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
-                await run_in_thread(_require_same_files, run, files)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
                 outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
 
 
-def _require_same_files(run: Run, files: GrpoFiles) -> None:
-    """A run goes on with the tasks and the model that it was started on. An adapter to begin with
-    is in the run itself."""
+def _digests(files: GrpoFiles) -> dict[str, str]:
+    """Of the tasks and the models. An adapter to begin with is in the run itself."""
     models = {"the model": files.folder.path}
     if files.start != files.folder.path:
         models["init_from"] = files.start
     if isinstance(files.reference, Path):
         models["reference"] = files.reference
     tasks = {each.name: digest(each.tasks) for each in files.tasksets}
-    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
-        digests = {name: digest_model(folder) for name, folder in models.items()}
     if isinstance(files.reference, Adapter):
-        digests["reference"] = files.reference.version
-    require_same_inputs(run, tasks | digests)
+        tasks["reference"] = files.reference.version
+    return tasks | digest_models(models)
 
 
 @asynccontextmanager

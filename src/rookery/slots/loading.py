@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -90,11 +91,12 @@ def _require_config(folder: Path) -> None:
 
 
 def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
-    """transformers would name all of the decoders that it has."""
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    """transformers would name all of the decoders that it has. It has a head for encoders such as
+    BERT too, which are decoders only where their config says so."""
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False)
+    )
+    if getattr(config, "is_encoder_decoder", False) or not is_decoder:
         raise ModelError(
             f"{folder} is a model of the type {config.model_type}, which does not continue texts: "
             "take a decoder model, such as one of the Llama, Qwen, Gemma, Mistral or Phi kind."
