@@ -101,7 +101,7 @@ class SlotRows:
     def _take(self, x: torch.Tensor) -> list[torch.Tensor]:
         if not self._blocks:
             return []
-        flat = x if self._layout is None else _Take.apply(x, self._layout)
+        flat = x if self._layout is None else self._layout.take(x)
         parts = torch.split(flat, [blocks.num_places for blocks in self._blocks])
         return [
             part.view(-1, blocks.size, x.shape[-1])
@@ -119,7 +119,7 @@ class SlotRows:
             a, b = (blocks.pick(factor) for factor in banks[blocks.bank])
             parts.append(torch.bmm(torch.bmm(x, a), b).view(-1, out.shape[-1]))
         places = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out.add_(places if self._layout is None else _Put.apply(places, self._layout))
+        out.add_(places if self._layout is None else self._layout.put(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,16 @@ class _Layout:
             padding=torch.tensor(padding, dtype=torch.long, device=device),
             covers_all=len(places) == num_rows,
         )
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """`to_places` with gradients."""
+        taken: torch.Tensor = _Take.apply(rows, self)  # type: ignore[no-untyped-call]
+        return taken
+
+    def put(self, places: torch.Tensor) -> torch.Tensor:
+        """`to_rows` with gradients."""
+        put: torch.Tensor = _Put.apply(places, self)  # type: ignore[no-untyped-call]
+        return put
 
     def to_places(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.index_select(0, self.gather)
