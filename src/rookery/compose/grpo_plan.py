@@ -27,7 +27,7 @@ from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
-from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
 __all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
@@ -117,7 +117,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         trained=_trained(config, files),
         trainer=config.trainer,
         lengths=_lengths(config, files),
-        place=(device, dtype),
+        place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
     rows = [
         *_process_rows(device),
