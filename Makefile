@@ -84,7 +84,7 @@ $(VENV)/.ready: pyproject.toml
 	@echo "setting up .venv-openevolve (once)"
 	test -x .venv-openevolve/bin/python || $(PYTHON) -m venv .venv-openevolve
 	.venv-openevolve/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0"
+	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0" scipy matplotlib
 	@touch $@
 
 # The reference that grpo is compared with; Rookery itself never imports it.

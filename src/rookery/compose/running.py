@@ -214,11 +214,13 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def quiet_libraries() -> None:
-    """Hugging Face prints bars and warnings of its own; ours say what matters."""
+    """The libraries print bars and warnings of their own; ours say what matters."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # transformers imports torchao where it is installed, which warns of its own code.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

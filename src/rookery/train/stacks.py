@@ -44,15 +44,20 @@ class Stacks:
     def __init__(self, members: Sequence[LoraTrainee], model: SlottedModel) -> None:
         self._device = model.device
         self._members = members
-        self._groups: dict[tuple[int, tuple[int, ...]], dict[str, SlotFactors]] = defaultdict(dict)
-        """By padded rank and the members that share the products, the factors of each layer."""
+        self._banks: dict[tuple[tuple[int, ...], ...], dict[str, list[SlotFactors]]]
+        """By the members of each bank, the banks of the layers that have such."""
+        self._banks = defaultdict(dict)
         self._stacks: list[_Stack] = []
         for layer, by_rank in _by_layer(members, is_exact=model.is_exact).items():
-            for rank, slots in by_rank.items():
-                own = [members[slot].factors[layer] for slot in slots]
-                factors = _stacked(own, rank=rank, model=model)
-                self._groups[rank, tuple(slots)][layer] = factors
-                self._stacks.append(_Stack(layer, slots, factors))
+            stacks = [
+                _Stack(
+                    layer, slots, _stacked([members[s].factors[layer] for s in slots], rank, model)
+                )
+                for rank, slots in by_rank.items()
+            ]
+            alike = tuple(tuple(stack.slots) for stack in stacks)
+            self._banks[alike][layer] = [stack.factors for stack in stacks]
+            self._stacks.extend(stacks)
 
     def rows(
         self, own_rows: Sequence[Sequence[int]], num_rows: int, *, layer: str | None = None
@@ -60,9 +65,10 @@ class Stacks:
         """The slots of a packed batch in which each member has its rows; of one layer alone if it
         is named."""
         plans = []
-        for (_, slots), factors in self._groups.items():
+        for banks, factors in self._banks.items():
             segments = [
-                Segment(slot=place, rows=own_rows[slot], block=self._block(len(own_rows[slot])))
+                self._segment(own_rows[slot], slot=place, bank=bank)
+                for bank, slots in enumerate(banks)
                 for place, slot in enumerate(slots)
                 if len(own_rows[slot])
             ]
@@ -93,10 +99,11 @@ class Stacks:
                 total[first] += a[row, :rank]
                 total[first + 1] += lora.scale * b[row, :, :rank].float()
 
-    def _block(self, num_rows: int) -> int:
-        fitting = next((size for size in BLOCKS if num_rows <= size), None)
+    def _segment(self, rows: Sequence[int], *, slot: int, bank: int) -> Segment:
+        block = next((size for size in BLOCKS if len(rows) <= size), None)
         # A long one by itself is one plain product.
-        return fitting or (num_rows if self._device.type == "cpu" else BLOCKS[-1])
+        block = block or (len(rows) if self._device.type == "cpu" else BLOCKS[-1])
+        return Segment(slot=slot, rows=rows, block=block, bank=bank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ def _padded_rank(rank: int, *, is_exact: bool) -> int:
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def _stacked(own: Sequence[LoraFactors], *, rank: int, model: SlottedModel) -> SlotFactors:
+def _stacked(own: Sequence[LoraFactors], rank: int, model: SlottedModel) -> SlotFactors:
     """A [S, rank, in] and scale * B [S, out, rank], stored transposed as in `SlottedLinear`."""
     like = {"dtype": model.dtype, "device": model.device}
     a = torch.zeros(len(own), own[0].a.shape[1], rank, **like).transpose(1, 2)
