@@ -158,6 +158,27 @@ def test_each_part_is_a_row(config: dict[str, Any]) -> None:
     assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_processes_share_a_model_and_its_training(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """An adapter is in each of them; the memory of this machine is that of all."""
+
+    def planned() -> dict[str, int]:
+        rows = plan_grpo(config, full=full, steps=1).rows
+        return {row.name: row.num_bytes for row in rows if row.name != "this process"}
+
+    alone = planned()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    many = planned()
+    share = 2 / 8 if full else 2
+    for name in ("trainer weights", "gradients", "moments"):
+        assert many[name] == share * alone[name]
+    assert many["engine weights"] == alone["engine weights"]
+    assert many["one pass"] <= 2 * alone["one pass"]
+
+
 def test_a_game_is_planned_with_all_that_it_may_draw(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
