@@ -9,7 +9,7 @@ all that a game may draw (`environment.max_tokens`), as far as the model's conte
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_reference import has_reference_model, needs_reference
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
+from rookery.compose.torchrun import num_local_processes, num_processes
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
@@ -27,7 +28,7 @@ from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
-from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
 __all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
@@ -117,18 +118,24 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         trained=_trained(config, files),
         trainer=config.trainer,
         lengths=_lengths(config, files),
-        place=(device, dtype),
+        place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
+    # The processes of a machine share its memory; each has a GPU of its own.
+    many = num_local_processes() if device == "cpu" else 1
     rows = [
-        *_process_rows(device),
+        *_times(many, _process_rows(device)),
         *_engine_rows(config, files, step, device),
-        *_trainer_rows(config, files, step),
+        *_times(many, _trainer_rows(config, files, step)),
     ]
     return MemoryPlan(
         device=device,
         rows=tuple(row for row in rows if row.num_bytes),
         available_bytes=_memory(device),
     )
+
+
+def _times(num: int, rows: Iterator[MemoryRow]) -> Iterator[MemoryRow]:
+    return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
 
 
 def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
@@ -231,14 +238,18 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
-    yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
     is_full = config.full is not None
+    parts = num_processes() if is_full else 1  # each process keeps a part of a model
+    own = step.weights // parts
+    yield MemoryRow(name=name, num_bytes=own, note=note, remedy="take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
-    yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
-    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
+    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    yield MemoryRow(
+        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
     if needs_reference(config):
         yield MemoryRow(
             name="reference",
@@ -253,11 +264,12 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
         remedy="lower trainer.trunk_cache_gib",
     )
     checkpointed = config.trainer.checkpoint_layers
+    # Gradients of a pass are cut as they are made; what is published is put together.
     published = step.weights if is_full and not config.share else 0
     yield MemoryRow(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
-        num_bytes=max(step.one_pass, step.one_step, published),
+        num_bytes=max(step.one_pass - step.weights + own, step.one_step // parts, published),
         note=f"activations of {config.trainer.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"

@@ -62,7 +62,9 @@ def load_model(
     return slotted
 
 
-def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> SlottedModel:
+def make_empty_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "auto", is_exact: bool = False
+) -> SlottedModel:
     """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
     memory: what it would compute is then known by its shapes."""
     _require_config(folder)
@@ -79,7 +81,9 @@ def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") 
         model = model.eval().requires_grad_(requires_grad=False)
     _check_parts(model, folder)
     declared: int = model.config.get_text_config().max_position_embeddings
-    return SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted = SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted.is_exact = is_exact and device == "cpu"
+    return slotted
 
 
 def _require_config(folder: Path) -> None:
