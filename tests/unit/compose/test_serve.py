@@ -1,16 +1,19 @@
 """The service with a real model: training and sampling, killed and started again."""
 
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import megatron_server
 import numpy as np
 import pytest
 from compose.served_model import served_model
-from service.tenants import Client, Served, crashed_copy, train_body
+from service.tenants import Client, Served, crashed_copy, serve, train_body
 from tiny import write_tiny_model
 
-from rookery.compose.environment import engine_of_environment
+from rookery.compose.environment import engine_of_environment, megatron_of_environment
+from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError
@@ -138,3 +141,66 @@ def test_the_environment_names_the_vllm_server() -> None:
         engine_of_environment(own, {"USE_VLLM": "true"}, port=8000)
     with pytest.raises(ConfigError, match="write true or false"):
         engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)
+
+
+async def test_the_service_trains_and_samples_on_a_megatron_server(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    """To the same adapter as in its own process; then the Megatron server ends."""
+    async with served_model(tmp_path / "own", tiny_folder) as own:
+        ada = own.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        expected = await exported(own, ada, model, 5)
+    stack = AsyncExitStack()
+    url, _ = await stack.enter_async_context(megatron_server.served(tiny_folder))
+    engine = EngineConfig(model=str(tiny_folder))
+    async with (
+        open_megatron_backend(str(tiny_folder), url=url, engine=engine, alpha=32.0) as backend,
+        serve(tmp_path / "run", backend=backend) as served,
+    ):
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        assert await exported(served, ada, model, 5) == expected
+        save = {"model_id": model, "seq_id": 6, "path": "state"}
+        state = await ada.result(await ada.post("save_weights", save))
+        load = {"model_id": model, "seq_id": 7, "path": state["path"], "optimizer": True}
+        assert "error" not in await ada.result(await ada.post("load_weights", load))
+        sample = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "model_path": "tinker://" + model + "/sampler_weights/final5",
+            "sampling_params": {"max_tokens": 4, "seed": 1},
+        }
+        drawn = await ada.result(await ada.post("asample", sample))
+        assert len(drawn["sequences"][0]["tokens"]) == 4
+        await stack.aclose()
+        failed = await ada.result(await ada.step(model, 8))
+        assert "can't be reached at" in failed["error"]
+
+
+async def test_a_megatron_server_with_another_model_is_refused(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    other = write_tiny_model(tmp_path / "other")
+    async with megatron_server.served(tiny_folder) as (url, _):
+        config = ServeConfig(
+            port=0, anonymous=True, models={"m": str(other)}, folder=tmp_path / "run", megatron=url
+        )
+        with pytest.raises(ConfigError, match="start it with --model"):
+            async with serving(config):
+                pass
+        both = config.model_copy(update={"models": {"m": str(other), "n": str(tiny_folder)}})
+        with pytest.raises(ConfigError, match="a Megatron server has one"):
+            async with serving(both):
+                pass
+
+
+def test_the_environment_names_the_megatron_server() -> None:
+    assert megatron_of_environment(None, {}) is None
+    assert megatron_of_environment("http://a:1", {"USE_MEGATRON": "0"}) == "http://a:1"
+    assert megatron_of_environment(None, {"USE_MEGATRON": "true"}) == "http://localhost:5000"
+    given = {"USE_MEGATRON": "true", "MEGATRON_SERVER_URL": "http://b:2"}
+    assert megatron_of_environment("http://a:1", given) == "http://b:2"
+    with pytest.raises(ConfigError, match="write true or false"):
+        megatron_of_environment(None, {"USE_MEGATRON": "maybe"})
