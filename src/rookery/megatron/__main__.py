@@ -5,6 +5,7 @@ Each process is a tensor-parallel rank; the first one listens.
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -30,11 +31,14 @@ from rookery.train import TrainerConfig
 logger = logging.getLogger("rookery.megatron")
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections: none is closed as it is used again."""
+_PDEATHSIG = 1
+"""Linux's option for the signal that a process gets when its parent ends."""
 GRACE_S = 3
 """How long requests in flight may take when the server ends."""
 
 
 def main() -> None:
+    _end_with_torchrun()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     arguments = _arguments()
@@ -46,6 +50,12 @@ def main() -> None:
             asyncio.run(_run(arguments, ranks, listener, key=key))
     except RookeryError as error:
         sys.exit(f"rookery.megatron: {error}")
+
+
+def _end_with_torchrun() -> None:
+    """Also when it is killed, and cannot end its ranks itself."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _arguments() -> argparse.Namespace:

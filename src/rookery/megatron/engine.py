@@ -106,7 +106,7 @@ class RanksEngine(EmbeddedEngine):
                 self._free(*call.arguments)
             case "step":
                 self._jobs |= call.added
-                dropped = [self._jobs[number] for number in call.dropped]
+                dropped = [self._jobs[n] for n in call.dropped if n in self._jobs]
                 answered = self._batcher.step(list(call.added.values()), dropped)
                 if gone := {id(job) for job in (*answered, *dropped)}:
                     self._jobs = {n: job for n, job in self._jobs.items() if id(job) not in gone}

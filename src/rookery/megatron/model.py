@@ -141,7 +141,10 @@ class ParallelModel(SlottedModel):
         weight = gpt.shared_embedding_or_output_weight() if tied else None
         with self._rows(rows):
             own, _ = gpt.output_layer(gpt.decoder.final_layernorm(hidden[:, None]), weight=weight)
-        whole: torch.Tensor = tensor_parallel.gather_from_tensor_model_parallel_region(own)
+        # megatron-core's own gather needs a GPU.
+        before, width = self._ranks.rank * own.shape[-1], self._ranks.size * own.shape[-1]
+        padded = functional.pad(own, (before, width - before - own.shape[-1]))
+        whole: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(padded)
         return whole[:, 0, : self.shape.vocab_size].float()
 
     def _column(self, names: tuple[str, ...], *, groups: int = 1) -> Hook:

@@ -152,31 +152,34 @@ async def test_the_service_trains_and_samples_on_a_megatron_server(
         model = await ada.model(await ada.session())
         await train_on(ada, model, range(1, 5))
         expected = await exported(own, ada, model, 5)
-    stack = AsyncExitStack()
-    url, _ = await stack.enter_async_context(megatron_server.served(tiny_folder))
     engine = EngineConfig(model=str(tiny_folder))
-    async with (
-        open_megatron_backend(str(tiny_folder), url=url, engine=engine, alpha=32.0) as backend,
-        serve(tmp_path / "run", backend=backend) as served,
-    ):
-        ada = served.client()
-        model = await ada.model(await ada.session())
-        await train_on(ada, model, range(1, 5))
-        assert await exported(served, ada, model, 5) == expected
-        save = {"model_id": model, "seq_id": 6, "path": "state"}
-        state = await ada.result(await ada.post("save_weights", save))
-        load = {"model_id": model, "seq_id": 7, "path": state["path"], "optimizer": True}
-        assert "error" not in await ada.result(await ada.post("load_weights", load))
-        sample = {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
-            "model_path": "tinker://" + model + "/sampler_weights/final5",
-            "sampling_params": {"max_tokens": 4, "seed": 1},
-        }
-        drawn = await ada.result(await ada.post("asample", sample))
-        assert len(drawn["sequences"][0]["tokens"]) == 4
-        await stack.aclose()
-        failed = await ada.result(await ada.step(model, 8))
-        assert "can't be reached at" in failed["error"]
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(megatron_server.served(tiny_folder))
+        async with (
+            open_megatron_backend(str(tiny_folder), url=url, engine=engine, alpha=32.0) as backend,
+            serve(tmp_path / "run", backend=backend) as served,
+        ):
+            ada = served.client()
+            model = await ada.model(await ada.session())
+            await train_on(ada, model, range(1, 5))
+            assert await exported(served, ada, model, 5) == expected
+            save = {"model_id": model, "seq_id": 6, "path": "state"}
+            state = await ada.result(await ada.post("save_weights", save))
+            load = {"model_id": model, "seq_id": 7, "path": state["path"], "optimizer": True}
+            assert "error" not in await ada.result(await ada.post("load_weights", load))
+            sampler = {"model_id": model, "seq_id": 8, "sampling_session_seq_id": 0}
+            reply = await ada.result(await ada.post("save_weights_for_sampler", sampler))
+            sample = {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+                "sampling_session_id": reply["sampling_session_id"],
+                "seq_id": 0,
+                "sampling_params": {"max_tokens": 4, "seed": 1},
+            }
+            drawn = await ada.result(await ada.post("asample", sample))
+            assert drawn["sequences"][0]["tokens"] == [90, 2]
+            await stack.aclose()
+            failed = await ada.result(await ada.step(model, 9))
+            assert "can't be reached at" in failed["error"]
 
 
 async def test_a_megatron_server_with_another_model_is_refused(

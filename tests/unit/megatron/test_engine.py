@@ -5,7 +5,7 @@ import pickle
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ async def test_a_rank_that_is_told_every_call_ends_in_the_same_state(tiny_folder
     ranks = RecordedRanks(0, 1)
     async with (
         opened(tiny_folder, ranks) as (trainer, engine),
-        opened(tiny_folder, Ranks(1, 2)) as (other_trainer, other),
+        opened(tiny_folder, Ranks(1, 1)) as (other_trainer, other),
     ):
         trainer.add("policy", tiny_adapter("start"))
         await train(trainer, make_batch())
@@ -59,9 +59,9 @@ async def test_a_rank_that_is_told_every_call_ends_in_the_same_state(tiny_folder
             for last, model in ((7, ref), (8, engine.base))
         ]
         await engine.sample(requests)
-        abandoned = asyncio.create_task(engine.sample(requests[:1]))
-        while engine.stats.num_in_flight == 0:
-            await asyncio.sleep(0)
+        long = replace(requests[0], params=SamplingParams(max_tokens=100, ignore_eos=True))
+        abandoned = asyncio.create_task(engine.sample([long]))
+        await engine.sample(requests[1:])
         abandoned.cancel()
         await engine.sample(requests[1:])
         await engine.unload(ref)
@@ -73,9 +73,9 @@ async def test_a_rank_that_is_told_every_call_ends_in_the_same_state(tiny_folder
 
 
 def test_a_rank_that_fails_in_a_pass_of_all_ends() -> None:
-    with pytest.raises(SystemExit, match="Rank 1 failed in a pass of all ranks: out of memory"):
-        with Ranks(1, 2).together():
-            raise RuntimeError("out of memory")
+    sentence = "Rank 1 failed in a pass of all ranks: out of memory"
+    with pytest.raises(SystemExit, match=sentence), Ranks(1, 2).together():
+        raise RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"), Ranks(0, 1).together():
         raise RuntimeError("out of memory")
     with pytest.raises(TrainError), Ranks(1, 2).together():
