@@ -89,9 +89,13 @@ class ServerProcess:
         assert self._process is not None
         if self._process.returncode is None:
             pid = self._process.pid
-            for rank in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                os.kill(int(rank), signal.SIGKILL)
+            for rank in _children(pid):
+                os.kill(rank, signal.SIGKILL)
             await self._process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def start_adapter(model: SlottedModel) -> Adapter:

@@ -1,8 +1,10 @@
 """The service with a real model: training and sampling, killed and started again."""
 
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import megatron_server
@@ -16,7 +18,7 @@ from rookery.compose.environment import engine_of_environment, megatron_of_envir
 from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
-from rookery.errors import ConfigError
+from rookery.errors import ConfigError, TrainError
 from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
 from rookery.weights import read_adapter
@@ -143,43 +145,68 @@ def test_the_environment_names_the_vllm_server() -> None:
         engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)
 
 
-async def test_the_service_trains_and_samples_on_a_megatron_server(
+@asynccontextmanager
+async def served_on_megatron(folder: Path, model: Path, url: str) -> AsyncIterator[Served]:
+    engine = EngineConfig(model=str(model))
+    async with (
+        open_megatron_backend(str(model), url=url, engine=engine, alpha=32.0) as backend,
+        serve(folder, backend=backend) as served,
+    ):
+        yield served
+
+
+async def test_the_service_trains_on_a_megatron_server_as_on_its_own(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
-    """To the same adapter as in its own process; then the Megatron server ends."""
-    async with served_model(tmp_path / "own", tiny_folder) as own:
-        ada = own.client()
+    async with served_model(tmp_path / "own", tiny_folder) as served:
+        ada = served.client()
         model = await ada.model(await ada.session())
         await train_on(ada, model, range(1, 5))
-        expected = await exported(own, ada, model, 5)
-    engine = EngineConfig(model=str(tiny_folder))
-    async with AsyncExitStack() as stack:
-        url, _ = await stack.enter_async_context(megatron_server.served(tiny_folder))
-        async with (
-            open_megatron_backend(str(tiny_folder), url=url, engine=engine, alpha=32.0) as backend,
-            serve(tmp_path / "run", backend=backend) as served,
-        ):
-            ada = served.client()
-            model = await ada.model(await ada.session())
-            await train_on(ada, model, range(1, 5))
-            assert await exported(served, ada, model, 5) == expected
-            save = {"model_id": model, "seq_id": 6, "path": "state"}
-            state = await ada.result(await ada.post("save_weights", save))
-            load = {"model_id": model, "seq_id": 7, "path": state["path"], "optimizer": True}
-            assert "error" not in await ada.result(await ada.post("load_weights", load))
-            sampler = {"model_id": model, "seq_id": 8, "sampling_session_seq_id": 0}
-            reply = await ada.result(await ada.post("save_weights_for_sampler", sampler))
-            sample = {
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
-                "sampling_session_id": reply["sampling_session_id"],
-                "seq_id": 0,
-                "sampling_params": {"max_tokens": 4, "seed": 1},
-            }
-            drawn = await ada.result(await ada.post("asample", sample))
-            assert drawn["sequences"][0]["tokens"] == [90, 2]
-            await stack.aclose()
-            failed = await ada.result(await ada.step(model, 9))
-            assert "can't be reached at" in failed["error"]
+        expected = await exported(served, ada, model, 5)
+    async with (
+        megatron_server.served(tiny_folder) as (url, hosted),
+        served_on_megatron(tmp_path / "run", tiny_folder, url) as served,
+    ):
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        assert await exported(served, ada, model, 5) == expected
+        save = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
+        reply = await ada.result(await ada.post("save_weights_for_sampler", save))
+        sample = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "sampling_session_id": reply["sampling_session_id"],
+            "seq_id": 0,
+            "sampling_params": {"max_tokens": 4, "seed": 1},
+        }
+        drawn = await ada.result(await ada.post("asample", sample))
+        assert drawn["sequences"][0]["tokens"]
+        assert hosted.engine.stats.requested_tokens == 3
+
+
+async def test_a_megatron_server_that_ends_is_said_and_the_service_goes_on_with_another(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    run = tmp_path / "run"
+    failed: dict[str, Any] = {}
+    async with AsyncExitStack() as megatron:
+        url, _ = await megatron.enter_async_context(megatron_server.served(tiny_folder))
+        with pytest.raises(TrainError, match="can't be reached"):
+            async with served_on_megatron(run, tiny_folder, url) as served:
+                ada = served.client()
+                model = await ada.model(await ada.session())
+                await train_on(ada, model, range(1, 3))
+                await served.service.snapshot()
+                await train_on(ada, model, range(3, 5))
+                expected = await exported(served, ada, model, 5)
+                await megatron.aclose()
+                failed = await ada.result(await ada.step(model, 6))
+    assert f"can't be reached at {url}" in failed["error"]
+    async with (
+        megatron_server.served(tiny_folder) as (url, _),
+        served_on_megatron(run, tiny_folder, url) as served,
+    ):
+        assert await exported(served, served.client(), model, 7) == expected
 
 
 async def test_a_megatron_server_with_another_model_is_refused(
