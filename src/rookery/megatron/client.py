@@ -97,7 +97,7 @@ class MegatronServer:
         is_ours = response.content_type == "application/json"
         said = read_json(answer) if is_ours else {"error": f"status {response.status}"}
         if response.status == 400:
-            raise _KINDS.get(said.get("kind"), down)(said["error"])
+            raise _KINDS.get(str(said.get("kind")), down)(said["error"])
         raise down(f"The Megatron server at {self.url} refuses {method}: {said.get('error', said)}")
 
     async def records(

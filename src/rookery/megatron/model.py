@@ -108,7 +108,7 @@ class ParallelModel(SlottedModel):
         for linear in self.linears.values():
             one = torch.zeros(1, dtype=self.dtype, device=self.device)
             whole = one.expand(linear.out_features, linear.in_features)
-            linear.weight, linear.bias = nn.Parameter(whole, requires_grad=False), None
+            linear.weight = nn.Parameter(whole, requires_grad=False)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self._gpt.embedding.word_embeddings(tokens)

@@ -59,6 +59,7 @@ def join_ranks(device: str) -> Ranks:
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=limit)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=IDLE_S))
     return Ranks(dist.get_rank(), dist.get_world_size(), calls)

@@ -18,6 +18,7 @@ from rookery.train import AdapterPublisher, LoraConfig, LoraTrainer, TrainerConf
 from rookery.types import (
     Adapter,
     Datum,
+    Json,
     KeptTokens,
     OptimStep,
     SampleRequest,
@@ -67,7 +68,7 @@ async def test_every_column_of_a_datum_arrives(tiny_folder: Path) -> None:
         kept=KeptTokens.of([(7, 9, 11), ()]),
         inputs={"mine": [1.0, 2.0]},
     )
-    options = {"clip_low": 0.1, "kl": {"weight": 0.05}, "ratio_to": "old"}
+    options: dict[str, Json] = {"clip_low": 0.1, "kl": {"weight": 0.05}, "ratio_to": "old"}
     request = TrainRequest(trainee="policy", data=(datum,), loss="grpo", loss_options=options)
     local = LoraTrainer(load_model(tiny_folder), config=TrainerConfig())
     local.add("policy", START)
