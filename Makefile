@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests with their coverage, and real parts that run on any CPU in minutes"
-	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL and tinker too (installs them into .venv-*)"
+	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL, tinker and Megatron too (installs them into .venv-*)"
 	@echo "make check      format, lint, types"
 	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
@@ -33,9 +33,11 @@ test: $(VENV)/.ready
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready \
+  .venv-megatron/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
+	  ROOKERY_MEGATRON_PYTHON=$(CURDIR)/.venv-megatron/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -56,7 +58,7 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-megatron build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -103,4 +105,13 @@ $(VENV)/.ready: pyproject.toml
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
+	@touch $@
+
+# megatron-core 0.16 is for Python 3.11, 0.19 for 3.12; the server is Rookery itself beside it.
+.venv-megatron/.ready:
+	@echo "setting up .venv-megatron (once; a few minutes)"
+	test -x .venv-megatron/bin/python || $(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-megatron/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-megatron/bin/python -m pip install --quiet "megatron-core>=0.16,<0.20" --editable ".[hf]"
 	@touch $@
