@@ -128,6 +128,8 @@ class Service:
             digest=command.digest,
             owner=command.owner,
             reply=_reply(command),
+            # Nobody asks for the result of a refusal: its client was told at once.
+            fetched=time.monotonic() if command.kind == "refused" else None,
         )
         self.desk.futures.add(future)
         self.queue(command)

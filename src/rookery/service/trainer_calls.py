@@ -59,14 +59,16 @@ class TrainerCalls:
     def sort_out(
         self, works: Sequence[Command], record: PassRecord | None
     ) -> tuple[list[Command], list[Outcome]]:
-        """The works that can be computed, and outcomes of the others: failed before the restart,
-        or of a model that is gone."""
+        """The works that can be computed, and outcomes of the others: refused when they came,
+        failed before the restart, or of a model that is gone."""
         doable: list[Command] = []
         outcomes: list[Outcome] = []
         for work in works:
             model = self._desk.state.models[work.owner]
             if record is not None and work.id in record.failures:
                 outcomes.append(Outcome.failure(work, *record.failures[work.id]))
+            elif work.kind == "refused":
+                outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
             elif not model.is_live and record is None:

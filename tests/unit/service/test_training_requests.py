@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-from service.tenants import fake_backend, serve, train_body
+from service.tenants import crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.backend import Backend
 from rookery.testing import FakeTrainer
@@ -142,3 +142,20 @@ async def test_old_clients_speak_json(tmp_path: Path) -> None:
         body = {"model_id": model, "forward_input": inner}
         forward = await ada.result(await ada.post("forward", body))
         assert forward["loss_fn_outputs"] == document["loss_fn_outputs"]
+
+
+async def test_a_refused_request_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.train(train_body(model, 1, loss="stable_reinforce"), status=400)
+        await ada.train(train_body(model, 1, loss="stable_reinforce"), status=400)
+        wrong = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": -1}}
+        await ada.post("optim_step", wrong, status=422)
+        gone = {"model_id": model, "seq_id": 3, "path": f"tinker://{model}/weights/none"}
+        await ada.post("load_weights", gone, status=404)
+        await ada.outputs(await ada.train(train_body(model, 4)))
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        ada = served.client()
+        assert (await ada.result(await ada.step(model, 5)))["metrics"]["value:mean"] == 3.0
