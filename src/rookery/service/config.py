@@ -52,7 +52,7 @@ class ServiceConfig(Config):
     snapshot_s: float = Field(default=60.0, gt=0)
     """Snapshots are taken after this much training, which is what a restart repeats at most."""
     journal_mib: float = Field(default=256.0, gt=0)
-    """Or when this much was written since the last one."""
+    """Or when this much was written since the last one, or half as much as the snapshots hold."""
     adapter_folders: tuple[Path, ...] = ()
     """Folders on this machine from which tenants may register adapters by path."""
     keep_last: int | None = Field(default=None, ge=1)

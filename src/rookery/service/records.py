@@ -54,6 +54,7 @@ class Model:
     """Why it could not be made."""
     snapshot: str = ""
     """Digest of its saved state; "" before the first."""
+    snapshot_bytes: int = 0
     snapshot_seq: int = 0
     """`next_seq` when the snapshot was taken."""
 

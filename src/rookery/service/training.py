@@ -29,6 +29,8 @@ __all__ = ["TrainingLoop"]
 
 FIRST_PASS_TOKENS = 1024
 """Of the first pass, before it is known how many are computed in a second."""
+LEAST_JOURNAL_BYTES = 8 << 20
+"""The journal may become half as large as the snapshots, and this large in any case."""
 
 
 class TrainingLoop:
@@ -84,9 +86,10 @@ class TrainingLoop:
 
     @property
     def is_snapshot_due(self) -> bool:
-        config = self._desk.config
-        is_long = self._desk.wal.num_bytes > config.journal_mib * 2**20
-        return self.trained_s > config.snapshot_s or is_long
+        config, models = self._desk.config, self._desk.state.models.values()
+        held = sum(model.snapshot_bytes for model in models if model.is_live)
+        limit = min(config.journal_mib * 2**20, max(held // 2, LEAST_JOURNAL_BYTES))
+        return self.trained_s > config.snapshot_s or self._desk.wal.num_bytes > limit
 
     def wake(self) -> None:
         """See whether a snapshot is due, also when nothing is trained."""
