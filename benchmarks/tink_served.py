@@ -106,7 +106,7 @@ class JournalClock:
             future.add_done_callback(lambda _: clock.add(time.perf_counter() - started))
             return future
 
-        Wal.append = timed  # type: ignore[method-assign]
+        Wal.append = timed  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,6 +25,7 @@ from rookery.service.routes import (
     sampling,
     sessions,
     training,
+    vllm,
 )
 from rookery.service.routes.gaps import fill_gap
 from rookery.service.routes.gate import Gate
@@ -45,7 +46,7 @@ def make_app(service: Service, *, keys: Keys | None) -> FastAPI:
         docs_url="/docs",
     )
     app.state.gate = gate
-    for module in (sessions, training, sampling, futures, checkpoints, plain, openai):
+    for module in (sessions, training, sampling, futures, checkpoints, plain, openai, vllm):
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)

@@ -11,7 +11,7 @@ import binascii
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,10 +30,13 @@ from rookery.service.wire.requests import Finite, Prompt
 from rookery.service.wire.samples import PromptScores
 from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
-__all__ = ["make_router"]
+__all__ = ["AdapterName", "AdapterUpload", "make_router", "register_adapter"]
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_PROMPTS = 1024
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
 
 
 class PlainOptions(BaseModel):
@@ -71,7 +74,7 @@ class PlainSample(BaseModel):
 class AdapterUpload(BaseModel):
     """A PEFT folder: a path on the server under a folder the operator lists, or its two files."""
 
-    adapter_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    adapter_id: AdapterName
     lora_path: str | None = None
     adapter_config: dict[str, Any] | None = None
     adapter_model: str | None = None
@@ -103,25 +106,7 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.post("/adapters", status_code=201)
     async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
-        gate.service.admission.check_rate(tenant)
-        gate.service.admission.check_checkpoints(tenant)
-        base_model = body.base_model or next(iter(gate.service.desk.backends))
-        backend = gate.service.desk.backend(base_model)
-        blobs = gate.service.desk.wal.run.blobs
-        async with gate.service.blob_lock:
-            blob, size_bytes, shape = await run_in_thread(_store, gate, body)
-            # Loaded once to see that it fits; samples load it again when they need it.
-            ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
-            await backend.folders.unload(ref)
-            adapter = NewAdapter(
-                adapter_id=body.adapter_id,
-                base_model=base_model,
-                blob=blob,
-                size_bytes=size_bytes,
-                lora_path=body.lora_path or "upload",
-                **asdict(shape),
-            )
-            return await gate.service.change("register_adapter", tenant, adapter)
+        return await register_adapter(gate, tenant, body)
 
     @router.get("/adapters")
     async def adapters(tenant: Tenant) -> list[dict[str, str]]:
@@ -133,6 +118,29 @@ def make_router(gate: Gate) -> APIRouter:
         return Response(status_code=204)
 
     return router
+
+
+async def register_adapter(gate: Gate, tenant: str, body: AdapterUpload) -> dict[str, Any]:
+    """Store an adapter, see that it fits, and serve it under its name; its document."""
+    gate.service.admission.check_rate(tenant)
+    gate.service.admission.check_checkpoints(tenant)
+    base_model = body.base_model or next(iter(gate.service.desk.backends))
+    backend = gate.service.desk.backend(base_model)
+    blobs = gate.service.desk.wal.run.blobs
+    async with gate.service.blob_lock:
+        blob, size_bytes, shape = await run_in_thread(_store, gate, body)
+        # Loaded once to see that it fits; samples load it again when they need it.
+        ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
+        await backend.folders.unload(ref)
+        adapter = NewAdapter(
+            adapter_id=body.adapter_id,
+            base_model=base_model,
+            blob=blob,
+            size_bytes=size_bytes,
+            lora_path=body.lora_path or "upload",
+            **asdict(shape),
+        )
+        return await gate.service.change("register_adapter", tenant, adapter)
 
 
 def _draw(
