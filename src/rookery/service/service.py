@@ -45,6 +45,8 @@ from rookery.types import LoraShape
 __all__ = ["Service", "new_id", "open_service"]
 
 HOUSEKEEPING_S = 10.0
+SECRET = "secret"
+"""The kind of the event that holds what links are signed with."""
 
 
 def new_id(prefix: str) -> str:
@@ -54,8 +56,10 @@ def new_id(prefix: str) -> str:
 class Service:
     """What the routes call. Made by `open_service`."""
 
-    def __init__(self, desk: Desk, group: asyncio.TaskGroup) -> None:
+    def __init__(self, desk: Desk, group: asyncio.TaskGroup, *, link_secret: bytes) -> None:
         self.desk = desk
+        self.link_secret = link_secret
+        """What download links are signed with, also after a restart."""
         self.training = TrainingLoop(desk)
         self.drawing = Drawing(desk)
         self.samples = Samples(desk, self.drawing)
@@ -262,8 +266,9 @@ async def open_service(
     """The service, running inside the block, with all that was accepted before a restart."""
     wal = await run_in_thread(Wal, run)
     desk = Desk(config=config, backends=backends, wal=wal, metrics=Metrics())
+    secret = await _link_secret(run)
     async with task_group() as group:
-        service = Service(desk, group)
+        service = Service(desk, group, link_secret=secret)
         await recover(service)
         training = group.create_task(service.training.run(service.snapshot), name="training")
         others = [
@@ -279,6 +284,15 @@ async def open_service(
             for task in (*others, *service.samples.tasks):
                 task.cancel()
     await take_snapshot(desk)
+
+
+async def _link_secret(run: Run) -> bytes:
+    known = run.get(SECRET, "links")
+    if known is not None:
+        return bytes.fromhex(str(known.payload["hex"]))
+    secret = secrets.token_bytes(32)
+    await run.append(SECRET, {"hex": secret.hex()}, key="links")
+    return secret
 
 
 def _reply(command: Command) -> dict[str, Any]:
