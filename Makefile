@@ -104,7 +104,8 @@ $(VENV)/.ready: pyproject.toml
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
+	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0" "tinker-cookbook==0.5.8" \
+	  math-verify pylatexenc
 	@touch $@
 
 # megatron-core 0.16 is for Python 3.11, 0.19 for 3.12; the server is Rookery itself beside it.

@@ -1,7 +1,10 @@
-"""Several tenants in one pass of the trainer, beside one after another.
+"""The service: several tenants in one pass of the trainer, its queue, and a model behind it.
 
-    python benchmarks/tink.py                        # SmolLM2 in float32, 8 tenants, 16 tokens each
-    python benchmarks/tink.py --tokens 64 --device cuda --tenants 32
+    python benchmarks/tink.py                        # all three, on the CPU; about 15 minutes
+    python benchmarks/tink.py --part passes          # SmolLM2 in float32, 8 tenants, 16 tokens each
+    python benchmarks/tink.py --part passes --tokens 64 --device cuda --tenants 32
+
+`--part queue` is tink_queue.py, `--part served` is tink_served.py.
 
 Tenants differ in rank, layers, loss, lengths and optimizer values. First all together are compared
 with each alone: on the CPU gradients and weights after a step have the same bits. Then both
@@ -17,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tink_queue
+import tink_served
 import torch
 
 from rookery.embedded import resolve_model
@@ -148,14 +153,31 @@ async def measure(
     return rates["together"], rates["apart"]
 
 
-async def main() -> None:
+async def main() -> bool:
+    options = read_options()
+    is_fine = True
+    if options.part in ("all", "passes"):
+        is_fine &= await measure_passes(options)
+    if options.part in ("all", "queue"):
+        is_fine &= await tink_queue.main()
+    if options.part in ("all", "served"):
+        is_fine &= await tink_served.main()
+    return is_fine
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--part", choices=("all", "passes", "queue", "served"), default="all")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16, help="mean of each tenant")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+async def measure_passes(options: argparse.Namespace) -> bool:
+    """All tenants in a pass, beside one after another."""
     folder: Path = resolve_model(options.model).path
     model = load_model(folder, device=options.device, dtype="float32")
     pass_tokens = max(1024, 2 * options.tenants * options.tokens)
@@ -168,7 +190,8 @@ async def main() -> None:
     print(f"tokens/s together     {together:8.1f}")
     print(f"tokens/s apart        {apart:8.1f}")
     print(f"ratio                 {together / apart:8.2f}")
+    return is_fine
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    raise SystemExit(not asyncio.run(main()))

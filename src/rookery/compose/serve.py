@@ -90,12 +90,16 @@ async def _serve(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def serving(config: ServeConfig) -> AsyncIterator[str]:
-    """The service at its address, inside the block."""
+async def serving(
+    config: ServeConfig, *, backends: Mapping[str, Backend] | None = None
+) -> AsyncIterator[str]:
+    """The service at its address, inside the block; with backends of the caller's instead of the
+    models of the config."""
     keys = _keys(config)
     with _listen(config) as listener, _own_run(config) as run:
         async with AsyncExitStack() as stack:
-            backends = await _open_backends(config, stack)
+            if backends is None:
+                backends = await _open_backends(config, stack)
             service = await stack.enter_async_context(open_service(run, backends, config.service))
             app = make_app(service, keys=keys)
             settings = uvicorn.Config(

@@ -1,5 +1,6 @@
 """The service with a real model: training and sampling, killed and started again."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,16 +13,17 @@ import numpy as np
 import pytest
 from compose.served_model import served_model
 from service.tenants import Client, Served, crashed_copy, serve, train_body
-from tiny import write_tiny_model
+from tiny import tiny_adapter, write_tiny_model
 
+import vllm_backend
 from rookery.compose.environment import engine_of_environment, megatron_of_environment
 from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
-from rookery.errors import ConfigError, TrainError
+from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
-from rookery.weights import read_adapter
+from rookery.weights import read_adapter, write_adapter
 
 
 async def train_on(client: Client, model: str, seqs: range) -> None:
@@ -234,3 +236,52 @@ def test_the_environment_names_the_megatron_server() -> None:
     assert megatron_of_environment("http://a:1", given) == "http://b:2"
     with pytest.raises(ConfigError, match="write true or false"):
         megatron_of_environment(None, {"USE_MEGATRON": "maybe"})
+
+
+async def test_vllm_backend_registers_what_the_service_serves(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tiny_adapter("poet", rank=2, seed=3), tmp_path / "poet")
+    config = ServeConfig(
+        port=0, anonymous=True, models={"tiny": str(tiny_folder)}, folder=tmp_path / "run"
+    )
+    async with serving(config) as url, aiohttp.ClientSession() as http:
+        monkeypatch.setenv("VLLM_BASE_URL", url)
+
+        def use_backend() -> tuple[list[Any], list[Any]]:
+            info = vllm_backend.initialize_vllm_client()
+            assert info["model"] == "tiny" and info["max_lora_rank"] >= 2
+            assert vllm_backend.register_lora_adapter("poet", tmp_path / "poet")
+            drawn = [
+                vllm_backend.generate_with_vllm([[5, 6, 7]], name, max_tokens=4, seed=2)
+                for name in (None, "poet")
+            ]
+            with pytest.raises(FleetError, match="Rookery service"):
+                vllm_backend.init_communicator("cpu")
+            vllm_backend.reset_prefix_cache()
+            return drawn, vllm_backend.list_lora_adapters()
+
+        try:
+            (plain, poet), listed = await asyncio.to_thread(use_backend)
+            assert [row["adapter_id"] for row in listed] == ["poet"]
+            assert len(poet) == 1 and len(poet[0]["token_ids"]) == len(poet[0]["logprobs"])
+            assert poet[0]["logprobs"] != plain[0]["logprobs"]
+            body = {
+                "prompts": [[5, 6, 7]],
+                "model_id": "poet",
+                "sampling_params": {"max_tokens": 4, "seed": 2},
+            }
+            async with http.post(f"{url}/api/v1/sample", json=body) as response:
+                answer = await response.json()
+            assert answer["sequences"][0]["tokens"] == poet[0]["token_ids"]
+            gone = await asyncio.to_thread(vllm_backend.unregister_lora_adapter, "poet")
+            again = await asyncio.to_thread(vllm_backend.unregister_lora_adapter, "poet")
+            assert (gone, again) == (True, False)
+            async with http.post(f"{url}/tokenize", json={"prompt": "w5 w6"}) as response:
+                assert (await response.json())["count"] == 2
+            wrong = {"lora_name": "x", "lora_path": str(tmp_path / "poet")}
+            async with http.post(f"{url}/v1/load_lora_adapter", json=wrong) as response:
+                assert response.status == 400
+                assert "operator lists" in (await response.json())["error"]
+        finally:
+            await asyncio.to_thread(vllm_backend.shutdown_vllm_client)
