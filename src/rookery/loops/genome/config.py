@@ -60,6 +60,9 @@ class GenomeConfig(Config):
     """How to search, one after another."""
     race: RaceConfig = RaceConfig()
     """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
+    certainty: float = Field(default=0.0, ge=0.0, le=1.0)
+    """How much the probability of the right choice counts in the search beside whether it is
+    chosen: less noise from the same answers."""
     floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
     """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
     rank: int | None = Field(default=None, ge=1)

@@ -9,6 +9,7 @@ missing is not averaged away.
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,7 +23,7 @@ from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
-from rookery.search.founders import random_plans
+from rookery.search.founders import average_plans, random_plans
 from rookery.search.vote import vote
 from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
@@ -38,6 +39,10 @@ class FinalConfig(Config):
     """The best so many on the search split meet on the select split."""
     num_voters: int = Field(default=5, ge=1)
     """Size of the panels that vote: of the best founders, and of the finalists."""
+    merge_finalists: int = Field(default=0, ge=0)
+    """Averages of the best 2, 3, ... finalists that stand in the choice too, up to so many."""
+    evidence: Literal["both", "select"] = "select"
+    """What decides among the finalists: the select tasks, or these and the search tasks."""
     random_search: bool = True
     """Also try random merges of the founders, as many as the search tried candidates."""
 
@@ -75,7 +80,11 @@ class FinalReport:
         builder: AdapterBuilder,
         search: SearchEvaluator,
         weights: Mapping[str, float],
+        settings: FinalConfig,
+        certainty: float = 0.0,
     ) -> None:
+        self._settings = settings
+        self._certainty = certainty
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
@@ -121,6 +130,8 @@ class FinalReport:
         makers = {name: self._builder.maker(name) for name in names}
         groups = await self._rollout(makers, tasks, phase=phase)
         means = {name: self._means(name, groups[name], tasks) for name in names}
+        if self._settings.evidence == "both":
+            means = {name: self._pooled(name, groups[name], tasks) for name in names}
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():
             floors[source] = means[holder].get(source, floors[source])
@@ -139,7 +150,15 @@ class FinalReport:
         asked = {task.source for task in tasks}
         by_search = self._search.means(name)
         means = {source: mean for source, mean in by_search.items() if source not in asked}
-        return means | complete_means(_rewards(groups), tasks)
+        return means | complete_means(_merits(groups, self._certainty), tasks)
+
+    def _pooled(
+        self, name: str, groups: Sequence[Group], tasks: Sequence[Task]
+    ) -> dict[str, float]:
+        """By source, of the search and the select tasks together."""
+        measured = self._search.measured[name]
+        both = [*self._search.tasks, *tasks]
+        return complete_means({**measured.rewards, **_merits(groups, self._certainty)}, both)
 
     def _fitness(
         self, means: Mapping[str, float], floors: Mapping[str, float], sources: Set[str]
@@ -148,6 +167,15 @@ class FinalReport:
             return FAILED
         weights = {name: self._weights[name] for name in self._weights if name in sources}
         return fitness_of(means, weights=weights, floors=floors)
+
+    async def average(self, ranked: Sequence[str], *, seed: int) -> list[str]:
+        """Averages of the best 2, 3, ... of the finalists, measured on the search split."""
+        sizes = range(2, min(len(ranked), self._settings.merge_finalists + 1) + 1)
+        plans = average_plans(ranked, sizes=sizes, seed=seed)
+        self._builder.plan(plans)
+        names = [plan.id for plan in plans]
+        await self._search.measure(names, rivals=(), seed=seed, keep=len(names))
+        return [name for name in names if self._search.measured[name].is_complete]
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
@@ -272,6 +300,15 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         earned = [r.reward for r in group.rollouts if r.reward is not None]
         if len(earned) == len(group.rollouts):
             rewards[group.task.id] = sum(earned) / len(earned)
+    return rewards
+
+
+def _merits(groups: Sequence[Group], part: float) -> dict[str, float]:
+    rewards = _rewards(groups)
+    for group in groups:
+        certainty = group.rollouts[0].metrics.get("certainty")
+        if certainty is not None and group.task.id in rewards:
+            rewards[group.task.id] = (1 - part) * rewards[group.task.id] + part * certainty
     return rewards
 
 

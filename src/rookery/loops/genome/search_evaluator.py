@@ -18,7 +18,7 @@ from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.search.waves import Waves
 from rookery.seeding import stream
-from rookery.types import ModelRef, Task
+from rookery.types import Evaluation, ModelRef, Task
 
 __all__ = ["Measured", "SearchEvaluator"]
 
@@ -58,6 +58,7 @@ class SearchEvaluator:
         tasks: Sequence[Task],
         weights: Mapping[str, float],
         race: RaceConfig,
+        certainty: float = 0.0,
         is_remote: bool = False,
     ) -> None:
         self._evaluator = evaluator
@@ -67,10 +68,15 @@ class SearchEvaluator:
         self._tasks = {task.id: task for task in tasks}
         self._weights = dict(weights)
         self._race = race
+        self._certainty = certainty
         self._floors: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return list(self._tasks.values())
 
     @property
     def sources(self) -> frozenset[str]:
@@ -205,9 +211,19 @@ class SearchEvaluator:
         )
         for name, evaluation in zip(refs, evaluations, strict=True):
             self._errors.setdefault(name, {}).update(evaluation.errors)
-            self._rewards.setdefault(name, {}).update(evaluation.rewards)
-            told[name] = [evaluation.rewards.get(task) for task in tasks]
+            merits = self._merits(evaluation)
+            self._rewards.setdefault(name, {}).update(merits)
+            told[name] = [merits.get(task) for task in tasks]
         return told
+
+    def _merits(self, evaluation: Evaluation) -> dict[str, float]:
+        """What each answer counts in the search: its reward, and with a part `certainty` of it the
+        probability of the right choice, which tells candidates apart that choose alike."""
+        part, known = self._certainty, evaluation.certainties
+        return {
+            task: reward if task not in known else (1 - part) * reward + part * known[task]
+            for task, reward in evaluation.rewards.items()
+        }
 
     def _conclude(self, name: str, race: Race, estimate: float | None) -> Measured:
         """What the race saw of a candidate. What was asked beyond that does not count."""
