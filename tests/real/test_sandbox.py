@@ -426,6 +426,38 @@ async def test_locked_and_odd_files_are_removed(sandbox: Sandbox) -> None:
     await healthy(sandbox)
 
 
+async def test_folders_in_folders_are_removed(sandbox: Sandbox) -> None:
+    """More of them than Python recurses, and a path longer than the kernel takes."""
+    outcome = await sandbox.evaluate(
+        program("""
+        import os
+        for _ in range(2000):
+            os.mkdir("folder")
+            os.chdir("folder")
+        metrics = {"s": 1.0}
+        """)
+    )
+    assert outcome.metrics == {"s": 1.0}, outcome
+    await healthy(sandbox)
+
+
+async def test_processes_left_behind_do_not_count_for_later_candidates(sandbox: Sandbox) -> None:
+    leaving = program("""
+        import os, time
+        for _ in range(6):
+            if os.fork() == 0:
+                time.sleep(1000)
+        metrics = {"s": 1.0}
+        """)
+    starting = program("""
+        import subprocess
+        metrics = {"s": float(subprocess.check_output(["echo", "2"]))}
+        """)
+    for _ in range(5):
+        assert (await sandbox.evaluate(leaving)).metrics == {"s": 1.0}
+        assert (await sandbox.evaluate(starting)).metrics == {"s": 2.0}
+
+
 async def test_a_forged_result_is_taken_if_well_formed(sandbox: Sandbox) -> None:
     """What docs/sandbox.md admits: candidate and evaluator share a process."""
     text = """

@@ -135,7 +135,13 @@ def run(
 
 
 @evolve.command
-def check(program: Path, evaluator: Path, *overrides: Words, models: ModelFlags = _MODEL) -> int:
+def check(
+    program: Path,
+    evaluator: Path,
+    *overrides: Words,
+    models: ModelFlags = _MODEL,
+    place: PlaceFlags = _PLACE,
+) -> int:
     """Score the first program in the sandbox and ask every model once; nothing is kept.
 
         rookery evolve check initial_program.py evaluator.py -c config.yaml
@@ -151,7 +157,7 @@ def check(program: Path, evaluator: Path, *overrides: Words, models: ModelFlags 
     from rookery.compose.evolve_inputs import Problem
 
     log_warnings()
-    loaded = _load(overrides, models, _RUN, _PLACE)
+    loaded = _load(overrides, models, _RUN, place)
     display.note(loaded.warnings)
     problem = Problem(program=program, evaluator=evaluator, config_file=models.config)
     for line in check_evolve(problem, loaded, display):

@@ -12,7 +12,7 @@ from rookery.cli.terminal import console, fail
 
 __all__ = ["grpo"]
 
-PATHS = ("init_from", "tasksets.*.path")
+PATHS = ("init_from", "reference", "tasksets.*.path")
 
 
 grpo = make_loop_app(

@@ -11,9 +11,13 @@ from rich.logging import RichHandler
 
 from rookery.config import parse_overrides
 from rookery.errors import ConfigError
+from rookery.tasks.python_function import function_from_folder
 from rookery.ui.display import Display
 
 __all__ = ["check_flags", "console", "display", "fail", "log_warnings", "paths_from_here"]
+
+FUNCTIONS = ("*.function",)
+"""Flags that name a Python function, of any command."""
 
 console = Console()
 display = Display()
@@ -38,18 +42,23 @@ def check_flags(overrides: Sequence[str], *, fields: Collection[str], own: Seque
 
 
 def paths_from_here(overrides: Sequence[str], *, paths: Sequence[str]) -> list[str]:
-    """The flags, those that match `paths` taken from the current folder, as a shell completes them.
+    """The flags, those that match `paths` taken from the current folder, as a shell completes them;
+    so are the files of functions (`file.py:function`).
 
     Paths inside a config are relative to it, and a flag becomes a part of the config.
     """
-    return [
-        f"--{key}={Path(text).expanduser().absolute() if _is_any(key, paths) else text}"
-        for key, text in parse_overrides(overrides)
-    ]
+    return [f"--{key}={_from_here(key, text, paths)}" for key, text in parse_overrides(overrides)]
+
+
+def _from_here(key: str, text: str, paths: Sequence[str]) -> str:
+    if _is_any(key, paths):
+        return str(Path(text).expanduser().absolute())
+    return function_from_folder(text, Path.cwd()) if _is_any(key, FUNCTIONS) else text
 
 
 def _is_any(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+    written = key.replace("-", "_")
+    return any(fnmatch.fnmatchcase(written, pattern) for pattern in patterns)
 
 
 def log_warnings() -> None:

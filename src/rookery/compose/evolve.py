@@ -23,6 +23,7 @@ from rookery.compose.evolve_inputs import (
     run_config,
 )
 from rookery.compose.evolve_log import IterationLines
+from rookery.compose.inputs_record import check_inputs, require_same_inputs
 from rookery.compose.proposers import open_models
 from rookery.compose.running import (
     OpenRun,
@@ -49,6 +50,7 @@ from rookery.ui.evolve import render_evolve_page
 __all__ = ["EVOLVE", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
 
 MAY_CHANGE = (
+    "extended_from",
     "output",
     "settings.checkpoint_interval",
     "settings.database.embedding_api_base",
@@ -89,12 +91,24 @@ def run_evolve(
     given = file if file is not None or not isinstance(config, Mapping) else config
     loaded = read_config(given, environment=os.environ, flags=Flags(values=values))
     problem = Problem(
-        program=Path(program),
-        evaluator=Path(evaluator),
+        program=_as_path(program, "program"),
+        evaluator=_as_path(evaluator, "evaluator"),
         output=None if output is None else Path(output),
         config_file=file,
     )
     return start(problem, loaded, Display())
+
+
+def _as_path(given: object, what: str) -> Path:
+    """OpenEvolve also takes code and functions here."""
+    is_path = isinstance(given, Path) or (isinstance(given, str) and "\n" not in given)
+    if not is_path:
+        kind = "code" if isinstance(given, str) else type(given).__name__
+        raise ConfigError(
+            f"The {what} is given as {kind}: write it to a file and give the path. What runs in "
+            "the sandbox is a file."
+        )
+    return Path(str(given))
 
 
 def run_evolution(
@@ -129,7 +143,8 @@ def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[E
     _require_new(folder)
     config = run_config(problem, loaded)
     display.note(config.warnings)
-    return _finish(config, loaded.config, lambda: _create(folder, config), display)
+    open_run = OpenRun(lambda: _create(folder, config), is_new=True)
+    return _finish(config, loaded.config, open_run, display)
 
 
 def go_on(
@@ -137,14 +152,18 @@ def go_on(
 ) -> Outcome[EvolveReport]:
     """The run in the folder, on to its end; `iterations` more if it is finished already.
 
-    Of a run that is not finished `iterations` are all there will be.
+    Of a run that is not finished `iterations` are all there will be since it last finished, so
+    that the same command goes on with what it began.
     """
     with Run.view(problem.folder) as view:
         if view.kind != "evolve":
             raise RunError(f"{problem.folder} is a run of kind {view.kind!r}: give another -o.")
-        total = _total(view, iterations)
+        extended_from = _extended_from(view, iterations)
+        known = int(view.config["settings"]["max_iterations"])
+        total = known if iterations is None else extended_from + iterations
         settings = loaded.config.model_copy(update={"max_iterations": total})
         config = run_config(problem, LoadedConfig(config=settings, warnings=loaded.warnings))
+        config = config.model_copy(update={"extended_from": extended_from})
         document = config.model_dump(mode="json")
         # How many are in flight decides what a deterministic run finds.
         is_steady = settings.rookery.mode == "steady"
@@ -158,15 +177,14 @@ def go_on(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, reopen, display)
+    return _finish(config, settings, OpenRun(reopen, is_new=False), display)
 
 
-def _total(view: RunView, iterations: int | None) -> int:
-    known = int(view.config["settings"]["max_iterations"])
-    if iterations is None:
-        return known
-    is_finished = view.status == "finished"
-    return iterations + (int(view.read_json("report.json")["num_iterations"]) if is_finished else 0)
+def _extended_from(view: RunView, iterations: int | None) -> int:
+    """How many iterations there were before those that are asked for now."""
+    if iterations is not None and view.status == "finished":
+        return int(view.read_json("report.json")["num_iterations"])
+    return int(view.config.get("extended_from", 0))
 
 
 def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Outcome[EvolveReport]:
@@ -192,6 +210,7 @@ async def _evolve(
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
     inputs = await asyncio.to_thread(read_inputs, config, settings)
+    await asyncio.to_thread(check_inputs, config.output, inputs.digests)
     display.say(f"starting workers ({settings.executor})")
     async with (
         open_executor(settings, inputs.spec) as executor,
@@ -199,6 +218,7 @@ async def _evolve(
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with open_run() as run, resumable(run.path, display):
+            await run_in_thread(require_same_inputs, run, inputs.digests)
             with display.bar("evolving", total=settings.max_iterations) as bar:
                 result = await evolve(
                     settings,
@@ -208,6 +228,7 @@ async def _evolve(
                     run=run,
                     watcher=IterationLines(display, bar, run),
                     embedder=embedder,
+                    extended_from=config.extended_from,
                 )
             report = _with_warnings(result.report, inputs.warnings)
             await run_in_thread(run.write_json, "report.json", report.model_dump(mode="json"))

@@ -12,8 +12,10 @@ from rookery.errors import SandboxError
 from rookery.fleet.http.external_embedding import ExternalEmbedder
 from rookery.loops.evolve.config import LoadedConfig
 from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.search_state import search_config
 from rookery.ports import Executor, TextModel
-from rookery.sandbox import decode_outcome
+from rookery.sandbox import Outcome, decode_outcome
+from rookery.search.programs.program import numeric_metrics
 from rookery.types import Job, JobDone, Message, TextRequest
 from rookery.ui.display import Display
 
@@ -41,7 +43,11 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
         lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
         firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]
         for number, program in enumerate(firsts):
-            lines.append(await _score(program, number, executor, limit_s=limit_s))
+            outcome = await _score(program, number, executor, limit_s=limit_s)
+            problem_with = search_config(config).problem_with(numeric_metrics(outcome.metrics))
+            if problem_with is not None:
+                raise SandboxError(f"The first program cannot be used. {problem_with}")
+            lines.append(_describe(outcome))
         async with open_models(config, display) as models:
             lines += await _ask(models)
         async with open_config_embedder(config, environment=os.environ) as embedder:
@@ -50,7 +56,9 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
     return lines
 
 
-async def _score(program: FirstProgram, number: int, executor: Executor, *, limit_s: float) -> str:
+async def _score(
+    program: FirstProgram, number: int, executor: Executor, *, limit_s: float
+) -> Outcome:
     payload = program.code.encode("utf-8", "surrogatepass")
     job = Job(attempt=number, epoch=0, payload=payload, limit_s=limit_s)
     ended = await executor.submit(job)
@@ -64,8 +72,12 @@ async def _score(program: FirstProgram, number: int, executor: Executor, *, limi
             f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
             f"a program that the evaluator can score.{told}"
         )
+    return outcome
+
+
+def _describe(outcome: Outcome) -> str:
     metrics = ", ".join(f"{name} {value}" for name, value in outcome.metrics.items())
-    return f"first program: {metrics} ({ended.seconds:.1f} s)"
+    return f"first program: {metrics} ({outcome.seconds:.1f} s)"
 
 
 async def _embed(embedder: ExternalEmbedder) -> str:

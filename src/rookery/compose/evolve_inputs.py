@@ -1,10 +1,11 @@
 """What an evolution starts from: its files, read and checked, and where its programs are scored."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rookery.compose.inputs_record import digest
 from rookery.config import Config
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.checkpoints import read_checkpoint
@@ -36,6 +37,8 @@ class EvolveRunConfig(Config):
     """Where the keys of models are read again: they are not written with the run."""
     warnings: tuple[str, ...] = ()
     """Of the config file."""
+    extended_from: int = 0
+    """Iterations of the run when it had last finished and more were asked for."""
     settings: EvolveConfig
 
 
@@ -75,6 +78,8 @@ class Inputs:
     programs: Sequence[FirstProgram | ProgramRecord]
     spec: WorkerSpec
     warnings: tuple[str, ...]
+    digests: Mapping[str, str]
+    """Of the program and the evaluator, by name: scores of another evaluator do not compare."""
 
 
 def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
@@ -86,12 +91,17 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     if own.checkpoint is not None:
         programs += read_checkpoint(Path(own.checkpoint)).programs
     spec = evaluation_spec(
-        settings, evaluator=config.evaluator, suffix=firsts[0].suffix, output=config.output
+        settings, evaluator=config.evaluator, first=firsts[0], output=config.output
     )
     warnings = [warning for first in firsts for warning in first.warnings]
     if own.sandbox.backend == "none":
         warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
-    return Inputs(programs=programs, spec=spec, warnings=(*config.warnings, *warnings))
+    digests = {
+        config.program.name: digest([firsts[0].code, sorted(firsts[0].other_files.items())]),
+        config.evaluator.name: digest([config.evaluator.read_bytes()]),
+    }
+    warnings = [*config.warnings, *warnings]
+    return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ class IterationLines:
         )
 
     def on_waiting(self, sentence: str) -> None:
-        logger.warning("%s", sentence)
+        logger.info("%s", sentence)  # for the file: a warning would be in the terminal twice
         self._display.note([sentence])
 
 

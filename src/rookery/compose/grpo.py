@@ -9,9 +9,10 @@ from typing import Any
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan
-from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
+from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
-from rookery.compose.inputs_record import digest, require_same_inputs
+from rookery.compose.grpo_reference import make_reference
+from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -29,7 +30,9 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
+from rookery.errors import ModelError, boundary
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
+from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.ports import Engine, Evaluator, GroupDrawer
@@ -87,14 +90,30 @@ async def _train(
         async with _open(config, files, show) as (engine, model):
             processes = await asyncio.to_thread(join_processes, model.device.type)
             make_policy = await _checked_policy(config, files, engine, model, processes)
-            await _try_drawing(config, files, engine)
+            if open_run.is_new:
+                await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
-                digests = {each.name: digest(each.tasks) for each in files.tasksets}
-                await run_in_thread(require_same_inputs, run, digests)
+                await run_in_thread(_require_same_files, run, files)
                 inputs = _inputs(config, files, engine, make_policy(run), run)
                 outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
+
+
+def _require_same_files(run: Run, files: GrpoFiles) -> None:
+    """A run goes on with the tasks and the model that it was started on. An adapter to begin with
+    is in the run itself."""
+    models = {"the model": files.folder.path}
+    if files.start != files.folder.path:
+        models["init_from"] = files.start
+    if isinstance(files.reference, Path):
+        models["reference"] = files.reference
+    tasks = {each.name: digest(each.tasks) for each in files.tasksets}
+    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
+        digests = {name: digest_model(folder) for name, folder in models.items()}
+    if isinstance(files.reference, Adapter):
+        digests["reference"] = files.reference.version
+    require_same_inputs(run, tasks | digests)
 
 
 @asynccontextmanager
@@ -133,14 +152,13 @@ async def _checked_policy(
     processes: Processes,
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
-    if config.full is not None:
-        _check(config, files, engine, start=None)
-        return await full_policy(
-            config, files.folder, model=model, engine=engine, processes=processes
-        )
-    start = _start(config, files, model)
+    start = None if config.full is not None else _start(config, files, model)
     _check(config, files, engine, start=start)
-    return adapter_policy(config, start, model=model, engine=engine, processes=processes)
+    reference = await asyncio.to_thread(make_reference, config, files, model)
+    parts = PolicyParts(model=model, engine=engine, processes=processes, reference=reference)
+    if start is None:
+        return full_policy(config, files, parts)
+    return adapter_policy(config, start, parts)
 
 
 def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:
@@ -163,6 +181,22 @@ def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapt
 
 
 async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
+    """Draw some of the first groups with the policy that training begins with: rewards may be no
+    numbers, or never differ."""
+    await _try_cuts(config, files, engine)
+    tasks = [task for taskset in files.tasksets for task in taskset.split("search")]
+    drawer = BatchDrawer(_drawer(config, files, engine), tasks=tasks, config=config)
+    if files.init is not None:
+        start = await engine.load(replace(files.init, name=POLICY))
+        try:
+            await drawer.check(start)
+        finally:
+            await engine.unload(start)
+    elif config.share or files.start == files.folder.path:
+        await drawer.check(engine.base)
+
+
+async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> None:
     """Draw a token with top_p, top_k and min_p: servers may not tell what they draw from."""
     params = replace(config.drawing.params(group_size=1), max_tokens=1)
     if params.is_cut:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from rookery.compose.grpo_policy import start_folder
 from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model
+from rookery.errors import ConfigError, ModelError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checks import check_splits
 from rookery.tasks.splits import SPLITS
@@ -31,6 +31,8 @@ class GrpoFiles:
     start: Path
     """The model that training begins with."""
     init: Adapter | None
+    reference: Adapter | Path | None
+    """What a KL term is to, an adapter or a model folder; None: what training begins with."""
 
 
 def read_files(config: GrpoConfig) -> GrpoFiles:
@@ -40,10 +42,35 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
             taskset.split(name)  # refuses one that should have tasks and has none
     check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
-    start, init = start_folder(config, folder), None
+    start, init = _start_folder(config, folder), None
     if config.init_from is not None and config.full is None:
         init = read_adapter(config.init_from)
-    return GrpoFiles(tasksets, folder, load_template(folder.path), start, init)
+    template, reference = load_template(folder.path), _read_reference(config)
+    return GrpoFiles(tasksets, folder, template, start, init, reference)
+
+
+def _start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
+    """Where the weights that training begins with are: a model's folder."""
+    if config.full is None or config.init_from is None:
+        return folder.path
+    if (config.init_from / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"init_from is {config.init_from}, an adapter, and full trains all weights of a model: "
+            "give a model folder, or write full: false."
+        )
+    if not (config.init_from / "config.json").is_file():
+        raise ModelError(
+            f"init_from is {config.init_from}, which is not a model folder: it has no config.json. "
+            "Give a folder written by save_pretrained, such as `trained` of another run."
+        )
+    return config.init_from.resolve()
+
+
+def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
+    folder = config.reference
+    if folder is None or (folder / "config.json").is_file():
+        return folder
+    return read_adapter(folder)
 
 
 def trainer_place(config: GrpoConfig) -> tuple[str, str]:

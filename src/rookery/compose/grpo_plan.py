@@ -3,7 +3,8 @@
     plan = plan_grpo("configs/grpo_addition.yaml")
     plan.total_bytes, plan.fits, [(row.name, row.num_bytes) for row in plan.rows]
 
-Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`.
+Data are taken at their longest: the longest prompts with answers of `drawing.max_tokens`, or with
+all that a game may draw (`environment.max_tokens`), as far as the model's context goes.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
+from rookery.compose.grpo_reference import has_reference_model, needs_reference
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
@@ -120,7 +122,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     rows = [
         *_process_rows(device),
         *_engine_rows(config, files, step, device),
-        *_trainer_rows(config, step),
+        *_trainer_rows(config, files, step),
     ]
     return MemoryPlan(
         device=device,
@@ -138,7 +140,7 @@ def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | Ful
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
         prompt_tokens=max(_prompt_tokens(files, "search")),
-        answer_tokens=config.drawing.max_tokens,
+        answer_tokens=config.max_drawn_tokens,
         num_data=config.groups_per_step * config.group_size,
     )
 
@@ -190,7 +192,7 @@ def _cache_rows(
         remedy="lower engine.cache_gib",
     )
     rows = min(engine.max_rows, config.groups_per_step * config.group_size)
-    length = max(longest) + config.drawing.max_tokens
+    length = min(max(longest) + config.max_drawn_tokens, shape.context_tokens)
     yield MemoryRow(
         name="answers in flight",
         num_bytes=rows * length * _kv_bytes(shape) * size,
@@ -225,7 +227,7 @@ def _server_rows(engine: FleetConfig, device: str) -> Iterator[MemoryRow]:
     )
 
 
-def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
+def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Iterator[MemoryRow]:
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
@@ -237,11 +239,11 @@ def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
     yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
     yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
     yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
-    if "reference_logprobs" in config.loss.needs:
+    if needs_reference(config):
         yield MemoryRow(
             name="reference",
-            num_bytes=step.weights if is_full else step.masters,
-            note="the start of the training",
+            num_bytes=step.weights if has_reference_model(config, files) else step.masters,
+            note="what the KL term is to",
             remedy="leave loss.kl out",
         )
     yield MemoryRow(

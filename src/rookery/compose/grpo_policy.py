@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from rookery.compose.grpo_files import GrpoFiles
+from rookery.compose.grpo_reference import needs_reference
 from rookery.embedded import EmbeddedEngine
-from rookery.embedded.folders import ModelFolder
 from rookery.errors import ConfigError, ModelError, TrainError, boundary
 from rookery.fleet import Fleet
 from rookery.fleet.bridges.reload import require_updates, update_weights
@@ -18,70 +19,64 @@ from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
-from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
+from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
 from rookery.ports import Engine, Publisher
 from rookery.runs import Run
-from rookery.slots import SlottedModel, load_model
+from rookery.slots import SlottedModel
 from rookery.train import (
     AdapterPublisher,
     FullConfig,
     FullTrainer,
     FullWeights,
-    LoraConfig,
     LoraTrainer,
     ModelPublisher,
-    initial_adapter,
 )
 from rookery.train.processes import Processes
 from rookery.train.sharded import ShardedTrainer
 from rookery.train.slotted_trainer import SlottedTrainer
 from rookery.types import Adapter, ModelRef, ModelWeights
 
-__all__ = ["MakePolicy", "adapter_policy", "full_policy", "make_trainer", "start_folder"]
+__all__ = [
+    "MakePolicy",
+    "PolicyParts",
+    "adapter_policy",
+    "full_policy",
+    "make_trainer",
+]
 
 MakePolicy = Callable[[Run], PolicyWeights]
 """The weights of a run, when all that can be refused has been."""
 
 
-def adapter_policy(
-    config: GrpoConfig,
-    start: Adapter,
-    *,
-    model: SlottedModel,
-    engine: Engine,
-    processes: Processes,
-) -> MakePolicy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyParts:
+    """What any policy is made of, besides its weights."""
+
+    model: SlottedModel
+    """What the trainer computes with."""
+    engine: Engine
+    processes: Processes
+    reference: Adapter | LoraTrainer | None
+    """See `make_reference`."""
+
+
+def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> MakePolicy:
     """An adapter. A run that goes on begins with the one in its own folder."""
     trainer = LoraTrainer(
-        model, config=config.trainer, publisher=AdapterPublisher(engine), processes=processes
+        parts.model,
+        config=config.trainer,
+        publisher=AdapterPublisher(parts.engine),
+        processes=parts.processes,
     )
 
     def make(run: Run) -> PolicyWeights:
-        return AdapterPolicy(
-            trainer,
-            start=replace(read_start(run) or start, name=POLICY),
-            engine=engine,
-            has_reference=_needs_reference(config),
-        )
+        own = replace(read_start(run) or start, name=POLICY)
+        reference = parts.reference
+        if reference is None and needs_reference(config):
+            reference = own
+        return AdapterPolicy(trainer, start=own, engine=parts.engine, reference=reference)
 
     return make
-
-
-def start_folder(config: GrpoConfig, folder: ModelFolder) -> Path:
-    """Where the weights that training begins with are: a model's folder."""
-    if config.full is None or config.init_from is None:
-        return folder.path
-    if (config.init_from / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"init_from is {config.init_from}, an adapter, and full trains all weights of a model: "
-            "give a model folder, or write full: false."
-        )
-    if not (config.init_from / "config.json").is_file():
-        raise ModelError(
-            f"init_from is {config.init_from}, which is not a model folder: it has no config.json. "
-            "Give a folder written by save_pretrained, such as `trained` of another run."
-        )
-    return config.init_from.resolve()
 
 
 def make_trainer(
@@ -114,33 +109,29 @@ def _full_trainer(
     )
 
 
-async def full_policy(
-    config: GrpoConfig,
-    folder: ModelFolder,
-    *,
-    model: SlottedModel,
-    engine: Engine,
-    processes: Processes,
-) -> MakePolicy:
+def full_policy(config: GrpoConfig, files: GrpoFiles, parts: PolicyParts) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
-    start = start_folder(config, folder)
+    start, folder = files.start, files.folder.path
+    model, engine = parts.model, parts.engine
     if config.init_from is not None:
         _check_shape(model, start, engine)
-    publisher = _model_publisher(engine, folder.path, dtype=model.dtype)
-    if config.share and processes.size > 1:
+    publisher = _model_publisher(engine, folder, dtype=model.dtype)
+    if config.share and parts.processes.size > 1:
         raise ConfigError(
-            f"share is for one process, and torchrun started {processes.size}, each with a part of "
-            "the weights: write share: false."
+            f"share is for one process, and torchrun started {parts.processes.size}, each with a "
+            "part of the weights: write share: false."
         )
-    trainer = _full_trainer(config, start, model=model, publisher=publisher, processes=processes)
+    trainer = _full_trainer(
+        config, start, model=model, publisher=publisher, processes=parts.processes
+    )
     if config.share:
         assert isinstance(engine, EmbeddedEngine), "the config refuses to share with servers"
         trainer.share_with(engine)
-    reference = None
-    if _needs_reference(config):
-        reference = await asyncio.to_thread(_reference, config, start, model)
-    base = BaseModel(folder=folder.path, ref=engine.base, dtype=model.dtype)
-    policy = FullPolicy(trainer, reference=reference, start=start, base=base, publisher=publisher)
+    assert not isinstance(parts.reference, Adapter), "the reference of a model is another model"
+    base = BaseModel(folder=folder, ref=engine.base, dtype=model.dtype)
+    policy = FullPolicy(
+        trainer, reference=parts.reference, start=start, base=base, publisher=publisher
+    )
     return lambda _: policy
 
 
@@ -154,21 +145,6 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
                 f"{start} is another model than the engine's: {name} is {own or 'missing'} there "
                 f"and {shape} in the engine. Give init_from a model of the same shape."
             )
-
-
-def _needs_reference(config: GrpoConfig) -> bool:
-    return "reference_logprobs" in config.loss.needs
-
-
-def _reference(config: GrpoConfig, start: Path, like: SlottedModel) -> LoraTrainer:
-    """Another copy of the start that is never trained: a new adapter changes no bit of it, and
-    takes no memory for masters."""
-    dtype = str(like.dtype).removeprefix("torch.")
-    model = load_model(start, device=like.device.type, dtype=dtype)
-    trainer = LoraTrainer(model, config=config.trainer)
-    lora = LoraConfig(rank=1, targets=(next(iter(model.linears)),))
-    trainer.add(REFERENCE, initial_adapter(model, lora, name=REFERENCE, base="", seed=0))
-    return trainer
 
 
 def _model_publisher(engine: Engine, folder: Path, *, dtype: torch.dtype) -> Publisher:

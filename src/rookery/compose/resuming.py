@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.compose.running import Outcome, RunKind
+from rookery.compose.running import OpenRun, Outcome, RunKind
 from rookery.compose.torchrun import is_first_process
 from rookery.config import parse_config
 from rookery.errors import RunError
@@ -29,7 +29,8 @@ def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
         config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
         if is_first_process():
             run.require_free()
-    return kind.finish(config, lambda: Run.open(place), Display(is_quiet=not progress))
+    open_run = OpenRun(lambda: Run.open(place), is_new=False)
+    return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 
 def _evaluation() -> RunKind[Any, Any]:

@@ -55,8 +55,17 @@ class Outcome(Generic[Report]):
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A config file, or a document as such a file would hold it."""
-OpenRun = Callable[[], AbstractContextManager[Run]]
-"""Makes a run or goes on with one, when everything that can be refused has been read."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """Makes a run or goes on with one, when everything that can be refused has been read."""
+
+    open: Callable[[], AbstractContextManager[Run]]
+    is_new: bool
+
+    def __call__(self) -> AbstractContextManager[Run]:
+        return self.open()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
             f"{shlex.quote(str(path))}`, or choose another --name."
         )
     document = config.model_dump(mode="json")
-    return lambda: Run.create(root, kind=kind, config=document, name=name)
+    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name), is_new=True)
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
@@ -150,7 +159,7 @@ def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
         with open_run() as run, follow_metrics(run, names):
             yield run
 
-    return opened
+    return OpenRun(opened, is_new=open_run.is_new)
 
 
 def _require_folder(runs_dir: Path) -> None:

@@ -10,9 +10,8 @@ raises, takes too long or returns something else has failed: that costs its roll
 
 import asyncio
 import inspect
-import math
+import re
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,11 +19,20 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.environments.chat import Chat, DrawReply, Seat
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, TaskError, boundary
-from rookery.tasks.python_function import FunctionName, find_function
+from rookery.tasks.python_function import (
+    FunctionName,
+    exits_as_errors,
+    find_function,
+    finite_number,
+    shown,
+)
 from rookery.tasks.template import Template
 from rookery.types import Completion, ModelRef, Rollout, SamplingParams, Task
 
 __all__ = ["Game", "GameConfig"]
+
+_METRIC = re.compile(r"[^/]+(/[^/]+)*")
+"""What may follow `game/` in the metrics of a run."""
 
 
 class GameConfig(Config):
@@ -92,7 +100,7 @@ class Game:
         name = f"Task {task.id}: the game {self.config.function}"
         try:
             async with asyncio.timeout(self.config.limit_s) as chat.clock:
-                with boundary(TaskError, f"{name} failed"):
+                with boundary(TaskError, f"{name} failed"), exits_as_errors(name):
                     returned = await self._function(task, chat)
         except TimeoutError:
             raise TaskError(
@@ -109,13 +117,26 @@ def _read(returned: Any, name: str) -> dict[str, float]:
     values = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in values:
         raise TaskError(f"{name} returned {list(values)}, and no reward among them: add `reward`.")
-    for key, value in values.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise TaskError(
-                f"{name} returned {value!r} ({type(value).__name__}) as {key}; return a finite "
-                "number, or a mapping of names to finite numbers with `reward`."
-            )
-    return {str(key): float(value) for key, value in values.items()}
+    return {_metric(key, name): _number(key, value, name) for key, value in values.items()}
+
+
+def _metric(key: object, name: str) -> str:
+    if not _METRIC.fullmatch(str(key)):
+        raise TaskError(
+            f"{name} returned a number named {key!r:.80}; names are texts such as `moves` or "
+            "`moves/legal`."
+        )
+    return str(key)
+
+
+def _number(key: object, value: object, name: str) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise TaskError(
+            f"{name} returned {shown(value)} as {key}; return a finite number, or a mapping of "
+            "names to finite numbers with `reward`."
+        )
+    return number
 
 
 def _joined(chat: Chat) -> Completion:

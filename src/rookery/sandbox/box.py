@@ -9,6 +9,7 @@ box/inside/     what is shown inside, read-only: rookery_inside/, evaluator/
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rookery.errors import SandboxError
+from rookery.sandbox.inside.scratch import empty_folder
 
 __all__ = ["Box", "open_box"]
 
@@ -43,6 +45,12 @@ class Box:
     @property
     def log(self) -> Path:
         return self.folder / "log"
+
+    def clear_scratch(self) -> None:
+        """For the first candidate of a jail: a jail that was killed has not removed what its last
+        one wrote. Blocks on the disk."""
+        self.scratch.mkdir(mode=0o700, exist_ok=True)
+        empty_folder(str(self.scratch))
 
 
 @contextmanager
@@ -90,9 +98,13 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _sweep() -> None:
-    """Remove the boxes of programs that were killed."""
+    """Remove the boxes of programs of this user that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
+            status = folder.lstat()
+            # Others may write to the folder of temporary files: what is theirs is left alone.
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,10 +114,7 @@ def _sweep() -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Also folders that a candidate has locked."""
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            if not path.is_symlink():
-                path.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """What cannot be removed is left for the next sweep."""
+    with suppress(OSError):
+        empty_folder(str(folder))
+        folder.rmdir()

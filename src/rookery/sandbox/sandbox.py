@@ -78,6 +78,7 @@ class Sandbox:
         if self._server is not None and not self._server.is_alive:
             await self._close_server()
         if self._server is None:
+            await asyncio.to_thread(box.clear_scratch)
             jail = BACKENDS[self.backend](self._config, box)
             self._server = await ForkServer.start(jail, self._config, box.log)
         return self._server

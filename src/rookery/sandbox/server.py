@@ -50,12 +50,19 @@ class ForkServer:
     """One jail with a server in it. `is_isolated`: a candidate leaves nothing for the next one."""
 
     def __init__(
-        self, process: Process, control: socket.socket, cgroup: Cgroup | None, log: Path
+        self,
+        process: Process,
+        control: socket.socket,
+        cgroup: Cgroup | None,
+        *,
+        log: Path,
+        aliases: Mapping[str, str],
     ) -> None:
         self._process = process
         self._control = control
         self._cgroup = cgroup
         self._log = log
+        self._aliases = aliases
         self._closing: asyncio.Task[None] | None = None
         self.is_isolated = False
 
@@ -87,7 +94,7 @@ class ForkServer:
                 reason = f"{command[0]} cannot be started: {error.strerror}."
                 raise SandboxError(reason) from error
             raise
-        server = cls(process, control, cgroup, log)
+        server = cls(process, control, cgroup, log=log, aliases=jail.aliases)
         try:
             await server._get_ready(config)
         except BaseException:
@@ -139,16 +146,18 @@ class ForkServer:
             answer = await self._watched(run, config)
             run.disarm()
             num_kills = self._num_oom_kills()
-            if answer is None or answer["is_stopped"] != (run.stopped is not None):
-                # It died, or the order to stop came late and would be read as a request.
+            if answer is None or answer["is_worn"]:
+                await self.close()
+            elif answer["is_stopped"] != (run.stopped is not None):
+                # The order to stop came late and would be read as a request.
                 await self.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_S):
                     await result.ended.wait()
                     await output.ended.wait()
             seconds = time.monotonic() - started
-            tail = output.kept.decode(errors="replace")
-            data = bytes(result.kept)
+            tail = _with_aliases(output.kept, self._aliases).decode(errors="replace")
+            data = _with_aliases(result.kept, self._aliases)
         stopped = run.stopped or _read_end(answer)
         if num_kills > run.oom_kills:
             stopped = _out_of_memory(config)
@@ -329,6 +338,14 @@ def _wait_until_empty(pids: Sequence[int], cgroup: Cgroup | None) -> None:
         if are_gone and (cgroup is None or cgroup.remove()):
             return
         time.sleep(_POLL_S)
+
+
+def _with_aliases(text: bytearray, aliases: Mapping[str, str]) -> bytes:
+    """What was printed, or JSON: a path is written alike in both, unless it is not ASCII."""
+    data = bytes(text)
+    for path, alias in aliases.items():
+        data = data.replace(path.encode(), alias.encode())
+    return data
 
 
 def _out_of_memory(config: SandboxConfig) -> Failure:

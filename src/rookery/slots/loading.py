@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rookery.errors import ModelError, boundary
 from rookery.model_names import model_names
@@ -38,6 +44,7 @@ def load_model(
         kind = torch.float32 if device == "cpu" else "auto"
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder)
+        _require_decoder(config, folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, attn_implementation="eager"
         )
@@ -60,6 +67,7 @@ def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") 
     _require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
         config = AutoConfig.from_pretrained(folder)
+        _require_decoder(config, folder)
         own = getattr(config, "dtype", None) or torch.float32
         kind = getattr(torch, dtype) if dtype != "auto" else own
         kind = torch.float32 if dtype == "auto" and device == "cpu" else kind
@@ -78,6 +86,18 @@ def _require_config(folder: Path) -> None:
         raise ModelError(
             f"{folder} is not a model folder: it has no config.json. Give a folder written by "
             "save_pretrained, a Hugging Face id, or `smollm2`."
+        )
+
+
+def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
+    """transformers would name all of the decoders that it has."""
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise ModelError(
+            f"{folder} is a model of the type {config.model_type}, which does not continue texts: "
+            "take a decoder model, such as one of the Llama, Qwen, Gemma, Mistral or Phi kind."
         )
 
 

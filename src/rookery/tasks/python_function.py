@@ -10,8 +10,11 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -20,7 +23,14 @@ from pydantic import AfterValidator
 
 from rookery.errors import TaskError, boundary
 
-__all__ = ["FunctionName", "find_function", "function_from_folder"]
+__all__ = [
+    "FunctionName",
+    "exits_as_errors",
+    "find_function",
+    "finite_number",
+    "function_from_folder",
+    "shown",
+]
 
 
 def _check_name(value: str) -> str:
@@ -56,6 +66,36 @@ def find_function(spec: str, *, what: str) -> Callable[..., Any]:
         found = f"its functions are {', '.join(names)}" if names else "it has no functions"
         raise TaskError(f"The {what} {spec} cannot be used: {place} has no {name}; {found}.")
     return function  # type: ignore[no-any-return]
+
+
+def finite_number(returned: object) -> float | None:
+    """What a function returned, as a float; None when it is no number that is finite as one."""
+    if not isinstance(returned, Real):
+        return None
+    try:
+        number = float(returned)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+@contextmanager
+def exits_as_errors(what: str) -> Iterator[None]:
+    """A function that calls exit() fails, and does not end the program around it."""
+    try:
+        yield
+    except SystemExit as error:
+        raise TaskError(
+            f"{what} called exit({error.code}): raise an error that says what is wrong."
+        ) from error
+
+
+def shown(returned: object) -> str:
+    """What a function returned, for an error message: `nan (float)`."""
+    kind = type(returned).__name__
+    if isinstance(returned, int) and returned.bit_length() > 1024:
+        return f"a number of more than 300 digits ({kind})"  # repr refuses the longest ones
+    return f"{returned!r:.80} ({kind})"
 
 
 def _load_file(path: Path, what: str) -> ModuleType:

@@ -10,7 +10,7 @@ it is, with or without checkpointed layers.
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,17 @@ from rookery.slots.loading import make_empty_model
 from rookery.slots.model import ModelShape, SlottedModel, first_adapted_layer
 from rookery.train.full import FullConfig, FullTrainer
 from rookery.train.lora import LoraConfig, target_layers
+from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.packing import PackedPass, pack
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.trainee import LoraTrainee, Trainee
+from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Datum, LoraFactors
 
 __all__ = ["Lengths", "StepMemory", "adapter_shapes", "measure_step"]
 
+MEASURED_TOKENS = 2**16
+"""Passes of more are not run: each further datum adds the same."""
 _8_BIT_LEAST = 4096
 """Smaller tensors keep moments of 32 bit; torchao's number."""
 _8_BIT_BLOCK = 256
@@ -45,6 +48,11 @@ class Lengths:
     prompt_tokens: int
     answer_tokens: int
     num_data: int
+
+    def within(self, context_tokens: int) -> "Lengths":
+        """As far as a model reads."""
+        room = max(1, context_tokens - self.prompt_tokens)
+        return replace(self, answer_tokens=min(self.answer_tokens, room))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +92,10 @@ def measure_step(
     device, dtype = place
     with FakeTensorMode(), boundary(TrainError, f"The memory of {folder} cannot be planned"):
         model = make_empty_model(folder, device=device, dtype=dtype)
+        lengths = lengths.within(model.shape.context_tokens)
         own, trainee = _make_trainer(model, trained, trainer)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]
-        one_pass = _measure_pass(own, trainee, _largest_pass(lengths, trainer.pass_tokens))
+        one_pass = _largest_pass(own, trainee, lengths, trainer.pass_tokens)
         kind = trained.optimizer if isinstance(trained, FullConfig) else "adamw"
         weights = model.weights
         return StepMemory(
@@ -136,8 +145,10 @@ def _make_trainer(
     return trainer, trainer.trainee("policy")
 
 
-def _largest_pass(lengths: Lengths, pass_tokens: int) -> PackedPass:
-    """As many of the longest data as one pass takes."""
+def _largest_pass(
+    trainer: SlottedTrainer[Any], trainee: Trainee, lengths: Lengths, pass_tokens: int
+) -> int:
+    """The bytes of a pass of as many of the longest data as one takes."""
     size = lengths.prompt_tokens + lengths.answer_tokens - 1
     datum = Datum(
         tokens=(0,) * size,
@@ -145,16 +156,24 @@ def _largest_pass(lengths: Lengths, pass_tokens: int) -> PackedPass:
         targets=(0,) * lengths.answer_tokens,
         weights=(1.0,) * lengths.answer_tokens,
     )
+
+    def measure(num: int) -> int:
+        [packed] = pack([datum] * num, pass_tokens=num * size)
+        return _measure_pass(trainer, trainee, packed)
+
     num = max(1, min(pass_tokens // size, lengths.num_data))
-    [packed] = pack([datum] * num, pass_tokens=num * size)
-    return packed
+    most = max(2, MEASURED_TOKENS // size)
+    if num <= most:
+        return measure(num)
+    half = most // 2
+    found = measure(most)
+    return found + (num - most) * (found - measure(half)) // (most - half)
 
 
 def _measure_pass(trainer: SlottedTrainer[Any], trainee: Trainee, packed: PackedPass) -> int:
     with _Meter() as meter:
-        logprobs = trainer.logprobs(packed, trainee)
-        found = torch.autograd.grad(logprobs.sum(), list(trainee.leaves), allow_unused=True)
-        del logprobs, found
+        held = trainer.probe(packed, trainee)
+        del held
     return int(meter.peak_bytes)
 
 
@@ -207,7 +226,10 @@ def _moments(num_weights: int, *, is_8_bit: bool) -> int:
 
 
 def _step_bytes(trainee: Trainee, *, device: str) -> int:
-    """AdamW keeps a denominator: of one tensor at a time on the CPU, of all on a GPU."""
+    """AdamW keeps a denominator: of one tensor at a time on the CPU, of all on a GPU; that of an
+    adapter does not."""
+    if isinstance(trainee, LoraTrainee):
+        return 0
     sizes = [p.nbytes for p in trainee.parameters]
     return max(sizes) if device == "cpu" else sum(sizes)
 

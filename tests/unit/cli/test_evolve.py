@@ -8,6 +8,8 @@ import pytest
 from driving import Command
 from scripted import Scripted, serve_scripted
 
+from rookery.runs import Run
+
 PROGRAM = """# EVOLVE-BLOCK-START
 def solve():
     return 0.25
@@ -133,6 +135,14 @@ def test_check_scores_and_asks_once(rookery: Command, problem: Path, model: Scri
     assert not (problem / "openevolve_output").exists()
 
 
+def test_check_takes_the_flags_of_places(rookery: Command, problem: Path, model: Scripted) -> None:
+    """Also where the config says otherwise: the flag goes before it."""
+    (problem / "config.yaml").write_text("evaluator: {distributed: true}\n")
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
+    ended = rookery(*check, "--executor", "local", "--in-flight", 2, *model.flags)
+    assert ended.code == 0 and "workers: local/0" in ended.words, ended
+
+
 def test_check_embeds_once_where_programs_are_compared(
     rookery: Command, problem: Path, model: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +162,15 @@ def test_check_says_why_the_first_program_fails(
     (problem / "program.py").write_text("def solve(): raise ValueError('far off')\n")
     ended = refused("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
     assert "The first program fails (error)" in ended.words and "far off" in ended.words
+
+
+def test_check_wants_the_dimensions_of_the_search(
+    refused: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "config.yaml").write_text("database: {feature_dimensions: [speed]}\n")
+    check = ("evolve", "check", "program.py", "evaluator.py", "--unsafe", "-c", "config.yaml")
+    ended = refused(*check, *model.flags)
+    assert "The evaluator reported no 'speed', a dimension of the search" in ended.words
 
 
 def test_a_first_program_that_fails_is_refused(
@@ -180,6 +199,46 @@ def test_a_finished_run_is_extended_under_its_own_config(
     assert [line.get("iteration") for line in lines].count(None) == 1 and len(lines) == 6
     again = rookery(*RUN, *model.flags)
     assert again.code == 2 and "-i N does N more iterations" in again.words
+
+
+def test_patience_that_ended_a_run_does_not_end_what_is_asked_for_more(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    (problem / "config.yaml").write_text("early_stopping_patience: 2\n")
+    words = (*RUN, "-c", "config.yaml", "--in-flight", 1, *model.flags)
+    assert "did not improve" in rookery(*words, "-i", 40).words
+    report = problem / "openevolve_output" / "report.json"
+    num_first = json.loads(report.read_text())["num_iterations"]
+    assert rookery(*words, "--resume").code == 0
+    assert json.loads(report.read_text())["num_iterations"] == num_first, "it had ended"
+    assert rookery(*words, "-i", 1).code == 0
+    assert json.loads(report.read_text())["num_iterations"] == num_first + 1
+
+
+def test_the_same_command_goes_on_with_an_extension(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    assert rookery(*RUN, "-i", 3, *model.flags).code == 0
+    with Run.open(problem / "openevolve_output") as run:  # as a command that was killed leaves it
+        document = run.config | {"extended_from": 3}
+        document["settings"]["max_iterations"] = 5
+        run.extend(document, may_change=["extended_from", "settings.max_iterations"])
+    assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
+
+
+@pytest.mark.parametrize("name", ["program.py", "evaluator.py"])
+def test_a_run_does_not_go_on_with_another_evaluator_or_program(
+    rookery: Command, problem: Path, model: Scripted, name: str
+) -> None:
+    assert rookery(*RUN, "-i", 1, *model.flags).code == 0
+    with (problem / name).open("a") as file:
+        file.write("# changed\n")
+    before = model.stats()["calls"]
+    ended = rookery(*RUN, "-i", 1, *model.flags)
+    assert ended.code == 2 and f"{name} changed since" in ended.words
+    assert model.stats()["calls"] == before
+    with Run.view(problem / "openevolve_output") as run:
+        assert run.status == "finished", "as it was"
 
 
 def test_answers_that_improved_a_program_are_exported(

@@ -1,12 +1,15 @@
 """`rookery grpo run` on a tiny config, from end to end, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -14,6 +17,12 @@ from rookery.weights import read_adapter
 REWARD = """\
 def reward(task, completion):
     return sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
+
+def no_number(task, completion):
+    return float("nan")
+
+def always_equal(task, completion):
+    return 0.5
 """
 GAME = """\
 async def play(task, chat):
@@ -69,6 +78,8 @@ GAME_FLAGS = (
     "--environment", "{type: python, function: 'game.py:play'}",
 )  # fmt: skip
 
+KL = ("--loss", "{type: grpo, kl: {weight: 0.1}}")
+
 
 def test_a_game_from_end_to_end(rookery: Command, config: Path) -> None:
     """Its rows have no reference: the game judges."""
@@ -118,6 +129,75 @@ def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[s
         assert report["steps"][1]["metrics"]["train/kl"] > 0
 
 
+def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path) -> None:
+    """An adapter, or a model: PEFT's merge of the same adapter gives the same divergence."""
+    model = AutoModelForCausalLM.from_pretrained(config / "tiny")
+    PeftModel.from_pretrained(model, config / "a").merge_and_unload().save_pretrained("merged")
+
+    def divergence(name: str, *flags: str) -> float:
+        words = ("grpo", "run", "g.yaml", "--name", name, "--steps", "1", *KL, *flags)
+        ended = rookery(*words)
+        assert ended.code == 0, ended.words
+        report = json.loads((config / "runs" / name / "report.json").read_text())
+        return float(report["steps"][0]["metrics"]["train/kl"])
+
+    expected = divergence("adapter", "--reference", "a")
+    assert expected > 1e-4
+    others = {
+        "merged": ("--reference", "merged"),
+        "full-adapter": ("--full", "--reference", "a"),
+        "full-merged": ("--full", "--reference", "merged"),
+    }
+    for name, flags in others.items():
+        assert divergence(name, *flags) == pytest.approx(expected, rel=1e-3)
+    assert divergence("base", "--reference", "tiny") == pytest.approx(0.0, abs=1e-9)
+    assert divergence("start", "--init-from", "a") == pytest.approx(0.0, abs=1e-9)
+    assert divergence("off", "--init-from", "a", "--reference", "tiny") > 1e-4
+    shutil.copytree(config / "b", config / "own")
+    divergence("changed", "--reference", "own")
+    shutil.rmtree(config / "own")
+    shutil.copytree(config / "a", config / "own")
+    ended = rookery("runs", "resume", "changed")
+    assert ended.code == 2 and "The data of reference changed" in ended.words
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path, command: str) -> None:
+    """In a sentence of ours: transformers names two hundred other types."""
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / "t5")
+    for path in (config / "tiny").glob("tokenizer*"):
+        shutil.copy(path, config / "t5")
+    ended = rookery("grpo", command, "g.yaml", "--engine.model", "t5")
+    assert ended.code == 2 and "a model of the type t5, which does not continue" in ended.words
+    assert len(ended.words) < 600 and not (config / "runs").exists()
+
+
+def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
+    shutil.copytree(config / "tiny", config / "own")
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--engine.model", "own").code == 0
+    weights = config / "own" / "model.safetensors"
+    changed = {name: 1.01 * tensor for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "The data of the model changed since" in ended.words
+
+
+def test_files_of_flags_are_taken_from_here(
+    rookery: Command, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = config / "here"
+    shutil.copytree(config / "a", here / "start")
+    (here / "own.py").write_text(REWARD)
+    monkeypatch.chdir(here)
+    function = ("--tasksets.0.scorer.function", "own.py:reward")
+    words = ("grpo", "run", "../g.yaml", "--name", "x", "--init-from", "start", *function)
+    assert rookery(*words).code == 0
+    made = json.loads((here / "runs/x/config.json").read_text())
+    assert made["init_from"] == str(here / "start")
+    assert made["tasksets"][0]["scorer"]["function"] == f"{here / 'own.py'}:reward"
+
+
 def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, config: Path) -> None:
     assert rookery("grpo", "run", "g.yaml", "--name", "x").code == 0
     before = json.loads((config / "runs/x/report.json").read_text())
@@ -153,6 +233,12 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         (("--full", "--init-from", "nowhere"), "not a model folder: it has no config.json"),
         (("--full", "--init-from", "narrow"), "(32, 48) there and (32, 64) in the engine"),
         (("--full", "--init-from", "tiny", "--share", "--publish-every", "2"), "share: false"),
+        (("--tasksets.0.scorer.function", "reward.py:no_number"), "returned nan (float)"),
+        (("--tasksets.0.scorer.function", "reward.py:always_equal"), "the mean reward is 0.5"),
+        (("--reference", "a"), "the loss has no KL term to it: write loss.kl"),
+        ((*KL, "--reference", "nowhere"), "nowhere"),
+        ((*KL, "--reference", "other"), "llama-9000"),
+        ((*KL, "--reference", "short"), "with a vocabulary of 90 tokens"),
         (("--full.layers", "9"), "layers is 9; this model has 4"),
         (("--full.optimizer", "sgd"), "adamw"),
     ],
@@ -160,6 +246,8 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
 def test_bad_input_is_refused_before_a_run_is_made(
     rookery: Command, config: Path, flags: tuple[str, ...], sentence: str
 ) -> None:
+    if "short" in flags:
+        write_tiny_model(config / "short", vocab_size=90)
     if "narrow" in flags:
         write_tiny_model(config / "narrow", intermediate_size=48)
     ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)

@@ -86,6 +86,10 @@ def test_the_names_of_openevolve_work(problem: Path, model: Scripted) -> None:
     assert more.report.num_programs > 3
     with pytest.raises(ConfigError, match="no option 'island_selector'"):
         rookery.run_evolution("program.py", "evaluator.py", island_selector=len)
+    with pytest.raises(ConfigError, match="program is given as code: write it to a file"):
+        rookery.run_evolution("def f():\n    return 1\n", "evaluator.py")
+    with pytest.raises(ConfigError, match="evaluator is given as function"):
+        rookery.run_evolution("program.py", lambda path: {"score": 1.0})  # type: ignore[arg-type]
 
 
 def test_a_first_program_that_fails_leaves_nothing_and_asks_nobody(

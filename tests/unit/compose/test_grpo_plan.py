@@ -13,7 +13,7 @@ from tiny import write_tiny_model
 from rookery import plan_grpo, run_grpo
 from rookery.compose import grpo_plan
 from rookery.errors import ConfigError
-from rookery.train import FullConfig, LoraConfig, TrainerConfig
+from rookery.train import FullConfig, LoraConfig, TrainerConfig, memory
 from rookery.train.memory import Lengths, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
@@ -100,6 +100,24 @@ def test_a_planned_pass_is_the_measured_one(
     assert abs(expected - found) < 0.1 * found, (expected / 2**20, found / 2**20)
 
 
+@pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}])
+def test_huge_passes_are_planned_from_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Equal to what a run of the whole pass finds, and a plan of a billion tokens takes no more."""
+    folder = write_tiny_model(tmp_path / "model")
+
+    def one_pass(num_data: int) -> int:
+        trainer = TrainerConfig(pass_tokens=10**9, **options)
+        lengths = Lengths(prompt_tokens=8, answer_tokens=25, num_data=num_data)
+        return measure_step(folder, trained=LoraConfig(), trainer=trainer, lengths=lengths).one_pass
+
+    whole = one_pass(512)
+    monkeypatch.setattr(memory, "MEASURED_TOKENS", 4096)
+    assert one_pass(512) == pytest.approx(whole, rel=0.01)
+    assert one_pass(10**7) == pytest.approx(whole / 512 * 10**7, rel=0.1)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     write_tiny_model(tmp_path / "model")
@@ -133,6 +151,25 @@ def test_each_part_is_a_row(config: dict[str, Any]) -> None:
     assert "masters" not in full  # a float32 model is trained in place
     checkpointed = plan_grpo(config, trainer={"checkpoint_layers": True})
     assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
+
+
+def test_a_game_is_planned_with_all_that_it_may_draw(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "game.py").write_text("async def play(task, chat): return 1.0")
+    config["tasksets"][0].pop("scorer")
+    config["environment"] = {"function": f"{tmp_path / 'game.py'}:play", "max_tokens": 16}
+    config["trainer"] = {"pass_tokens": 1_000_000}
+
+    def planned(**environment: int) -> dict[str, int]:
+        plan = plan_grpo(config, environment=environment)
+        return {row.name: row.num_bytes for row in plan.rows if row.name != "this process"}
+
+    short, longer = planned(), planned(max_tokens=100)
+    assert longer["one pass"] > 3 * short["one pass"]
+    assert longer["answers in flight"] > 3 * short["answers in flight"]
+    # No game is longer than the model's context.
+    assert planned(max_tokens=10_000) == planned(max_tokens=100_000)
 
 
 def test_a_plan_that_does_not_fit_names_the_key(

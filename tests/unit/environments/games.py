@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 
 from rookery.environments import Chat
 from rookery.errors import RookeryError
@@ -72,6 +73,21 @@ async def says_nonsense(_: Task, chat: Chat) -> float:
 
 async def returns_text(_: Task, chat: Chat) -> str:
     return await chat("a")
+
+
+async def returns_huge(_: Task, chat: Chat) -> int:
+    await chat("a")
+    return 10**5000
+
+
+async def leaves(_: Task, chat: Chat) -> float:
+    await chat("a")
+    sys.exit(3)
+
+
+async def returns_nameless(_: Task, chat: Chat) -> dict[str, float]:
+    await chat("a")
+    return {"reward": 1.0, "moves//legal": 1.0}
 
 
 async def returns_no_reward(_: Task, chat: Chat) -> dict[str, float]:

@@ -111,6 +111,9 @@ async def test_a_game_of_two_turns_is_one_rollout(template: Template) -> None:
         ("returns_text", {}, "return a finite number"),
         ("returns_no_reward", {}, "no reward among them"),
         ("returns_nan", {}, "nan"),
+        ("leaves", {}, r"called exit\(3\)"),
+        ("returns_huge", {}, "more than 300 digits"),
+        ("returns_nameless", {}, "named 'moves//legal'"),
         ("guess", {}, "Task set/1: the game .*guess failed: invalid literal"),
     ],
 )

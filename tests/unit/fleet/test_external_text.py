@@ -112,7 +112,18 @@ async def test_busy_and_failing_apis_are_asked_again() -> None:
         api.answers = [status(500), status(502)]
         with pytest.raises(ServerLost, match=r"failed .502"):
             await model.reply(TextRequest(messages=CHAT))
-    assert len(api.bodies) == 7
+    assert len(api.bodies) == 8
+    assert api.bodies[-1]["max_tokens"] == 1, "whether it serves anybody"
+
+
+@pytest.mark.parametrize("code", [500, 502, 504])
+async def test_a_gateway_that_fails_whatever_it_is_asked_is_down(code: int) -> None:
+    api = Api()
+    async with connect(api) as model:
+        api.answers = [status(code) for _ in range(4)]
+        with pytest.raises(FleetDownError, match=rf"failed .{code}"):
+            await model.reply(TextRequest(messages=CHAT))
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi.", "it is asked again"
 
 
 async def test_who_can_serve_nobody_is_told_apart() -> None:
@@ -152,11 +163,11 @@ async def test_text_can_be_written_whatever_the_api_sends() -> None:
                 await model.reply(TextRequest(messages=CHAT))
 
 
-async def test_an_api_that_hangs_ends_one_request() -> None:
+async def test_an_api_that_hangs_is_down() -> None:
     api = Api()
     async with connect(api, client={"request_s": 0.2}) as model:
         api.hang = True
-        with pytest.raises(ServerLost, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(FleetDownError, match=r"did not answer within 0\.2 s"):
             await model.reply(TextRequest(messages=CHAT))
         api.hang = False
         assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi."

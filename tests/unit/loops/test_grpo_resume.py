@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,7 @@ from loops.training import Inputs, clockless, run_training
 from rookery.loops.grpo import GrpoResult
 from rookery.runs import Run
 from rookery.slots import SlottedModel
+from rookery.types import SampleRequest, ScoreRequest
 
 UNIT = Path(__file__).parents[1]
 SOURCE = UNIT.parents[1] / "src"
@@ -163,6 +165,37 @@ async def test_delays_change_no_bit(
             drawn = [event.payload["model_step"] for event in run.events("batch")]
         assert drawn == ([0, 0, 1, 2, 3] if changes["staleness"] else [0, 1, 2, 3, 4])
     assert len(versions) == 1
+
+
+async def test_nothing_is_drawn_while_the_engine_is_compared_with_the_trainer(
+    inputs: Inputs, model: SlottedModel, tmp_path: Path
+) -> None:
+    """Scores beside the draws would be computed together with them or not, as timing has it."""
+    calls: list[str] = []
+    with make_run(tmp_path, "x") as run:
+        await run_training(
+            run, inputs, model=model, wrap=partial(_Noted, calls=calls), staleness=1,
+            max_extra_groups=0,
+        )  # fmt: skip
+    assert "".join(calls) == "draw draw score draw score draw score draw score "
+
+
+class _Noted:
+    """Notes the draws of groups and the scores in the order in which they begin."""
+
+    def __init__(self, part: Any, calls: list[str]) -> None:
+        self._part, self._calls = part, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> Any:
+        self._calls += ["draw "] if requests[0].params.n > 1 else []
+        return await self._part.sample(requests)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> Any:
+        self._calls.append("score ")
+        return await self._part.score(requests)
 
 
 class _Slow:

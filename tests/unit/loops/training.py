@@ -192,7 +192,7 @@ def _adapter(
         wrap(trainer),
         start=replace(start, name="policy"),
         engine=engine,
-        has_reference="reference_logprobs" in config.loss.needs,
+        reference=start if "reference_logprobs" in config.loss.needs else None,
     )
 
 

@@ -61,6 +61,41 @@ def test_a_box_left_by_a_dead_program_is_removed(
         assert not left.exists() and first.folder.exists() and second.folder.exists()
 
 
+def test_a_box_with_folders_in_folders_is_removed(
+    evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deeper than Python recurses, and a path longer than the kernel takes."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "rookery-sandbox-left"
+    scratch = left / "scratch"
+    scratch.mkdir(parents=True)
+    (left / "lock").touch()
+    (scratch / "1").mkdir()
+    (scratch / "link").symlink_to(evaluator.parent)
+    place = os.open(scratch, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("a" * 20, dir_fd=place)
+        below = os.open("a" * 20, os.O_RDONLY, dir_fd=place)
+        os.mkdir("0", 0, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+    with open_box(evaluator):
+        assert not left.exists() and evaluator.exists()
+
+
+def test_a_box_of_another_user_is_left_alone(
+    evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "rookery-sandbox-theirs"
+    left.mkdir()
+    (left / "lock").touch()
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with open_box(evaluator):
+        assert left.exists()
+
+
 def test_an_evaluator_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="no evaluator file"), open_box(tmp_path / "none.py"):
         pass

@@ -58,6 +58,18 @@ async def test_candidates_do_not_share_state(sandbox: Sandbox) -> None:
         assert (await sandbox.evaluate(text)).metrics == {"seen": False}
 
 
+async def test_names_of_temporary_folders_are_in_no_result(sandbox: Sandbox) -> None:
+    """They would enter prompts: two runs of one config would ask different questions."""
+    text = """
+import evaluation_module, os
+print(os.getcwd())
+metrics = {'cwd': os.getcwd(), 'file': evaluation_module.__file__}
+"""
+    outcome = await sandbox.evaluate(text)
+    assert outcome.metrics == {"cwd": "/tmp", "file": "/rookery/evaluator/evaluator.py"}
+    assert outcome.output_tail == "/tmp\n"
+
+
 async def test_many_callers_take_turns(sandbox: Sandbox) -> None:
     texts = [f"metrics = {{'s': {number}}}" for number in range(8)]
     outcomes = await asyncio.gather(*map(sandbox.evaluate, texts))
@@ -85,16 +97,19 @@ async def test_a_timeout_ends_the_candidate_only(tmp_path: Path) -> None:
 
 
 async def test_a_dead_server_is_started_again(sandbox: Sandbox) -> None:
-    """In `unsafe` a candidate can kill the server: its own evaluation fails, the next does not."""
+    """In `unsafe` a candidate can kill the server: its own evaluation fails, the next does not, and
+    does not find what the first one wrote."""
     text = """
 import os, signal
+open("left", "w").close()
 for pid in (os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().split()[3])):
     os.kill(pid, signal.SIGSTOP)
 os.kill(pid, signal.SIGKILL)
 """
     outcome = await sandbox.evaluate(text)
     assert outcome.failure is not None and outcome.failure.kind == "killed"
-    assert (await sandbox.evaluate("metrics = {'s': 1.0}")).metrics == {"s": 1.0}
+    listing = "import os; metrics = {'num_files': len(os.listdir())}"
+    assert (await sandbox.evaluate(listing)).metrics == {"num_files": 1}
 
 
 async def test_cpu_time_is_counted_per_candidate(tmp_path: Path) -> None:

@@ -4,22 +4,26 @@
     async with open_text_model(config) as model:
         reply = await model.reply(TextRequest(messages=(Message(role="user", content="Hello"),)))
 
-An API that nobody can be served by (unreachable, busy for long, no key or credit, no such model) is
-a FleetDownError: a loop waits, or ends to be resumed. Any other FleetError is of one request.
+An API that nobody can be served by (unreachable, busy for long, no key or credit, no such model,
+failing or silent whatever it is asked) is a FleetDownError: a loop waits, or ends to be resumed.
+Any other FleetError is of one request.
 """
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetDownError, FleetError
 from rookery.fleet.http.api import Api, ExternalConfig, api_root, open_api, read_usage
-from rookery.types import TextReply, TextRequest, TokenUsage
+from rookery.fleet.http.client import ServerLost
+from rookery.types import Message, TextReply, TextRequest, TokenUsage
 
 __all__ = ["ExternalTextModel", "open_text_model"]
 
 CHARACTERS_PER_TOKEN = 3
 """How prompts are counted for tokens_per_minute, as there is no tokenizer: English has four."""
+SHORTEST = TextRequest(messages=(Message(role="user", content="Hello"),), max_tokens=1)
+"""Answered by every API that serves anybody."""
 
 
 class ExternalTextModel:
@@ -43,6 +47,26 @@ class ExternalTextModel:
         await self._api.check_key(f"{self._root}/models")
 
     async def reply(self, request: TextRequest) -> TextReply:
+        """A server that failed is asked something short: a gateway whose model is gone answers
+        neither, while a prompt that is too much for a model fails alone."""
+        try:
+            return await self._ask(request)
+        except ServerLost as loss:
+            if await self._serves_others():
+                raise
+            said = str(loss).rstrip(".")
+            raise FleetDownError(f"{said}. A short request fails too.") from loss
+
+    async def _serves_others(self) -> bool:
+        try:
+            await self._ask(SHORTEST)
+        except (ServerLost, FleetDownError):
+            return False
+        except FleetError:
+            return True  # a refusal is an answer
+        return True
+
+    async def _ask(self, request: TextRequest) -> TextReply:
         written = sum(len(message.content) for message in request.messages)
         cost = written // CHARACTERS_PER_TOKEN + request.max_tokens
         async with self._api.call():

@@ -52,6 +52,10 @@ class Endpoint:
         self._is_up = asyncio.Event()
         self._is_up.set()
 
+    @property
+    def is_down(self) -> bool:
+        return not self._is_up.is_set()
+
     def request(self, *, system: str, user: str, seed: int) -> TextRequest:
         """A request with what the config says of this model."""
         messages = (Message(role="system", content=system), Message(role="user", content=user))

@@ -1,20 +1,24 @@
 """The task of workers that evaluate programs: a warm sandbox around one evaluator.
 
-    spec = evaluation_spec(config, evaluator=Path("evaluator.py"), suffix=".py")
+    spec = evaluation_spec(config, evaluator=Path("evaluator.py"), first=first_program)
     async with open_local(spec, num_workers=8) as executor: ...
 
 A payload is a program's text, an output what `decode_outcome` reads. A machine without a sandbox
 refuses the task with the line that mends it, and its workers get no work.
 """
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+
+from pydantic import Field
 
 from rookery.config import Config, parse_config
 from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec, pack_folder
 from rookery.executors.folder import IGNORED
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.source_files import split_files
 from rookery.runs.document import decode
 from rookery.sandbox import (
@@ -36,10 +40,12 @@ class EvaluationSettings(Config):
     sandbox: SandboxConfig
     evaluator: EvaluatorConfig
     """Its file is relative to the folder that travels with the task."""
+    other_files: dict[str, str] = Field(default_factory=dict)
+    """Of a program that is a folder: files that are the same for all programs."""
 
 
 def evaluation_spec(
-    config: EvolveConfig, *, evaluator: Path, suffix: str, output: Path | None = None
+    config: EvolveConfig, *, evaluator: Path, first: FirstProgram, output: Path | None = None
 ) -> WorkerSpec:
     """What workers hold: the evaluator's folder as it is now, and the limits of the config.
 
@@ -54,8 +60,9 @@ def evaluation_spec(
             timeout_s=config.evaluator.timeout,
             cascade=config.evaluator.cascade_evaluation,
             thresholds=config.evaluator.cascade_thresholds,
-            suffix=suffix,
+            suffix=first.suffix,
         ),
+        other_files=dict(first.other_files),
     )
     ignored = (*IGNORED, ".*", "openevolve_output", *([output.name] if output else []))
     return WorkerSpec(
@@ -88,14 +95,19 @@ def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
 class EvaluationTask:
     """One sandbox, for as long as its worker lives."""
 
-    def __init__(self, sandbox: Sandbox, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, sandbox: Sandbox, stack: AsyncExitStack, *, other_files: Mapping[str, str]
+    ) -> None:
         self.about = f"sandbox {sandbox.backend}"
         self._sandbox = sandbox
         self._stack = stack
+        self._other_files = other_files
 
     async def run(self, payload: bytes) -> bytes:
         code = payload.decode("utf-8", "surrogatepass")
-        return encode_outcome(await self._sandbox.evaluate(split_files(code) or code))
+        files = split_files(code)
+        program = {**self._other_files, **files} if files else code
+        return encode_outcome(await self._sandbox.evaluate(program))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -110,4 +122,4 @@ async def open_evaluation(settings: bytes, folder: Path | None) -> EvaluationTas
     evaluator = parsed.evaluator.model_copy(update={"file": folder / parsed.evaluator.file})
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(open_sandbox(parsed.sandbox, evaluator))
-        return EvaluationTask(sandbox, stack.pop_all())
+        return EvaluationTask(sandbox, stack.pop_all(), other_files=parsed.other_files)

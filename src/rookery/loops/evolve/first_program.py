@@ -5,14 +5,15 @@ first.code, first.language, first.suffix, first.warnings
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from rookery.errors import ConfigError
 from rookery.loops.evolve.blocks import evolve_blocks, find_marker_problem
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.language import detect_language, file_suffix
-from rookery.loops.evolve.source_files import read_program, split_files
+from rookery.loops.evolve.source_files import read_other_files, read_program, split_files
 
 __all__ = ["FirstProgram", "read_first_program"]
 
@@ -26,6 +27,8 @@ class FirstProgram:
     suffix: str
     """Of the files that programs are written to; of a folder, its commonest."""
     warnings: tuple[str, ...] = ()
+    other_files: Mapping[str, str] = field(default_factory=dict)
+    """Of a folder in which only some files have markers: the others, which no model changes."""
 
 
 def read_first_program(path: Path, *, config: EvolveConfig) -> FirstProgram:
@@ -46,6 +49,7 @@ def read_first_program(path: Path, *, config: EvolveConfig) -> FirstProgram:
         language=config.language or detect_language(code, suffix=seen_suffix),
         suffix=suffix,
         warnings=tuple(_warnings(texts, config)),
+        other_files=read_other_files(path),
     )
 
 

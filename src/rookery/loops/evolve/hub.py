@@ -4,8 +4,9 @@
 
 | stage    | waits for                                        | at most                           |
 |----------|--------------------------------------------------|-----------------------------------|
-| ask      | room: fewer than `in_flight` model calls, and    | attempts in flight end            |
-|          | no more children waiting than `Pace` allows      |                                   |
+| ask      | room: fewer than `in_flight` model calls, no     | attempts in flight end            |
+|          | more children waiting than `Pace` allows, and    |                                   |
+|          | enough in the budget for all that are in flight  |                                   |
 | generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
 | compare  | one of `in_flight` credits, then the embedding   | their own limits; what fails is   |
 |          | server and a judge; only where they are asked    | counted, the child goes on        |
@@ -24,11 +25,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from rookery.concurrency import task_group
-from rookery.loops.evolve.budget import find_exhausted
+from rookery.loops.evolve.budget import find_exhausted, find_hours_over
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.order import Order, SteadyOrder
 from rookery.loops.evolve.outputs import Due, Outputs
@@ -59,6 +61,8 @@ PER_WORKER = 3
 """Evaluations begun per worker: one runs, the lease of the next and the result of the last are on
 their way to the disk, for which no worker waits. The executor queues what is not running."""
 
+DOWN_POLL_S = 1.0
+"""When the hours are over: between two looks whether a model is down."""
 QUEUE = 64
 """Decisions on their way to the disk before the search waits for it."""
 
@@ -99,6 +103,8 @@ class Hub:
         self._num_generating = 0
         self._num_waiting = 0
         self._open: set[int] = set()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._generating: set[int] = set()
         self._recorded: dict[int, Stages] = {}
         self._num_recorded = 0
         """Decisions of earlier sessions that were not told again yet; they come first."""
@@ -128,11 +134,10 @@ class Hub:
                     case Tell(attempt=number, result=stages):
                         await self._conclude(number, stages)
                     case None:
-                        if not self._open:
+                        if not self._running:
                             await self._told.put(None)
                             return
-                        await self._changed.wait()
-                        self._changed.clear()
+                        await self._wait_for_change()
 
     @property
     def elapsed_s(self) -> float:
@@ -145,10 +150,13 @@ class Hub:
             default=self._state.elapsed_s,
         )
         if self._state.lag is not None:
-            return Window[Stages](width=self._state.lag, num_attempts=self._num_attempts)
+            return Window[Stages](
+                width=self._state.lag, num_attempts=self._num_attempts, may_begin=self._may_begin
+            )
         return SteadyOrder(
             num_attempts=self._num_attempts,
             has_room=self._has_room,
+            may_begin=self._may_begin,
             decided={number: self._recorded.pop(number) for number in decided},
             planned=list(self._recorded),
         )
@@ -158,20 +166,52 @@ class Hub:
         is_backlog_full = self._num_waiting >= self._pace.backlog
         return self._num_generating < config.rookery.in_flight and not is_backlog_full
 
-    def _stop_if_due(self, order: Order) -> None:
-        num_begun = self._state.num_decided + len(self._open)
-        if num_begun >= self._num_attempts:
-            return
-        reason = self._state.stopping.reason or find_exhausted(
+    def _may_begin(self, number: int) -> bool:
+        """Whether the budget has enough for one more. What was decided before costs nothing, and
+        what was planned before was counted then."""
+        known = self._recorded.get(number)
+        if known is not None and known.decision is not None:
+            return True
+        return not self._find_hours_over() and (known is not None or not self._find_exhausted())
+
+    def _find_exhausted(self) -> str:
+        return find_exhausted(
             self._parts.config.rookery.budget,
             self._state.spending,
             num_told=self._state.num_decided,
             num_open=len(self._open),
-            elapsed_s=self.elapsed_s,
         )
+
+    def _stop_if_due(self, order: Order) -> None:
+        num_begun = self._state.num_decided + len(self._open)
+        if num_begun >= self._num_attempts:
+            return
+        reason = self._state.stop_reason
+        # Decisions of earlier sessions are told first, however little the budget is now.
+        if not reason and not self._num_recorded:
+            reason = self._find_hours_over() or ("" if self._open else self._find_exhausted())
         if reason:
             self.stop_reason = self.stop_reason or reason
             order.stop()
+
+    def _find_hours_over(self) -> str:
+        return find_hours_over(self._parts.config.rookery.budget, elapsed_s=self.elapsed_s)
+
+    async def _wait_for_change(self) -> None:
+        """Until an attempt moves on. When the hours are over a model that is down is not waited
+        for: its attempts stay planned, and are asked for if the run goes on."""
+        max_hours = self._parts.config.rookery.budget.max_hours
+        limit_s = None
+        if max_hours is not None:
+            limit_s = max(max_hours * 3600 - self.elapsed_s, DOWN_POLL_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._changed.wait()
+        self._changed.clear()
+        if self._find_hours_over() and self._parts.proposer.is_down:
+            self.stop_reason = self.stop_reason or self._find_hours_over()
+            for number in self._generating or self._running:  # the latter wait for judges
+                self._running[number].cancel()
 
     def _begin(self, number: int, order: Order, group: asyncio.TaskGroup) -> None:
         stages = self._recorded.pop(number, Stages())
@@ -184,7 +224,16 @@ class Hub:
             stages = replace(stages, planned=self._plan(number))
         self._num_generating += stages.generated is None
         work = self._attempt(number, stages, is_new=is_new, decide=order.decide)
-        group.create_task(work, name=f"attempt {number}")
+        task = group.create_task(work, name=f"attempt {number}")
+        self._running[number] = task
+        if stages.generated is None:
+            self._generating.add(number)
+        task.add_done_callback(lambda _: self._note_end(number))
+
+    def _note_end(self, number: int) -> None:
+        del self._running[number]
+        self._generating.discard(number)
+        self._changed.set()
 
     def _plan(self, number: int) -> Planned:
         return Planned(
@@ -200,10 +249,10 @@ class Hub:
         child: Child | None = None
         if stages.generated is None:
             stages, child = await self._generate(number, stages, is_new=is_new)
+            self._generating.discard(number)
         if stages.evaluated is None and stages.failure is None:
             stages = await self._evaluate(number, stages, child)
         decide(number, stages)
-        self._changed.set()
 
     async def _generate(
         self, number: int, stages: Stages, *, is_new: bool

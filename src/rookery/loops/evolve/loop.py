@@ -27,7 +27,6 @@ from rookery.loops.evolve.first_programs import (
     tell_first_programs,
 )
 from rookery.loops.evolve.hub import Hub
-from rookery.loops.evolve.language import suffix_of
 from rookery.loops.evolve.outputs import Outputs, open_outputs
 from rookery.loops.evolve.parts import Providers, list_arms, open_parts
 from rookery.loops.evolve.program import ProgramRecord
@@ -60,13 +59,15 @@ async def evolve(
     run: Run,
     watcher: Watcher = UNWATCHED,
     embedder: Embedder | None = None,
+    extended_from: int = 0,
 ) -> EvolveResult:
     """Evolve the programs until the iterations are done, or a target, a budget or patience ends it.
 
     Call it again with the same run to resume. `models` has the arms by the names that `llm.models`
     gives them, the judges too; a name that is not in the config is an arm of weight 1. A
     ProgramRecord, as from a checkpoint, is taken with the metrics it has; a FirstProgram is scored.
-    `embedder` is the config's `database.embedding_model`.
+    `embedder` is the config's `database.embedding_model`. `extended_from` is how many attempts were
+    decided when the run had finished and more were asked for.
     """
     programs = leave_out_failed(programs, features=config.database.feature_dimensions)
     if not programs:
@@ -81,22 +82,25 @@ async def evolve(
     )
     with ExitStack() as stack:
         await run_in_thread(stack.enter_context, log_to_file(config, run.path))
-        return await _evolve(config, programs, providers)
+        return await _evolve(config, programs, providers, extended_from=extended_from)
 
 
 async def _evolve(
     config: EvolveConfig,
     programs: Sequence[FirstProgram | ProgramRecord],
     providers: Providers,
+    *,
+    extended_from: int,
 ) -> EvolveResult:
     run = providers.run
     seed = await _seed(config, run)
     arms = list_arms(config, providers.models)
     parts = await open_parts(config, providers, seed=seed)
     state = open_state(config, database=None, seed=seed, arms=arms)
+    state.extended_from = extended_from
     measured = await prepare_first_programs(programs, parts=parts, state=state)
     tell_first_programs(measured, programs, parts=parts, state=state)
-    outputs = Outputs(config, run=run, store=parts.store, state=state, suffix=_suffix(programs))
+    outputs = Outputs(config, run=run, store=parts.store, state=state, first=programs[0])
     await outputs.ensure_best()
     hub = Hub(parts, state, num_attempts=config.max_iterations, outputs=outputs)
     async with open_outputs(outputs):
@@ -117,8 +121,3 @@ async def _seed(config: EvolveConfig, run: Run) -> int:
     drawn = stream_seed(0, run.name, str(run.created.time_s))
     event = await run.append("seed", {"seed": drawn}, key="seed")
     return int(event.payload["seed"])
-
-
-def _suffix(programs: Sequence[FirstProgram | ProgramRecord]) -> str:
-    first = programs[0]
-    return first.suffix if isinstance(first, FirstProgram) else suffix_of(first.language)

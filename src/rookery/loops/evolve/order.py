@@ -1,6 +1,6 @@
 """The order of asks and tells for throughput: an attempt is told when it ends.
 
-    order = SteadyOrder(num_attempts=1000, has_room=lambda: ..., decided=[2, 1], planned=[3])
+    order = SteadyOrder(num_attempts=1000, has_room=..., may_begin=..., decided=..., planned=[3])
 
 Steps as those of a `Window`, which is the order for results that do not depend on the number of
 workers. Attempts that a run decided before are told first, in the order in which it did.
@@ -40,12 +40,15 @@ class SteadyOrder:
         *,
         num_attempts: int,
         has_room: Callable[[], bool],
+        may_begin: Callable[[int], bool],
         decided: Mapping[int, Stages],
         planned: Iterable[int],
     ) -> None:
-        """`decided` in the order of decisions; `planned` began in an earlier session."""
+        """`decided` in the order of decisions; `planned` began in an earlier session.
+        `may_begin` is asked before each attempt."""
         self._num_attempts = num_attempts
         self._has_room = has_room
+        self._may_begin = may_begin
         self._told: deque[Tell[Stages]] = deque(
             Tell(attempt=number, result=stages) for number, stages in decided.items()
         )
@@ -63,8 +66,9 @@ class SteadyOrder:
         if not self._has_room():
             return None
         if self._planned:
-            return Ask(attempt=self._planned.popleft())
-        if self._next > self._num_attempts:
+            may_begin = self._may_begin(self._planned[0])
+            return Ask(attempt=self._planned.popleft()) if may_begin else None
+        if self._next > self._num_attempts or not self._may_begin(self._next):
             return None
         self._next += 1
         return Ask(attempt=self._next - 1)

@@ -11,7 +11,7 @@ than QUEUE of them are due. After a crash what may be missing is written again.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,9 @@ from rookery.loops.evolve.checkpoints import (
     list_checkpoints,
 )
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.language import suffix_of
+from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.prompts import Prompt
 from rookery.loops.evolve.search_state import SearchState
@@ -80,13 +83,16 @@ class Outputs:
         run: Run,
         store: ProgramStore,
         state: SearchState,
-        suffix: str,
+        first: FirstProgram | ProgramRecord,
     ) -> None:
         self._config = config
         self._run = run
         self._store = store
         self._state = state
-        self._suffix = suffix
+        self._suffix = suffix_of(first.language)
+        self._other_files: Mapping[str, str] = {}
+        if isinstance(first, FirstProgram):
+            self._suffix, self._other_files = first.suffix, first.other_files
         self._trace: TraceWriter | None = None
         self._earlier: Path | None = None
         """The checkpoint before, once it was looked for."""
@@ -197,6 +203,7 @@ class Outputs:
     def _options(self) -> WriteOptions:
         return WriteOptions(
             suffix=self._suffix,
+            other_files=self._other_files,
             saved_at=time.time(),
             with_prompts=self._config.database.log_prompts,
             max_inline_bytes=self._config.database.artifact_size_threshold,

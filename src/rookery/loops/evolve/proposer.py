@@ -80,6 +80,11 @@ class Proposer:
         self._seed = seed
         self._with_prompts = with_prompts
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a model is waited for that serves nobody."""
+        return any(arm.is_down for arm in self._arms.values())
+
     async def generate(self, plan: Plan) -> tuple[Generated, Child | None]:
         """Ask for a child. A model that does not answer, or answers without a child, is a failure
         in Generated; a model that is down for too long raises."""

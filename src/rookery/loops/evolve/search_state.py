@@ -27,7 +27,7 @@ from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import DatabaseConfig, ProgramDatabase
 from rookery.search.programs.novelty import NoveltyConfig, NoveltyIndex, Repetition
 from rookery.search.programs.program import Member, ProgramRecord
-from rookery.search.programs.stopping import Stopping, StoppingConfig, advance
+from rookery.search.programs.stopping import Stopping, StoppingConfig, advance, begin_again
 
 __all__ = [
     "Ancestor",
@@ -112,10 +112,22 @@ class Spending:
     """Attempts with an answer whose tokens the model did not report."""
     evaluation_s: float = 0.0
     num_lost: int = 0
+    dearest_prompt_tokens: int = 0
+    dearest_completion_tokens: int = 0
+    """The most of one attempt."""
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    def add_attempt(self, *stages: Generated | Evaluated) -> None:
+        """What one attempt cost, with all its stages."""
+        for stage in stages:
+            self.add(stage)
+        prompt = sum(stage.prompt_tokens or 0 for stage in stages)
+        completion = sum(stage.completion_tokens or 0 for stage in stages)
+        self.dearest_prompt_tokens = max(self.dearest_prompt_tokens, prompt)
+        self.dearest_completion_tokens = max(self.dearest_completion_tokens, completion)
 
     def add(self, stage: Generated | Evaluated) -> None:
         if stage.prompt_tokens is None or stage.completion_tokens is None:
@@ -141,6 +153,9 @@ class SearchState:
     uncompared: FailureCount | None = None
     """Programs that could not be compared by embedding."""
     stopping: Stopping = field(default_factory=Stopping)
+    extended_from: int = 0
+    """Attempts decided when the run had finished and more were asked for: what ended it then does
+    not end it now."""
     ancestors: dict[str, Ancestor] = field(default_factory=dict)
     curve: list[Improvement] = field(default_factory=list)
     failures: dict[str, FailureCount] = field(default_factory=dict)
@@ -157,6 +172,11 @@ class SearchState:
         best = self.database.best
         assert best is not None, "first programs are told before anything else"
         return best
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the search should stop; empty while it should not."""
+        return self.stopping.reason if self.num_decided >= self.extended_from else ""
 
     def tell_first(self, id: str, evaluated: Evaluated, *, island: int) -> None:
         """Take in a program that the evolution starts from."""
@@ -204,14 +224,19 @@ class SearchState:
 
     def tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
         """Take in how an attempt ended; its program, if it gave one."""
+        member = self._tell(attempt, stages, decision)
+        if self.num_decided == self.extended_from:
+            self.stopping = begin_again(self.stopping, self.best, config=self.stopping_config)
+        return member
+
+    def _tell(self, attempt: int, stages: Stages, decision: Decision) -> Member | None:
         planned, generated, evaluated = stages.planned, stages.generated, stages.evaluated
         assert planned is not None and generated is not None
         self.staleness[self.num_decided - planned.num_decided] += 1
         self.num_decided += 1
         self.elapsed_s = max(self.elapsed_s, decision.elapsed_s)
-        self.spending.add(generated)
+        self.spending.add_attempt(generated, *([evaluated] if evaluated else []))
         if evaluated is not None:
-            self.spending.add(evaluated)
             self.num_demoted += _is_demoted(evaluated, planned.best_score)
             self._count_uncompared(attempt, evaluated.embedding_error)
         plan = planned.plan

@@ -16,7 +16,14 @@ from pathlib import Path, PurePosixPath
 
 from rookery.errors import ConfigError
 
-__all__ = ["find_file_problem", "join_files", "named_file", "read_program", "split_files"]
+__all__ = [
+    "find_file_problem",
+    "join_files",
+    "named_file",
+    "read_other_files",
+    "read_program",
+    "split_files",
+]
 
 _HEADER = re.compile(r"^--- file: (\S.*) ---$", re.MULTILINE)
 _MARKER_WORD = "EVOLVE-BLOCK-START"
@@ -77,6 +84,14 @@ def read_program(path: Path) -> str:
     if problem := find_file_problem(marked or texts):
         raise ConfigError(f"The program folder {path}: {problem}")
     return join_files(marked or texts)
+
+
+def read_other_files(path: Path) -> dict[str, str]:
+    """The files of a folder that are no part of the program's text, as others have markers: they
+    stay as they are beside it."""
+    texts = dict(_folder_texts(path)) if path.is_dir() else {}
+    others = {name: text for name, text in texts.items() if _MARKER_WORD not in text}
+    return others if len(others) < len(texts) else {}
 
 
 def _folder_texts(folder: Path) -> Iterable[tuple[str, str]]:

@@ -4,7 +4,8 @@ config.py          what a run is told
 checks.py          what is refused before the run is made
 task_order.py      which task each draw takes
 batch.py           the rollouts of one step, and how they are kept
-group_source.py    tasks -> groups: drawn once, oldest first, durable
+batch_drawer.py    tasks -> groups whose rewards differ
+group_source.py    the batches of a run: drawn once, oldest first, durable
 advantages.py      rewards of a group -> advantages
 data.py            groups -> training rows
 policy_weights.py  what is trained, as the loop sees it

@@ -15,20 +15,27 @@ __all__ = ["AdapterPolicy"]
 
 
 class AdapterPolicy:
-    """The PolicyWeights of an adapter. The reference is a trainee of the same trainer."""
+    """The PolicyWeights of an adapter."""
 
     folder_name = LoraTrainer.folder_name
     start: Path | None = None
 
     def __init__(
-        self, trainer: LoraTrainer, *, start: Adapter, engine: Engine, has_reference: bool
+        self,
+        trainer: LoraTrainer,
+        *,
+        start: Adapter,
+        engine: Engine,
+        reference: Adapter | LoraTrainer | None,
     ) -> None:
-        """`trainer` publishes to the engine."""
-        self.trainer = self.reference = trainer
+        """`trainer` publishes to the engine. `reference` is over the same model, or has a trainee
+        REFERENCE over another; None when the loss needs none."""
+        self.trainer = trainer
+        self.reference = reference if isinstance(reference, LoraTrainer) else trainer
         self._engine = engine
         trainer.add(POLICY, start)
-        if has_reference:
-            trainer.add(REFERENCE, start)
+        if isinstance(reference, Adapter):
+            trainer.add(REFERENCE, reference)
 
     async def version(self) -> str:
         adapter = await asyncio.to_thread(self.trainer.adapter, POLICY)

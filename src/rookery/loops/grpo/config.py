@@ -93,6 +93,9 @@ class GrpoConfig(ScheduleConfig):
     loss: PolicyLossConfig = Grpo()
     """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
     `reinforce`, with its options."""
+    reference: Path | None = None
+    """What a KL term (`loss.kl`) is to: a PEFT folder, or a model folder, such as the engine's own
+    for the model without an adapter. Empty: the policy that the run starts from."""
     learning_rate: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
     """The highest: reached after the warm-up. An adapter of a model of a million weights takes
     1e-3, those of larger ones 1e-5 to 1e-4; all weights take about a tenth of an adapter's."""
@@ -181,6 +184,11 @@ class GrpoConfig(ScheduleConfig):
                 "computes with the weights that each step changes: write publish_every: 1, or "
                 "share: false"
             )
+        if self.reference is not None and self.loss.kl is None:
+            raise ValueError(
+                f"reference is {self.reference}, and the loss has no KL term to it: write loss.kl, "
+                "{weight: 0.04} for example, or leave reference out"
+            )
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
         if self.environment is not None and scored:
             raise ValueError(
@@ -199,6 +207,7 @@ class GrpoConfig(ScheduleConfig):
         if self.environment is not None:
             function = function_from_folder(self.environment.function, folder)
             update["environment"] = self.environment.model_copy(update={"function": function})
-        if self.init_from is not None:
-            update["init_from"] = (folder / self.init_from.expanduser()).resolve()
+        for name, path in (("init_from", self.init_from), ("reference", self.reference)):
+            if path is not None:
+                update[name] = (folder / path.expanduser()).resolve()
         return self.model_copy(update=update)

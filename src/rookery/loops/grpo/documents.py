@@ -129,7 +129,7 @@ def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[
     if unmeasured:
         warnings.append(
             f"{len(unmeasured)} of {len(ending.selection.means)} checkpoints failed on select "
-            "tasks and could not be chosen."
+            "tasks; they were compared with others on the tasks that both answered."
         )
     num_failed = int(_total(steps, "grpo/num_failed_rollouts"))
     if num_failed:

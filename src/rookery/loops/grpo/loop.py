@@ -39,10 +39,11 @@ from pathlib import Path
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
-from rookery.loops.grpo.group_source import GroupSource, Policy
+from rookery.loops.grpo.group_source import GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
@@ -159,12 +160,14 @@ async def _train_and_draw(
     The step waits for the draw: an engine may compute with the weights that the step changes.
     """
     step, config = batch.step, parts.config
+    with seconds.spent_on("train"):
+        rows = await parts.trainer.prepare(step, batch, policy=policy)
     async with task_group() as tasks:
         drawing = None
         if config.staleness and step + 1 < config.steps:
             drawing = tasks.create_task(parts.source.batch(step + 1, policy=policy))
         with seconds.spent_on("train"):
-            trained = await parts.trainer.gradients(step, batch, policy=policy)
+            trained = await parts.trainer.gradients(rows)
         with seconds.spent_on("draw"):
             ahead = await drawing if drawing is not None else None
     if batch.groups:

@@ -1,6 +1,7 @@
 """One training step of the policy: data -> gradients -> step, and the check against the engine.
 
-    metrics = await trainer.gradients(7, batch, policy=policy)
+    rows = await trainer.prepare(7, batch, policy=policy)
+    metrics = await trainer.gradients(rows)
     metrics["train/loss"], metrics["grpo/logprob_gap"]
     metrics |= await trainer.apply(7)
 
@@ -11,22 +12,34 @@ they are; where they were drawn with older ones, the engine scores a few of them
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rookery.errors import TrainError
 from rookery.loops.grpo.batch import Batch
+from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.data import make_data, mean_gap
-from rookery.loops.grpo.group_source import Policy
 from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
 from rookery.ports import Sampler, Trainer
 from rookery.train.schedule import learning_rate_at
 from rookery.types import Datum, OptimStep, ScoreRequest, TrainOutput, TrainRequest
 
-__all__ = ["PolicyTrainer"]
+__all__ = ["PolicyTrainer", "StepData"]
 
 NUM_PROBES = 8
 """Rollouts that the engine scores anew: some hundred tokens show any wrong layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """What one step is trained on."""
+
+    step: int
+    data: tuple[Datum, ...]
+    is_fresh: bool
+    """Whether the weights before this step drew it."""
+    gap: float | None
+    """Between engine and trainer, where the engine was asked anew."""
 
 
 class PolicyTrainer:
@@ -42,16 +55,24 @@ class PolicyTrainer:
         """Give the engine the weights as they are after so many steps."""
         return Policy(await self._trainer.publish(POLICY), step)
 
-    async def gradients(self, step: int, batch: Batch, *, policy: Policy) -> dict[str, float]:
-        """Those of the batch, and how far engine and trainer are apart; weights stay as they are.
+    async def prepare(self, step: int, batch: Batch, *, policy: Policy) -> StepData:
+        """The rows of the batch. Where it was drawn with older weights than those before this step,
+        the engine is asked about them: call it when nothing is being drawn, as what an engine
+        computes together may differ in the last bits from what it computes apart."""
+        if not batch.groups:
+            return StepData(step=step, data=(), is_fresh=False, gap=None)
+        data = await asyncio.to_thread(make_data, batch, self._config)
+        gap = await self._probe(step, data, batch, policy)
+        return StepData(step=step, data=data, is_fresh=batch.model_step == step, gap=gap)
+
+    async def gradients(self, rows: StepData) -> dict[str, float]:
+        """Those of a step, and how far engine and trainer are apart; weights stay as they are.
 
         A batch without groups has none.
         """
-        if not batch.groups:
+        if not rows.data:
             return {}
-        data = await asyncio.to_thread(make_data, batch, self._config)
-        gap = await self._probe(step, data, batch, policy)
-        data = await self._completed(data)
+        data = await self._completed(rows.data)
         request = TrainRequest(
             trainee=POLICY,
             data=data,
@@ -60,8 +81,8 @@ class PolicyTrainer:
         )
         [output] = _checked(await self._trainer.forward_backward([request]))
         drift = mean_gap(data, output.logprobs)
-        gap = drift if batch.model_step == step else gap
-        self._check_gap(step, gap)
+        gap = drift if rows.is_fresh else rows.gap
+        self._check_gap(rows.step, gap)
         gaps = {"grpo/logprob_drift": drift}
         if gap is not None:
             gaps["grpo/logprob_gap"] = gap

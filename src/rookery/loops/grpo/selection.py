@@ -1,16 +1,22 @@
-"""Choosing a checkpoint on the `select` split, and measuring the choice on `report`, once."""
+"""Choosing a checkpoint on the `select` split, and measuring the choice on `report`, once.
+
+Each checkpoint is compared with the best before it. Where one of the two failed on some tasks, they
+are compared on those that both answered: what is missing counts for neither.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from rookery.loops.comparison import compare, complete_means
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.ports import Evaluator
 from rookery.reports import ReportRow
-from rookery.runs import NewEvent, Run
+from rookery.rollout import mean_by_source
+from rookery.runs import Event, NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
-from rookery.types import ModelRef, Task
+from rookery.types import Evaluation, ModelRef, Task
 
 __all__ = ["Selection"]
 
@@ -32,10 +38,16 @@ class Selection:
         self._tasksets = tasksets
         self._weights = weights
         self._run = run
-        self.means: dict[int, float | None] = {
-            int(event.key): event.payload["mean"] for event in run.events(SELECT)
-        }
+        self.means: dict[int, float | None] = {}
         """By checkpoint, on the select tasks; None for one that failed on any of them."""
+        self._best: tuple[int, ModelRef] | None = None
+        for event in run.events(SELECT):
+            self._note(event)
+
+    @property
+    def best(self) -> int:
+        """The best checkpoint so far, the earliest of equal ones; 0 is the start."""
+        return 0 if self._best is None else self._best[0]
 
     async def measure(self, step: int, model: ModelRef) -> None:
         """Read the select tasks with a checkpoint, unless that was done."""
@@ -46,16 +58,40 @@ class Selection:
         by_source = complete_means(evaluation.rewards, tasks)
         mean = self._mean(by_source, tasks)
         errors = list(evaluation.errors.values())
-        payload = {"mean": mean, "by_source": by_source, "first_error": (errors or [""])[0]}
+        payload = {
+            "mean": mean,
+            "by_source": by_source,
+            "num_failed": len(errors),
+            "first_error": (errors or [""])[0],
+            "model": asdict(model),
+            "is_best": await self._is_best(evaluation, mean, tasks),
+        }
         new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
         [event] = await self._run.append_many([new])
-        self.means[step] = event.payload["mean"]
+        self._note(event)
 
-    @property
-    def best(self) -> int:
-        """The checkpoint with the highest mean, the earliest of equal ones."""
-        measured = {step: mean for step, mean in self.means.items() if mean is not None}
-        return min(measured, key=lambda step: (-measured[step], step), default=0)
+    def _note(self, event: Event) -> None:
+        step, payload = int(event.key), event.payload
+        self.means[step] = payload["mean"]
+        if payload["is_best"]:
+            self._best = step, ModelRef(**payload["model"])
+
+    async def _is_best(
+        self, evaluation: Evaluation, mean: float | None, tasks: Sequence[Task]
+    ) -> bool:
+        if self._best is None:
+            return True
+        step, model = self._best
+        best_mean = self.means[step]
+        if mean is not None and best_mean is not None:
+            return mean > best_mean
+        [best] = await self._evaluator.evaluate([model], tasks)  # found in the run
+        both = [t for t in tasks if t.id in evaluation.rewards and t.id in best.rewards]
+        ours = self._mean(mean_by_source(evaluation.rewards, both), tasks)
+        theirs = self._mean(mean_by_source(best.rewards, both), tasks)
+        if ours is None or theirs is None:
+            return mean is not None  # they have too little in common: one that is whole is better
+        return ours > theirs
 
     async def report(
         self, saved: Mapping[str, SavedWeights | None], *, seed: int

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,15 @@ from rookery.errors import SandboxError
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import SandboxConfig
 
-__all__ = ["Isolation", "Jail", "environment", "python_folders", "readable_paths", "server_command"]
+__all__ = [
+    "Isolation",
+    "Jail",
+    "box_aliases",
+    "environment",
+    "python_folders",
+    "readable_paths",
+    "server_command",
+]
 
 Isolation = Literal["namespaces", "landlock", "jail", "none"]
 """What separates a candidate from the server: see `inside/isolation.py`. `jail`: nothing does, so
@@ -30,6 +38,14 @@ class Jail:
 
     command: Sequence[str]
     environment: dict[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Paths of this box as results and output show them: text enters prompts, which must not
+    depend on the name of a temporary folder."""
+
+
+def box_aliases(box: Box) -> dict[str, str]:
+    """For backends without mounts: the names that the same places have in bubblewrap."""
+    return {str(box.scratch): "/tmp", str(box.inside): "/rookery"}
 
 
 def server_command(

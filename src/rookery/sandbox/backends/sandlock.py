@@ -12,6 +12,7 @@ from pathlib import Path
 from rookery.errors import SandboxError
 from rookery.sandbox.backends.jail import (
     Jail,
+    box_aliases,
     environment,
     python_folders,
     readable_paths,
@@ -49,4 +50,6 @@ def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     command += server_command(
         config, box, inside=box.inside, scratch=box.scratch, isolation="landlock"
     )
-    return Jail(command=command, environment=environment(config, box.scratch))
+    return Jail(
+        command=command, environment=environment(config, box.scratch), aliases=box_aliases(box)
+    )

@@ -3,6 +3,7 @@
 server      imports the evaluator once and forks per candidate
 candidate   one candidate's processes: limits, isolation, evaluation
 isolation   namespaces, Landlock, capabilities
+scratch     removes what a candidate wrote
 contract    calls the evaluator as OpenEvolve does, stage by stage
 shim        `openevolve.evaluation_result` where OpenEvolve is not installed
 """

@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from . import isolation
 from .candidate import Descriptors, start_candidate
 from .contract import UnusableEvaluator, load_evaluator
+from .scratch import empty_folder
 from .shim import provide_openevolve
 
 __all__ = ["main"]
@@ -102,42 +102,37 @@ def _run(
     # The pipe is readable when the candidate's end is reported, and when all who hold it are gone.
     readable = select.select([control.fileno(), reader], [], [])[0]
     order = control.recv(1) if control.fileno() in readable else None
-    _end_descendants(child)
+    num_ended = _end_descendants(child)
     code = os.read(reader, 16)
     os.close(reader)
     if settings["isolation"] in ("landlock", "none"):
-        _empty(Path(settings["scratch"]))
+        empty_folder(settings["scratch"])
     if order == b"":
         return None
-    return {"ended": int(code) if code else None, "is_stopped": order is not None}
+    # sandlock goes on counting processes that were killed here: in time no candidate could fork.
+    # Its first process is the monitor, the second one is left only if the candidate was stopped.
+    is_worn = settings["isolation"] == "landlock" and num_ended > (1 if order is None else 2)
+    return {
+        "ended": int(code) if code else None,
+        "is_stopped": order is not None,
+        "is_worn": is_worn,
+    }
 
 
-def _end_descendants(child: int) -> None:
-    """Kill and reap until this process has no children. Orphans become its children."""
+def _end_descendants(child: int) -> int:
+    """Kill and reap until this process has no children; how many it had. Orphans become its own."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     if not children.exists():
         os.killpg(child, signal.SIGKILL)
+    num_ended = 0
     while True:
         for pid in children.read_text().split() if children.exists() else ():
             os.kill(int(pid), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
-            return
-
-
-def _empty(scratch: Path) -> None:
-    """Remove what a candidate without a /tmp of its own has left, locked folders too."""
-    os.chmod(scratch, 0o700)
-    for folder, names, _ in os.walk(scratch):
-        for name in names:
-            if not os.path.islink(path := os.path.join(folder, name)):
-                os.chmod(path, 0o700)
-    for entry in scratch.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+            return num_ended
+        num_ended += 1
 
 
 if __name__ == "__main__":

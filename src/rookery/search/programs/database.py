@@ -49,6 +49,20 @@ class DatabaseConfig(PopulationConfig):
     sampling: SamplingConfig = SamplingConfig()
     bandit: BanditConfig = BanditConfig()
 
+    def problem_with(self, metrics: Mapping[str, float]) -> str | None:
+        """Why a program with these metrics cannot be told; None when it can."""
+        if score_of(metrics, features=self.feature_dimensions) is None:
+            return f"The metrics {dict(metrics)} have no score: a finite number is needed."
+        features = [name for name in self.feature_dimensions if name not in BUILT_IN]
+        for name in (*features, *self.objectives):
+            if name not in metrics:
+                return f"The evaluator reported no {name!r}, a dimension of the search."
+        used = {*self.feature_dimensions, *self.objectives} & set(metrics)
+        for name in sorted(used):
+            if not math.isfinite(metrics[name]):
+                return f"The metric {name!r}, a dimension of the search, is {metrics[name]}."
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseState:
@@ -109,17 +123,7 @@ class ProgramDatabase:
 
     def problem_with(self, metrics: Mapping[str, float]) -> str | None:
         """Why a program with these metrics cannot be told; None when it can."""
-        if score_of(metrics, features=self._config.feature_dimensions) is None:
-            return f"The metrics {dict(metrics)} have no score: a finite number is needed."
-        features = [name for name in self._config.feature_dimensions if name not in BUILT_IN]
-        for name in (*features, *self._config.objectives):
-            if name not in metrics:
-                return f"The evaluator reported no {name!r}, a dimension of the search."
-        used = {*self._config.feature_dimensions, *self._config.objectives} & set(metrics)
-        for name in sorted(used):
-            if not math.isfinite(metrics[name]):
-                return f"The metric {name!r}, a dimension of the search, is {metrics[name]}."
-        return None
+        return self._config.problem_with(metrics)
 
     def ask(self, attempt: int) -> Plan:
         """The plan of an attempt; attempts count from 1."""

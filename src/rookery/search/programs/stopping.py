@@ -13,7 +13,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.search.programs.program import COMBINED, Member, mean_of
 
-__all__ = ["Stopping", "StoppingConfig", "advance"]
+__all__ = ["Stopping", "StoppingConfig", "advance", "begin_again"]
 
 
 class StoppingConfig(Config):
@@ -49,6 +49,12 @@ def advance(stopping: Stopping, member: Member, *, config: StoppingConfig) -> St
         best, count = (value, 0) if is_better else (best, count + 1)
     reason = stopping.reason or _reason(member.score, value, count, config)
     return Stopping(best=best, num_without_improvement=count, reason=reason)
+
+
+def begin_again(stopping: Stopping, best: Member, *, config: StoppingConfig) -> Stopping:
+    """Of a search that ended and goes on: patience counts anew, a target that was reached holds."""
+    is_reached = config.target_score is not None and best.score >= config.target_score
+    return Stopping(best=stopping.best, reason=stopping.reason if is_reached else "")
 
 
 def _reason(score: float, value: float | None, count: int, config: StoppingConfig) -> str:

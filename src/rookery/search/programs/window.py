@@ -13,6 +13,7 @@ ends early waits here until it is its turn. `width` belongs to the run; it bound
 are in flight, and a number of workers never changes it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -39,11 +40,20 @@ class Tell(Generic[Result]):
 class Window(Generic[Result]):
     """Attempts count from 1. A window that is decided again from the start repeats its steps."""
 
-    def __init__(self, *, width: int, num_attempts: int) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        num_attempts: int,
+        may_begin: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """`may_begin` is asked before each attempt; what it says must follow from what was asked
+        and told."""
         if width < 1:
             raise ValueError(f"Got width {width}: it is 1 or above; 1 is one attempt at a time.")
         self._width = width
         self._num_attempts = num_attempts
+        self._may_begin = may_begin
         self._num_asked = 0
         self._num_told = 0
         self._decided: dict[int, Result] = {}
@@ -66,8 +76,8 @@ class Window(Generic[Result]):
 
     def next_step(self) -> Ask | Tell[Result] | None:
         """What to do now; None when an attempt in flight has to end first."""
-        is_open = self._num_asked < self._num_attempts
-        if is_open and self._num_asked < self._num_told + self._width:
+        is_open = self._num_asked < min(self._num_attempts, self._num_told + self._width)
+        if is_open and self._may_begin(self._num_asked + 1):
             self._num_asked += 1
             return Ask(attempt=self._num_asked)
         if self._num_told + 1 in self._decided:

@@ -11,14 +11,19 @@ not be thread-safe; an `async def` runs in the event loop, many calls at once.
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Literal
 
 from rookery.errors import TaskError, boundary
-from rookery.tasks.python_function import FunctionName, find_function
+from rookery.tasks.python_function import (
+    FunctionName,
+    exits_as_errors,
+    find_function,
+    finite_number,
+    shown,
+)
 from rookery.tasks.scorers.options import ScorerOptions
 from rookery.types import Completion, Task
 
@@ -61,16 +66,15 @@ class PythonScorer:
             ) from error
 
     async def reward(self, task: Task, completion: Completion) -> float:
-        with boundary(TaskError, f"Task {task.id}: the scorer {self._name} failed"):
+        name = f"Task {task.id}: the scorer {self._name}"
+        with boundary(TaskError, f"{name} failed"), exits_as_errors(name):
             if self._is_async:
                 verdict = self._function(task, completion)
             else:
                 loop = asyncio.get_running_loop()
                 verdict = await loop.run_in_executor(self._thread, self._call, task, completion)
             value = await verdict if inspect.isawaitable(verdict) else verdict
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise TaskError(
-                f"Task {task.id}: the scorer {self._name} returned {value!r} "
-                f"({type(value).__name__}); return a finite number or a bool."
-            )
-        return float(value)
+        number = finite_number(value)
+        if number is None:
+            raise TaskError(f"{name} returned {shown(value)}; return a finite number or a bool.")
+        return number

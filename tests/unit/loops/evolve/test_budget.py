@@ -5,15 +5,18 @@ import pytest
 from rookery.loops.evolve.budget import find_exhausted
 from rookery.loops.evolve.config import BudgetConfig
 from rookery.loops.evolve.search_state import Spending
+from rookery.loops.evolve.stages import Evaluated, Generated
 
 TOKENS = 70
 """Of the prompt and of the answer of one attempt, each."""
 
 
 def exhausted(num_told: int, num_open: int, **budget: float) -> str:
-    spending = Spending(prompt_tokens=TOKENS * num_told, completion_tokens=TOKENS * num_told)
+    spending = Spending()
+    for _ in range(num_told):
+        spending.add_attempt(Generated(prompt_tokens=TOKENS, completion_tokens=TOKENS))
     config = BudgetConfig.model_validate(budget)
-    return find_exhausted(config, spending, num_told=num_told, num_open=num_open, elapsed_s=0.0)
+    return find_exhausted(config, spending, num_told=num_told, num_open=num_open)
 
 
 @pytest.mark.parametrize("num_attempts", [20, 49, 200])
@@ -40,5 +43,20 @@ def test_what_first_programs_cost_counts_before_any_attempt() -> None:
     spending = Spending(prompt_tokens=11)
     for limit, is_over in ((10, True), (11, False)):
         config = BudgetConfig(max_tokens=limit)
-        found = find_exhausted(config, spending, num_told=0, num_open=3, elapsed_s=0.0)
+        found = find_exhausted(config, spending, num_told=0, num_open=0)
         assert bool(found) == is_over
+
+
+def test_the_first_attempt_begins_alone_as_its_cost_is_not_known() -> None:
+    assert not exhausted(0, 0, max_tokens=1000)
+    assert exhausted(0, 1, max_tokens=1000)
+
+
+def test_attempts_in_flight_count_as_much_as_the_dearest_before() -> None:
+    spending, config = Spending(), BudgetConfig(max_tokens=1000)
+    judged = Evaluated(prompt_tokens=50, completion_tokens=50)
+    spending.add_attempt(Generated(prompt_tokens=100, completion_tokens=100), judged)
+    spending.add_attempt(Generated(prompt_tokens=10, completion_tokens=10))
+    assert spending.tokens == 320
+    assert not find_exhausted(config, spending, num_told=2, num_open=1)
+    assert find_exhausted(config, spending, num_told=2, num_open=2)

@@ -10,6 +10,7 @@ from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
 from rookery.loops.evolve.evaluation_task import evaluation_spec, open_evaluation
+from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.sandbox import decode_outcome
 from rookery.testing import FakeTextModel
@@ -65,13 +66,18 @@ def evaluator(tmp_path: Path) -> Path:
 
 
 async def evolve_local(
-    folder: Path, config: EvolveConfig, evaluator: Path, model: FakeTextModel
+    folder: Path,
+    config: EvolveConfig,
+    evaluator: Path,
+    model: FakeTextModel,
+    *,
+    first: FirstProgram = FIRST,
 ) -> EvolveResult:
-    spec = await asyncio.to_thread(evaluation_spec, config, evaluator=evaluator, suffix=".py")
+    spec = await asyncio.to_thread(evaluation_spec, config, evaluator=evaluator, first=first)
     async with open_local(spec, num_workers=2) as executor:
         with open_toy_run(folder, config) as run:
             return await evolve(
-                config, programs=[FIRST], models={"toy": model}, executor=executor, run=run
+                config, programs=[first], models={"toy": model}, executor=executor, run=run
             )
 
 
@@ -109,7 +115,7 @@ async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
         "def evaluate(path):\n"
         "    return {'combined_score': float(len(os.listdir(path)))}\n"
     )
-    spec = evaluation_spec(unsafe_config(), evaluator=tmp_path / "evaluator.py", suffix=".py")
+    spec = evaluation_spec(unsafe_config(), evaluator=tmp_path / "evaluator.py", first=FIRST)
     task = await open_evaluation(spec.settings, tmp_path)
     try:
         code = "--- file: a.py ---\nx = 1\n\n--- file: b.py ---\ny = 2\n"
@@ -120,6 +126,31 @@ async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
     assert outcome.metrics == {"combined_score": 2.0}
 
 
+async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_path: Path) -> None:
+    """In what is scored, and in `best/`; a model does not see them."""
+    program, task = tmp_path / "program", tmp_path / "task"
+    (program / "data").mkdir(parents=True)
+    task.mkdir()
+    (program / "main.py").write_text("# EVOLVE-BLOCK-START\nx = 1\n# EVOLVE-BLOCK-END\n")
+    (program / "data" / "factor.txt").write_text("2.0\n")
+    (task / "evaluator.py").write_text(
+        "import runpy\n"
+        "def evaluate(path):\n"
+        "    factor = float(open(path + '/data/factor.txt').read())\n"
+        "    return {'combined_score': factor * runpy.run_path(path + '/main.py')['x']}\n"
+    )
+    config = unsafe_config(max_iterations=1)
+    first = read_first_program(program, config=config)
+    model = FakeTextModel(lambda _: "main.py\n```python\nx = 3\n```", name="toy")
+    evaluator = task / "evaluator.py"
+    result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best.metrics == {"combined_score": 6.0}
+    assert "factor" not in model.requests[0].messages[-1].content
+    best = tmp_path / "toy" / "best" / "best_program"
+    files = {path.relative_to(best).as_posix() for path in best.rglob("*") if path.is_file()}
+    assert files == {"main.py", "data/factor.txt"}
+
+
 def test_a_missing_evaluator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no evaluator"):
-        evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", suffix=".py")
+        evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", first=FIRST)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class WriteOptions:
 
     suffix: str = ".py"
     """Of the best program's file."""
+    other_files: Mapping[str, str] = field(default_factory=dict)
+    """Of a folder: what stands unchanged beside the program's files."""
     saved_at: float
     """Now, in seconds since 1970."""
     with_prompts: bool = True
@@ -57,7 +59,7 @@ def fill_checkpoint(
         if program.id not in files:
             _write_program(folder, program, place=place, options=options)
     if best := checkpoint.best:
-        _write_code(folder, best, options.suffix)
+        _write_code(folder, best, options)
         info = {**_info(best, options), "current_iteration": checkpoint.iteration}
         _write_json(folder / "best_program_info.json", info, indent=2)
     # OpenEvolve writes this last as well: a folder without it is unfinished.
@@ -66,7 +68,7 @@ def fill_checkpoint(
 
 def fill_best(folder: Path, program: ProgramRecord, *, options: WriteOptions) -> None:
     """`best_program.<suffix>` (a folder's files in `best_program/`) and what is known of it."""
-    _write_code(folder, program, options.suffix)
+    _write_code(folder, program, options)
     info = {**_info(program, options), "parent_id": program.parent_id}
     _write_json(folder / "best_program_info.json", info, indent=2)
 
@@ -114,10 +116,12 @@ def _write_program(
     _write_json(folder / "programs" / f"{program.id}.json", document)
 
 
-def _write_code(folder: Path, program: ProgramRecord, suffix: str) -> None:
-    if not program.files:
-        (folder / f"best_program{suffix}").write_bytes(program.code.encode())
-    for name, text in program.files.items():
+def _write_code(folder: Path, program: ProgramRecord, options: WriteOptions) -> None:
+    files = program.files
+    if not files:
+        (folder / f"best_program{options.suffix}").write_bytes(program.code.encode())
+        return
+    for name, text in {**options.other_files, **files}.items():
         path = folder / "best_program" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

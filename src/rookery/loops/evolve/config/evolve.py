@@ -81,8 +81,7 @@ class EvolveConfig(Section):
     @property
     def executor(self) -> Literal["local", "ray", "modal"]:
         """`evaluator.distributed` is Ray, unless another executor is named."""
-        is_ray = self.evaluator.distributed and self.rookery.executor == "local"
-        return "ray" if is_ray else self.rookery.executor
+        return self.rookery.executor or ("ray" if self.evaluator.distributed else "local")
 
     @property
     def workers(self) -> int:

@@ -56,7 +56,8 @@ class RookeryConfig(Config):
     """Model calls at a time."""
     workers: int | None = Field(default=None, gt=0)
     """Evaluations at a time; null: `evaluator.parallel_evaluations`."""
-    executor: Literal["local", "ray", "modal"] = "local"
+    executor: Literal["local", "ray", "modal"] | None = None
+    """null: `ray` if `evaluator.distributed`, else `local`."""
     address: str | None = None
     """Of a Ray cluster; null starts one."""
     mode: Literal["steady", "deterministic"] = "steady"

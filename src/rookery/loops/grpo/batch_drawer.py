@@ -1,0 +1,154 @@
+"""Draws the groups of a step: tasks in their order, until enough groups have rewards that differ.
+
+    drawer = BatchDrawer(group_drawer, tasks=tasks, config=config)
+    await drawer.check(engine.base)                   # before a run is made
+    batch = await drawer.draw(0, start=0, policy=Policy(ref, step=0))
+
+| stage   | consumes          | produces            | waits for              |
+|---------|-------------------|---------------------|------------------------|
+| order   | a position        | a task and a seed   | nothing                |
+| sampler | tasks, a model    | groups              | the engine, the scorer |
+| filter  | groups            | groups that teach   | nothing                |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rookery.errors import TaskError
+from rookery.loops.grpo.advantages import is_equal
+from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout
+from rookery.loops.grpo.config import GrpoConfig
+from rookery.loops.grpo.task_order import TaskOrder
+from rookery.ports import GroupDrawer
+from rookery.seeding import stream_seed
+from rookery.types import Draw, Group, ModelRef, Rollout, Task
+
+__all__ = ["BatchDrawer", "Policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Published weights: what requests name, and after how many steps they are."""
+
+    ref: ModelRef
+    step: int
+
+
+class BatchDrawer:
+    """What is drawn is a function of the seed, the position and the policy."""
+
+    def __init__(self, drawer: GroupDrawer, *, tasks: Sequence[Task], config: GrpoConfig) -> None:
+        self._drawer = drawer
+        self._order = TaskOrder(tasks, seed=config.seed)
+        self._config = config
+
+    async def draw(self, step: int, *, start: int, policy: Policy) -> Batch:
+        """Groups whose rewards differ, in the order of the tasks, until there are enough."""
+        position, end = start, start + self._config.max_groups
+        drawn: list[Group] = []
+        useful: list[DrawnGroup] = []
+        while position < end and len(useful) < self._config.groups_per_step:
+            num = min(self._config.groups_per_step - len(useful), end - position)
+            groups = await self._draw_from(position, num, policy.ref)
+            useful += [
+                own
+                for i, group in enumerate(groups)
+                if _teaches(own := _drawn(position + i, group))
+            ]
+            position += num
+            drawn += groups
+            self._check_failures(step, drawn)
+        counts = _count(drawn)
+        if step == 0 and not useful:
+            raise _nothing_to_learn(len(drawn), counts)
+        return Batch(
+            step=step,
+            model=policy.ref,
+            model_step=policy.step,
+            groups=tuple(useful),
+            next_position=position,
+            counts=counts,
+        )
+
+    async def check(self, model: ModelRef) -> None:
+        """TaskError when the first step would have no group to learn from: rewards never differ, or
+        rollouts fail. Draws as few groups as show one, often a single one."""
+        drawn: list[Group] = []
+        while len(drawn) < self._config.max_groups:
+            num = min(max(1, len(drawn)), self._config.max_groups - len(drawn))
+            groups = await self._draw_from(len(drawn), num, model)
+            if any(_teaches(_drawn(0, group)) for group in groups):
+                return
+            drawn += groups
+        self._check_failures(0, drawn)
+        raise _nothing_to_learn(len(drawn), _count(drawn))
+
+    async def _draw_from(self, position: int, num: int, model: ModelRef) -> list[Group]:
+        return await self._drawer.draw(model, [self._draw_at(position + i) for i in range(num)])
+
+    def _draw_at(self, position: int) -> Draw:
+        seed = stream_seed(self._config.seed, "grpo-draw", position)
+        return Draw(task=self._order[position], seed=seed)
+
+    def _check_failures(self, step: int, drawn: Sequence[Group]) -> None:
+        """Stop before the batch is recorded: once the cause is removed, a resumed run draws it."""
+        rollouts = [rollout for group in drawn for rollout in group.rollouts]
+        errors = [rollout.error for rollout in rollouts if rollout.error]
+        if len(errors) > self._config.max_failed_share * len(rollouts):
+            raise TaskError(
+                f"Step {step}: {len(errors)} of {len(rollouts)} rollouts failed, more than "
+                f"max_failed_share ({self._config.max_failed_share:g}) allows. The first error: "
+                f"{errors[0]}"
+            )
+
+
+def _drawn(position: int, group: Group) -> DrawnGroup:
+    return DrawnGroup(
+        position=position,
+        task=group.task.id,
+        rollouts=tuple(own for r in group.rollouts if (own := _drawn_rollout(r)) is not None),
+    )
+
+
+def _teaches(group: DrawnGroup) -> bool:
+    return len(group.rollouts) > 1 and not is_equal([r.reward for r in group.rollouts])
+
+
+def _nothing_to_learn(num_groups: int, counts: BatchCounts) -> TaskError:
+    return TaskError(
+        f"None of the first {num_groups} tasks had answers of different rewards (the mean reward "
+        f"is {counts.mean_reward}), so there is nothing to learn: look at the scorer, take easier "
+        "or harder tasks, or raise group_size."
+    )
+
+
+def _drawn_rollout(rollout: Rollout) -> DrawnRollout | None:
+    completion = rollout.completion
+    if completion is None or rollout.reward is None or not completion.tokens:
+        return None
+    return DrawnRollout(sequences=rollout.sequences, text=completion.text, reward=rollout.reward)
+
+
+def _count(drawn: Sequence[Group]) -> BatchCounts:
+    rollouts = [rollout for group in drawn for rollout in group.rollouts]
+    rewards_by_group = [
+        [r.reward for r in group.rollouts if r.reward is not None] for group in drawn
+    ]
+    rewards = [reward for own in rewards_by_group for reward in own]
+    answers = [rollout.completion for rollout in rollouts if rollout.completion is not None]
+    return BatchCounts(
+        num_rollouts=len(rollouts),
+        num_failed=sum(bool(rollout.error) for rollout in rollouts),
+        num_equal=sum(len(own) > 1 and is_equal(own) for own in rewards_by_group),
+        num_tokens=sum(len(answer.tokens) for answer in answers),
+        mean_reward=fmean(rewards) if rewards else None,
+        metrics=_mean_metrics(rollouts),
+        first_error=next((rollout.error for rollout in rollouts if rollout.error), ""),
+    )
+
+
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of each metric, over the rollouts that have it."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+    return {name: fmean(r.metrics[name] for r in rollouts if name in r.metrics) for name in names}

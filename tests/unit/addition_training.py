@@ -1,0 +1,62 @@
+"""grpo on two-digit addition with the model of examples/addition.py, for the tests that take long.
+
+report = train_addition(folder, "rank-8", seed=1)      # `folder` is the fixture `addition`
+"""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import rookery
+from rookery.reports import GrpoReport
+
+__all__ = ["addition", "gaps", "select_gain", "train_addition"]
+
+ROOT = Path(__file__).parents[2]
+SPLITS = {"search": 0.5, "select": 0.4, "report": 0.1}
+
+
+@pytest.fixture(scope="session")
+def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers about half of the tasks, and the tasks."""
+    make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
+    folder = tmp_path_factory.mktemp("addition")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the start must be the same everywhere
+    make_addition(folder, num_tasks=2000)
+    torch.set_num_threads(num_threads)
+    return folder
+
+
+def train_addition(folder: Path, name: str, **values: object) -> GrpoReport:
+    """40 steps, unless told; measured before and after them."""
+    taskset = {
+        "type": "jsonl", "path": str(folder / "tasks.jsonl"), "scorer": {"type": "exact"},
+        "sampling": {"max_tokens": 4}, "splits": SPLITS,
+    }  # fmt: skip
+    settings = {"engine": {"model": str(folder / "model")}, "steps": 40, "save_every": 40} | values
+    return rookery.run_grpo(
+        ROOT / "configs" / "grpo_addition.yaml",
+        name=name,
+        runs_dir=folder / "runs",
+        progress=False,
+        tasksets=[taskset],
+        **settings,
+    ).report
+
+
+def select_gain(report: GrpoReport) -> float:
+    """Of the last weights over the start, on tasks that were not trained on."""
+    start, end = (checkpoint.mean for checkpoint in report.checkpoints)
+    assert start is not None and end is not None and start > 0.4
+    return end - start
+
+
+def gaps(report: GrpoReport) -> list[float]:
+    """Between engine and trainer; every step must have one."""
+    found = [step.metrics.get("grpo/logprob_gap") for step in report.steps]
+    measured = [gap for gap in found if gap is not None]
+    assert len(measured) == len(found)
+    return measured
