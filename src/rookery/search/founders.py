@@ -13,7 +13,7 @@ from rookery.search.candidate import ChildPlan
 from rookery.search.parents import convex_weights
 from rookery.seeding import shuffled, stream, stream_seed
 
-__all__ = ["average_plans", "pair_plans", "random_plans"]
+__all__ = ["pair_plans", "random_plans"]
 
 MAX_WEIGHT = 1.5
 """Random search draws weights up to this: sums of adapters are often better than means."""
@@ -35,14 +35,6 @@ def pair_plans(
         plan = _plan(pairs[index % len(pairs)], weights, name=f"g000-c{index:02d}", seed=seed)
         plans.append(replace(plan, merge=merge))
     return tuple(plans)
-
-
-def average_plans(ids: Sequence[str], *, sizes: Sequence[int], seed: int) -> tuple[ChildPlan, ...]:
-    """The average of the first so many, for each size."""
-    return tuple(
-        _plan(tuple(ids[:size]), (1 / size,) * size, name=f"average-{size}", seed=seed)
-        for size in sizes
-    )
 
 
 def random_plans(

@@ -90,7 +90,7 @@ def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[Candid
     return tuple(
         CandidateRecord(
             id=name,
-            score=search.measured[name].fitness.score,
+            score=search.measured[name].mean,
             violation=search.measured[name].fitness.violation,
             by_source=dict(search.means(name)),
         )
@@ -125,7 +125,7 @@ def _draw_lineage(
                 operator=recipe.operator if recipe is not None else "founder",
                 parents=tuple(recipe.parents) if recipe is not None else (),
                 weights=tuple(recipe.weights) if recipe is not None else (),
-                score=search.measured[name].fitness.score,
+                score=search.measured[name].mean,
                 is_winner=name == winner,
                 is_ancestor=name in ancestors,
             )

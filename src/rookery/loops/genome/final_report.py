@@ -23,7 +23,8 @@ from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
-from rookery.search.founders import average_plans, random_plans
+from rookery.search.founders import random_plans
+from rookery.search.merit import merits_of
 from rookery.search.vote import vote
 from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
@@ -39,8 +40,6 @@ class FinalConfig(Config):
     """The best so many on the search split meet on the select split."""
     num_voters: int = Field(default=5, ge=1)
     """Size of the panels that vote: of the best founders, and of the finalists."""
-    merge_finalists: int = Field(default=0, ge=0)
-    """Averages of the best 2, 3, ... finalists that stand in the choice too, up to so many."""
     evidence: Literal["both", "select"] = "select"
     """What decides among the finalists: the select tasks, or these and the search tasks."""
     random_search: bool = True
@@ -81,10 +80,8 @@ class FinalReport:
         search: SearchEvaluator,
         weights: Mapping[str, float],
         settings: FinalConfig,
-        certainty: float = 0.0,
     ) -> None:
         self._settings = settings
-        self._certainty = certainty
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
@@ -117,7 +114,7 @@ class FinalReport:
         floor_holders: Mapping[str, str],
         phase: str = "select",
     ) -> Choice:
-        """Rank the candidates on the select split; ties fall to the search split.
+        """Rank the candidates by their merits on the select split; ties fall to the search split.
 
         A taskset without select tasks counts by its search tasks. `floor_holders` are founders
         whose own mean on a source is the floor there, as in the search.
@@ -129,53 +126,40 @@ class FinalReport:
         names = list(dict.fromkeys([*by_search, *floor_holders.values()]))
         makers = {name: self._builder.maker(name) for name in names}
         groups = await self._rollout(makers, tasks, phase=phase)
-        means = {name: self._means(name, groups[name], tasks) for name in names}
-        if self._settings.evidence == "both":
-            means = {name: self._pooled(name, groups[name], tasks) for name in names}
+        evidence = {name: self._evidence(name, groups[name], tasks) for name in names}
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():
-            floors[source] = means[holder].get(source, floors[source])
+            floors[source] = evidence[holder].means.get(source, floors[source])
         # A taskset with report tasks alone has no say in the choice.
         sources = {task.source for task in tasks} | self._search.sources
-        fitness = {name: self._fitness(means[name], floors, sources) for name in by_search}
+        fitness = {name: self._fitness(evidence[name], floors, sources) for name in by_search}
         ranked = sorted(by_search, key=lambda name: rank_key(fitness[name]), reverse=True)
         failed = [name for name in ranked if fitness[name].is_failed]
         return Choice(
             ranked=tuple(ranked), errors={name: _first_error(groups[name]) for name in failed}
         )
 
-    def _means(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> dict[str, float]:
+    def _evidence(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> "_Evidence":
         """By source, of sources without a missing task; of the search split where the select
         split has none."""
-        asked = {task.source for task in tasks}
-        by_search = self._search.means(name)
-        means = {source: mean for source, mean in by_search.items() if source not in asked}
-        return means | complete_means(_merits(groups, self._certainty), tasks)
-
-    def _pooled(
-        self, name: str, groups: Sequence[Group], tasks: Sequence[Task]
-    ) -> dict[str, float]:
-        """By source, of the search and the select tasks together."""
-        measured = self._search.measured[name]
-        both = [*self._search.tasks, *tasks]
-        return complete_means({**measured.rewards, **_merits(groups, self._certainty)}, both)
+        measured, asked = self._search.measured[name], {task.source for task in tasks}
+        is_pooled = self._settings.evidence == "both"
+        searched = [task for task in self._search.tasks if is_pooled or task.source not in asked]
+        rewards = _rewards(groups)
+        merits = merits_of(rewards, _certainties(groups), merit=self._search.merit)
+        every = [*searched, *tasks]
+        return _Evidence(
+            means=complete_means({**measured.rewards, **rewards}, every),
+            merits=complete_means({**measured.merits, **merits}, every),
+        )
 
     def _fitness(
-        self, means: Mapping[str, float], floors: Mapping[str, float], sources: Set[str]
+        self, evidence: "_Evidence", floors: Mapping[str, float], sources: Set[str]
     ) -> Fitness:
-        if not set(means) >= sources:
+        if not set(evidence.means) >= sources:
             return FAILED
         weights = {name: self._weights[name] for name in self._weights if name in sources}
-        return fitness_of(means, weights=weights, floors=floors)
-
-    async def average(self, ranked: Sequence[str], *, seed: int) -> list[str]:
-        """Averages of the best 2, 3, ... of the finalists, measured on the search split."""
-        sizes = range(2, min(len(ranked), self._settings.merge_finalists + 1) + 1)
-        plans = average_plans(ranked, sizes=sizes, seed=seed)
-        self._builder.plan(plans)
-        names = [plan.id for plan in plans]
-        await self._search.measure(names, rivals=(), seed=seed, keep=len(names))
-        return [name for name in names if self._search.measured[name].is_complete]
+        return fitness_of(evidence.means, weights=weights, floors=floors, merits=evidence.merits)
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
@@ -277,6 +261,14 @@ class FinalReport:
 _BASE = "base"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """What decides about one finalist: its mean reward and its mean merit by source."""
+
+    means: Mapping[str, float]
+    merits: Mapping[str, float]
+
+
 def _same(adapter: Adapter) -> Adapter:
     return adapter
 
@@ -303,13 +295,10 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     return rewards
 
 
-def _merits(groups: Sequence[Group], part: float) -> dict[str, float]:
-    rewards = _rewards(groups)
-    for group in groups:
-        certainty = group.rollouts[0].metrics.get("certainty")
-        if certainty is not None and group.task.id in rewards:
-            rewards[group.task.id] = (1 - part) * rewards[group.task.id] + part * certainty
-    return rewards
+def _certainties(groups: Sequence[Group]) -> dict[str, float]:
+    """The probability of the right choice, of tasks that have choices."""
+    found = {group.task.id: group.rollouts[0].metrics.get("certainty") for group in groups}
+    return {task: certainty for task, certainty in found.items() if certainty is not None}
 
 
 def _first_error(groups: Sequence[Group]) -> str:

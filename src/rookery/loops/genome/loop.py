@@ -131,7 +131,6 @@ async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, l
     num_searched = builder.num_distinct(parts.search.measured)
     with log.phase("select") as cost:
         finalists = final.finalists(settings.num_finalists)
-        finalists += await final.average(finalists, seed=parts.config.seed)
         choice = await final.choose(finalists, select, floor_holders=holders)
         spent = await log.settle("select", cost())
     spent = replace(log.searched() + spent, num_candidates=num_searched)

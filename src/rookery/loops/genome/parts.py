@@ -65,7 +65,7 @@ def assemble(
         tasks=[task for taskset in tasksets for task in taskset.split("search")],
         weights={name: weight for name, weight in weights.items() if name in searched},
         race=config.race,
-        certainty=config.certainty,
+        merit=config.merit,
         is_remote=engine.is_remote,
     )
     return RunParts(
@@ -83,7 +83,6 @@ def assemble(
             search=search,
             weights=weights,
             settings=config.finals,
-            certainty=config.certainty,
         ),
         log=GenerationLog(run, builder=builder, evaluator=evaluator, watcher=watcher),
         run=run,
