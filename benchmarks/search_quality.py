@@ -2,14 +2,16 @@
 
     python benchmarks/search_quality.py CONFIG [--url http://127.0.0.1:8001] [--seeds 0 1 2 3]
 
-CONFIG is a config of `rookery genome run`, such as `configs/demo.yaml`. Each variant in VARIANTS is
-that config with a few keys changed; every variant runs under every seed, `--parallel` at a time,
-on the config's engine or on the servers named. The peers are rows of each run's own report: random
-search with as many candidates, chosen in the same way, the best founder, the founders' average, the
-finalists' vote. `cmaes` searches coefficients, one per founder, with as many candidates.
+CONFIG is a config of `rookery genome run`, such as `configs/demo.yaml` or the one that
+`benchmarks/search_tasks.py` writes. Each variant in VARIANTS is that config with a few keys
+changed; every variant runs under every seed, `--parallel` at a time, on the config's engine or on
+the servers named. The peers are rows of each run's own report: random search with as many
+candidates, chosen in the same way, the best founder, the founders' average, the finalists' vote;
+and two variants, `cmaes` (coefficients, one per founder) and `genome` (the published schedule).
 
 The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
-changes the search and the random search, the report tasks stay the same.
+changes the search and the random search, the report tasks stay the same. `--causes N` also says of
+the first N seeds where the search lost (`benchmarks/search_causes.py`).
 """
 
 import argparse
@@ -21,32 +23,88 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "shipped": {},
-    "certainty 0.5": {"certainty": 0.5},
-    "certainty 1": {"certainty": 1.0},
-    "10 finalists": {"finals": {"num_finalists": 10}},
-    "averages": {"finals": {"merge_finalists": 3}},
-    "both splits": {"finals": {"evidence": "both"}},
-    "all": {
-        "certainty": 0.5,
-        "finals": {"num_finalists": 10, "merge_finalists": 3, "evidence": "both"},
-    },
-    "cmaes": {"stages": [{"type": "cmaes", "generations": 5, "population": 10}]},
+GENERATIONS, POPULATION, CHILDREN = 5, 6, 10
+
+LAYERS = (
+    {"type": "crossover", "name": "layers", "num_parents": 3, "share": 2, "weights": "uniform"},
+    {"type": "crossover", "name": "layers", "share": 2, "weights": "uniform"},
+    {"type": "crossover", "name": "mixture", "share": 1, "weights": "uniform"},
+    {"type": "crossover", "name": "sum", "share": 1, "weights": "free", "reach": 0.2},
+)
+"""The operators of the demo."""
+SUMS = (
+    {"type": "crossover", "name": "sum", "share": 2, "weights": "free"},
+    {"type": "crossover", "name": "linear", "share": 1, "weights": "extrapolate"},
+    {"type": "crossover", "name": "ties", "share": 0.5, "weights": "fitness"},
+    {"type": "mutation", "name": "gaussian", "share": 1},
+)
+"""Merges of whole adapters, and mutation."""
+MERGES = {
+    "layers": {"type": "layerwise", "mode": "pick", "unit": "layer"},
+    "mixture": {"type": "layerwise", "mode": "mix", "unit": "layer"},
 }
-"""Changes to the config, by name."""
+
+
+def ga(
+    operators: Sequence[Mapping[str, Any]],
+    *,
+    generations: int = GENERATIONS,
+    selection: str = "tournament",
+    **population: Any,
+) -> dict[str, Any]:
+    """A genetic stage of the common size."""
+    own = [dict(operator) for operator in operators]
+    children = {"count": CHILDREN, "operators": own, "selection": {"type": selection}}
+    size = {"size": POPULATION, "children": children, **population}
+    return {"type": "ga", "generations": generations, "population": size}
+
+
+def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) -> dict[str, Any]:
+    return {"merit": merit, "merges": MERGES, "stages": [dict(stage) for stage in stages], **keys}
+
+
+ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "reward": searched(ga(LAYERS), merit="reward"),
+    "certainty": searched(ga(LAYERS)),
+    "log certainty": searched(ga(LAYERS), merit="log_certainty"),
+    "sums": searched(ga(SUMS)),
+    "sums, reward": searched(ga(SUMS), merit="reward"),
+    "all operators": searched(ga((*LAYERS, *SUMS))),
+    "average": searched(ga(LAYERS), {"type": "average", "most": 5}),
+    "both splits": searched(ga(LAYERS), finals={"evidence": "both"}),
+    "es last": searched(ga(LAYERS, generations=3), ES),
+    "cmaes first": searched(
+        {"type": "cmaes", "generations": 2, "population": 10}, ga(LAYERS, generations=3)
+    ),
+    "cmaes": searched({"type": "cmaes", "generations": 5, "population": 10}),
+    "genome": {
+        "merit": "reward",
+        "merges": {"linear": {"type": "linear", "space": "factor"}},
+        "stages": [
+            ga(
+                [{"type": "crossover", "name": "linear", "weights": "fitness"}],
+                generations=3,
+                selection="roulette",
+                swarm={"step": 0.5, "decay": 0.95},
+            )
+        ],
+    },
+}
+"""Changes to the config, by name. All but the first measure about as many candidates as it."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
 
 ROWS = ("evolved", "random search", "best founder", "uniform average", "vote of finalists")
+CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +114,20 @@ class Outcome:
     variant: str
     seed: int
     means: Mapping[str, float]
-    num_rollouts: int
+    num_rollouts: Mapping[str, int]
+    """Of the search and of random search."""
     seconds: float
+    causes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run to be made."""
+
+    variant: str
+    seed: int
+    config: Mapping[str, Any]
+    has_causes: bool
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,30 +139,38 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def run_one(config: Mapping[str, Any], *, variant: str, seed: int, folder: Path) -> Outcome:
-    """The command, in a process of its own."""
-    name = f"{variant.replace(' ', '-')}-{seed}"
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({**config, "seed": seed}))
-    words = ["genome", "run", str(file), "--name", name, "--runs-dir", str(folder / "runs")]
+def run_one(case: Case, folder: Path) -> Outcome | None:
+    """The command, in a process of its own; None when it failed, which is said."""
+    name = f"{case.variant.replace(' ', '-').replace(',', '')}-{case.seed}"
+    file, run = folder / f"{name}.yaml", folder / "runs" / name
+    file.write_text(yaml.safe_dump({**case.config, "seed": case.seed}))
+    words = ["-m", "rookery", "genome", "run", str(file)]
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "rookery", *words], capture_output=True, text=True, check=False
-    )
+    done = call([*words, "--name", name, "--runs-dir", str(folder / "runs")])
+    seconds = time.monotonic() - began
     if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    report = json.loads((folder / "runs" / name / "report.json").read_text())
-    rows = {row["name"]: row for row in report["rows"]}
+        print(f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[-3000:])
+        return None
+    rows = {row["name"]: row for row in json.loads((run / "report.json").read_text())["rows"]}
+    causes: dict[str, Any] = {}
+    if case.has_causes:
+        told = call([str(Path(__file__).with_name("search_causes.py")), str(run)])
+        causes = json.loads(told.stdout) if not told.returncode else {"error": told.stderr[-500:]}
     outcome = Outcome(
-        variant=variant,
-        seed=seed,
-        means={name: rows[name]["mean"] for name in ROWS if name in rows},
-        num_rollouts=rows["evolved"]["num_rollouts"],
-        seconds=time.monotonic() - began,
+        variant=case.variant,
+        seed=case.seed,
+        means={row: rows[row]["mean"] for row in ROWS if row in rows},
+        num_rollouts={row: rows[row]["num_rollouts"] for row in ROWS[:2] if row in rows},
+        seconds=seconds,
+        causes=causes,
     )
     shown = "  ".join(f"{row} {mean:.3f}" for row, mean in outcome.means.items())
-    print(f"{variant:15} seed {seed}  {shown}  {outcome.seconds:.0f} s", flush=True)
+    print(f"{case.variant:15} seed {case.seed}  {shown}  {seconds:.0f} s", flush=True)
     return outcome
+
+
+def call(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float, float]:
@@ -113,12 +191,31 @@ def show(outcomes: Sequence[Outcome]) -> None:
         gains = [o.means["evolved"] - o.means["random search"] for o in of]
         mean, low, high = interval(gains)
         wins = sum(o.means["evolved"] > o.means["best founder"] for o in of)
+        answers = [
+            f"{statistics.fmean(o.num_rollouts.get(row, 0) for o in of):.0f}" for row in ROWS[:2]
+        ]
         print(
             f"{variant:15}" + "".join(f"{value:9.3f}" for value in means)
             + f"   {mean:+.3f} ({low:+.3f} to {high:+.3f})"
             + f"   beats the best founder {wins} of {len(of)}"
-            + f"   {statistics.fmean(o.num_rollouts for o in of):.0f} answers"
+            + f"   {answers[0]} answers, random {answers[1]}"
         )  # fmt: skip
+    show_causes(outcomes)
+
+
+def show_causes(outcomes: Sequence[Outcome]) -> None:
+    known = [outcome for outcome in outcomes if "oracle" in outcome.causes]
+    if known:
+        print(f"\n{'':15}" + "".join(f"{head:>12}" for head in ("runs", *CAUSES)))
+    for variant in dict.fromkeys(outcome.variant for outcome in known):
+        of = [outcome.causes for outcome in known if outcome.variant == variant]
+        values = [statistics.fmean(own[cause] for own in of) for cause in CAUSES]
+        print(f"{variant:15}{len(of):>12}" + "".join(f"{value:12.3f}" for value in values))
+        for operator in sorted({name for own in of for name in own["operators"]}):
+            found = [own["operators"][operator] for own in of if operator in own["operators"]]
+            gains = [statistics.fmean(each[at] for each in found) for at in ("search", "report")]
+            count = sum(each["children"] for each in found)
+            print(f"    {operator:20}{count:5} children, gain {gains[0]:+.3f}, {gains[1]:+.3f}")
 
 
 def main() -> None:
@@ -130,45 +227,49 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="", help="a folder, where servers are named")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--causes", type=int, default=0, help="seeds whose losses are looked into")
     parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="no run is begun after it")
-    parser.add_argument("--out", type=Path, help="the outcomes as JSON lines")
+    parser.add_argument("--limit-s", type=float, default=36000.0, help="no run is begun after it")
+    parser.add_argument("--out", type=Path, help="the outcomes as JSON lines, as they come")
     options = parser.parse_args()
-    config = yaml.safe_load(options.config.read_text())
-    folder = options.config.parent.absolute()
-    if config["init"]["type"] == "file":
-        config["init"]["path"] = str((folder / config["init"]["path"]).resolve())
-    urls = cycle(options.url or [""])
-    outcomes: list[Outcome] = []
-    end = time.monotonic() + options.limit_s
+    end, outcomes = time.monotonic() + options.limit_s, list[Outcome]()
 
-    def work(case: tuple[int, str, str], scratch: Path) -> None:
-        seed, variant, url = case
-        if time.monotonic() > end:
-            return
-        own = changed(config, VARIANTS[variant])
-        if url:
-            own |= {"engine": {"type": "fleet", "urls": [url]}, "tokenizer": options.tokenizer}
-        outcomes.append(run_one(own, variant=variant, seed=seed, folder=scratch))
-        if options.out:
-            options.out.write_text("\n".join(json.dumps(vars_of(o)) for o in outcomes) + "\n")
+    def work(case: Case, scratch: Path) -> None:
+        if time.monotonic() < end and (outcome := run_one(case, scratch)) is not None:
+            outcomes.append(outcome)
+            if options.out:
+                with options.out.open("a") as lines:
+                    lines.write(json.dumps(asdict(outcome)) + "\n")
 
-    cases = [(seed, variant, next(urls)) for seed in options.seeds for variant in options.variants]
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(options.parallel) as pool:
-        for _ in pool.map(lambda case: work(case, Path(place)), cases):
+        for _ in pool.map(lambda case: work(case, Path(place)), cases_of(options)):
             pass
     order = {variant: index for index, variant in enumerate(options.variants)}
     show(sorted(outcomes, key=lambda outcome: (order[outcome.variant], outcome.seed)))
 
 
-def vars_of(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "variant": outcome.variant,
-        "seed": outcome.seed,
-        "means": dict(outcome.means),
-        "num_rollouts": outcome.num_rollouts,
-        "seconds": outcome.seconds,
-    }
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Every variant under every seed, seed by seed, dealt out to the servers."""
+    config = yaml.safe_load(options.config.read_text())
+    folder = options.config.parent.absolute()
+    for part in (config["init"], *config["tasksets"]):
+        if "path" in part:
+            part["path"] = str((folder / part["path"]).resolve())
+    engines = cycle(
+        [{"engine": {"type": "fleet", "urls": [u]}, "tokenizer": options.tokenizer} for u in urls]
+        if (urls := options.url)
+        else [{}]
+    )
+    return [
+        Case(
+            variant=variant,
+            seed=seed,
+            config={**changed(config, VARIANTS[variant]), **next(engines)},
+            has_causes=place < options.causes,
+        )
+        for place, seed in enumerate(options.seeds)
+        for variant in options.variants
+    ]
 
 
 if __name__ == "__main__":
