@@ -8,6 +8,8 @@ changed; every variant runs under every seed, `--parallel` at a time, on the con
 the servers named. The peers are rows of each run's own report: random search with as many
 candidates, chosen in the same way, the best founder, the founders' average, the finalists' vote;
 and two variants, `cmaes` (coefficients, one per founder) and `genome` (the published schedule).
+Random search is run with the variants in RANDOM alone; to the others those of the same seed and
+merit are shown.
 
 The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
 changes the search and the random search, the report tasks stay the same. `--causes N` also says of
@@ -15,20 +17,23 @@ the first N seeds where the search lost (`benchmarks/search_causes.py`).
 """
 
 import argparse
+import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import yaml
+from search_causes import find_causes
+
+from rookery import RookeryError, run_genome
 
 GENERATIONS, POPULATION, CHILDREN = 5, 6, 10
 
@@ -67,19 +72,25 @@ def ga(
 
 
 def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) -> dict[str, Any]:
-    return {"merit": merit, "merges": MERGES, "stages": [dict(stage) for stage in stages], **keys}
+    """Changes to a config that has these stages and no random search."""
+    stages_ = [dict(stage) for stage in stages]
+    finals = {"random_search": False, **keys}
+    return {"merit": merit, "merges": MERGES, "stages": stages_, "finals": finals}
 
 
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "reward": searched(ga(LAYERS), merit="reward"),
-    "certainty": searched(ga(LAYERS)),
+    "reward": searched(ga(LAYERS), merit="reward", random_search=True),
+    "certainty": searched(ga(LAYERS), random_search=True),
     "log certainty": searched(ga(LAYERS), merit="log_certainty"),
     "sums": searched(ga(SUMS)),
     "sums, reward": searched(ga(SUMS), merit="reward"),
     "all operators": searched(ga((*LAYERS, *SUMS))),
     "average": searched(ga(LAYERS), {"type": "average", "most": 5}),
-    "both splits": searched(ga(LAYERS), finals={"evidence": "both"}),
+    "both splits": searched(ga(LAYERS), evidence="both"),
+    "all": searched(
+        ga((*LAYERS, *SUMS)), {"type": "average", "most": 5}, evidence="both", num_finalists=8
+    ),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(
         {"type": "cmaes", "generations": 2, "population": 10}, ga(LAYERS, generations=3)
@@ -96,9 +107,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
                 swarm={"step": 0.5, "decay": 0.95},
             )
         ],
+        "finals": {"random_search": False},
     },
 }
-"""Changes to the config, by name. All but the first measure about as many candidates as it."""
+"""Changes to the config, by name. All measure about as many candidates."""
+RANDOM = ("certainty", "reward")
+"""Variants with a random search of the same merit."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
@@ -113,7 +127,7 @@ class Outcome:
 
     variant: str
     seed: int
-    means: Mapping[str, float]
+    means: Mapping[str, float | None]
     num_rollouts: Mapping[str, int]
     """Of the search and of random search."""
     seconds: float
@@ -128,6 +142,10 @@ class Case:
     seed: int
     config: Mapping[str, Any]
     has_causes: bool
+    folder: Path
+    out: Path | None
+    end: float
+    """Of the clock: it is not begun after it."""
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,38 +157,33 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def run_one(case: Case, folder: Path) -> Outcome | None:
-    """The command, in a process of its own; None when it failed, which is said."""
-    name = f"{case.variant.replace(' ', '-').replace(',', '')}-{case.seed}"
-    file, run = folder / f"{name}.yaml", folder / "runs" / name
-    file.write_text(yaml.safe_dump({**case.config, "seed": case.seed}))
-    words = ["-m", "rookery", "genome", "run", str(file)]
-    began = time.monotonic()
-    done = call([*words, "--name", name, "--runs-dir", str(folder / "runs")])
-    seconds = time.monotonic() - began
-    if done.returncode:
-        print(f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[-3000:])
+def run_one(case: Case) -> Outcome | None:
+    """The run, in a worker process; None when there was no time for it, or it failed."""
+    if time.time() > case.end:
         return None
-    rows = {row["name"]: row for row in json.loads((run / "report.json").read_text())["rows"]}
-    causes: dict[str, Any] = {}
-    if case.has_causes:
-        told = call([str(Path(__file__).with_name("search_causes.py")), str(run)])
-        causes = json.loads(told.stdout) if not told.returncode else {"error": told.stderr[-500:]}
+    name = f"{case.variant.replace(' ', '-').replace(',', '')}-{case.seed}"
+    config = {**case.config, "seed": case.seed}
+    began = time.monotonic()
+    try:
+        report = run_genome(config, name=name, runs_dir=case.folder, progress=False).report
+        seconds = time.monotonic() - began
+        causes = asyncio.run(find_causes(case.folder / name)) if case.has_causes else {}
+    except RookeryError as error:
+        print(f"{name}: {error}", flush=True)
+        return None
+    rows = {row.name: row for row in report.rows}
     outcome = Outcome(
         variant=case.variant,
         seed=case.seed,
-        means={row: rows[row]["mean"] for row in ROWS if row in rows},
-        num_rollouts={row: rows[row]["num_rollouts"] for row in ROWS[:2] if row in rows},
+        means={row: rows[row].mean for row in ROWS if row in rows},
+        num_rollouts={row: rows[row].num_rollouts for row in ROWS[:2] if row in rows},
         seconds=seconds,
         causes=causes,
     )
     shown = "  ".join(f"{row} {mean:.3f}" for row, mean in outcome.means.items())
     print(f"{case.variant:15} seed {case.seed}  {shown}  {seconds:.0f} s", flush=True)
+    save(outcome, case.out)
     return outcome
-
-
-def call(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float, float]:
@@ -185,20 +198,28 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
 def show(outcomes: Sequence[Outcome]) -> None:
     heads = ("evolved", "random", "founder", "average", "vote")
     print(f"\n{'':15}" + "".join(f"{head:>9}" for head in heads) + "   gain over random search")
+    random = {(VARIANTS[o.variant]["merit"], o.seed): o for o in outcomes if o.variant in RANDOM}
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.variant == variant]
-        means = [statistics.fmean(o.means.get(row, float("nan")) for o in of) for row in ROWS]
-        gains = [o.means["evolved"] - o.means["random search"] for o in of]
-        mean, low, high = interval(gains)
-        wins = sum(o.means["evolved"] > o.means["best founder"] for o in of)
-        answers = [
-            f"{statistics.fmean(o.num_rollouts.get(row, 0) for o in of):.0f}" for row in ROWS[:2]
+        merit = "reward" if VARIANTS[variant]["merit"] == "reward" else "certainty"
+        pairs = [(o, random[merit, o.seed]) for o in of if (merit, o.seed) in random]
+        if not pairs:
+            continue
+        means = [
+            statistics.fmean(o.means[row] for o in of) for row in ROWS if row != "random search"
         ]
+        means.insert(1, statistics.fmean(peer.means["random search"] for _, peer in pairs))
+        mean, low, high = interval(
+            [o.means["evolved"] - peer.means["random search"] for o, peer in pairs]
+        )
+        wins = sum(o.means["evolved"] > o.means["best founder"] for o in of)
+        answers = statistics.fmean(o.num_rollouts["evolved"] for o in of)
+        randoms = statistics.fmean(peer.num_rollouts["random search"] for _, peer in pairs)
         print(
             f"{variant:15}" + "".join(f"{value:9.3f}" for value in means)
             + f"   {mean:+.3f} ({low:+.3f} to {high:+.3f})"
             + f"   beats the best founder {wins} of {len(of)}"
-            + f"   {answers[0]} answers, random {answers[1]}"
+            + f"   {answers:.0f} answers, random {randoms:.0f}"
         )  # fmt: skip
     show_causes(outcomes)
 
@@ -232,40 +253,43 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=36000.0, help="no run is begun after it")
     parser.add_argument("--out", type=Path, help="the outcomes as JSON lines, as they come")
     options = parser.parse_args()
-    end, outcomes = time.monotonic() + options.limit_s, list[Outcome]()
-
-    def work(case: Case, scratch: Path) -> None:
-        if time.monotonic() < end and (outcome := run_one(case, scratch)) is not None:
-            outcomes.append(outcome)
-            if options.out:
-                with options.out.open("a") as lines:
-                    lines.write(json.dumps(asdict(outcome)) + "\n")
-
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(options.parallel) as pool:
-        for _ in pool.map(lambda case: work(case, Path(place)), cases_of(options)):
-            pass
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as place:
+        cases = cases_of(options, Path(place))
+        with ProcessPoolExecutor(options.parallel, mp_context=get_context("spawn")) as pool:
+            for outcome in pool.map(run_one, cases):
+                outcomes += [] if outcome is None else [outcome]
     order = {variant: index for index, variant in enumerate(options.variants)}
     show(sorted(outcomes, key=lambda outcome: (order[outcome.variant], outcome.seed)))
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
+def save(outcome: Outcome, out: Path | None) -> None:
+    if out is not None:
+        with out.open("a") as lines:
+            lines.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def cases_of(options: argparse.Namespace, scratch: Path) -> list[Case]:
     """Every variant under every seed, seed by seed, dealt out to the servers."""
     config = yaml.safe_load(options.config.read_text())
     folder = options.config.parent.absolute()
     for part in (config["init"], *config["tasksets"]):
         if "path" in part:
             part["path"] = str((folder / part["path"]).resolve())
-    engines = cycle(
-        [{"engine": {"type": "fleet", "urls": [u]}, "tokenizer": options.tokenizer} for u in urls]
-        if (urls := options.url)
-        else [{}]
-    )
+    served = [
+        {"engine": {"type": "fleet", "urls": [url]}, "tokenizer": options.tokenizer}
+        for url in options.url
+    ]
+    engines = cycle(served or [{}])
     return [
         Case(
             variant=variant,
             seed=seed,
             config={**changed(config, VARIANTS[variant]), **next(engines)},
             has_causes=place < options.causes,
+            folder=scratch,
+            out=options.out,
+            end=time.time() + options.limit_s,
         )
         for place, seed in enumerate(options.seeds)
         for variant in options.variants

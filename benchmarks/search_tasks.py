@@ -1,6 +1,6 @@
-"""A family of real tasks for `search_quality.py`: tasksets, founders and a config from a data folder.
+"""A family of real tasks for search_quality.py: tasksets, founders and a config from a data folder.
 
-    python benchmarks/search_tasks.py DATA OUT                          # tasksets and OUT/family.yaml
+    python benchmarks/search_tasks.py DATA OUT                        # tasksets and OUT/family.yaml
     python benchmarks/search_tasks.py DATA OUT --founders MODEL         # and an adapter per task
 
 DATA holds gsm8k problems with right and wrong solutions, TruthfulQA, comparisons of numbers and
@@ -123,9 +123,7 @@ def write_task(out: Path, name: str, claims: Claims) -> None:
     write(out / f"{name}.jsonl", balanced(singles, NUM_TARGET, name))
 
 
-def balanced(
-    claims: Sequence[tuple[str, bool]], count: int, name: str
-) -> list[tuple[str, bool]]:
+def balanced(claims: Sequence[tuple[str, bool]], count: int, name: str) -> list[tuple[str, bool]]:
     mixed = shuffled(claims, rng=stream(0, "claims", name))
     by_label = [[claim for claim in mixed if claim[1] == label] for label in (True, False)]
     each = min(count // 2, *map(len, by_label))
@@ -175,7 +173,8 @@ def train(options: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 def finish(running: list["subprocess.Popen[bytes]"]) -> None:
     """Wait for these trainings; a failed one ends the program."""
-    if any([process.wait() for process in running]):
+    codes = [process.wait() for process in running]
+    if any(codes):
         raise SystemExit("A training failed.")
     running.clear()
 

@@ -90,9 +90,7 @@ class Asking:
             return [ScoreRequest(model=model, tokens=prompt, start=start, labels=labels)]
         return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
 
-    def pick(
-        self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]
-    ) -> Answer:
+    def pick(self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> Answer:
         """The likeliest choice, as a completion, and how likely the right one is among all."""
         logprobs = [score.logprobs for score in scores]
         tokens = [request.tokens[request.start :] for request in requests]

@@ -396,7 +396,9 @@ class Unsure:
         ]
 
 
-@pytest.mark.parametrize(("merit", "scores"), [("reward", (1, 1, 1)), ("certainty", (0.6, 0.7, 0.9))])
+@pytest.mark.parametrize(
+    ("merit", "scores"), [("reward", (1, 1, 1)), ("certainty", (0.6, 0.7, 0.9))]
+)
 async def test_candidates_are_compared_by_merit_and_reported_by_reward(
     run: Run, merit: Merit, scores: tuple[float, ...]
 ) -> None:

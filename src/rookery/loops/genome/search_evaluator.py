@@ -266,9 +266,7 @@ class SearchEvaluator:
         means = mean_by_source(rewards, self._tasks.values())
         if set(means) >= set(self._weights):
             compared = mean_by_source(merits, self._tasks.values())
-            fitness = fitness_of(
-                means, weights=self._weights, floors=self._floors, merits=compared
-            )
+            fitness = fitness_of(means, weights=self._weights, floors=self._floors, merits=compared)
             if len(rewards) == len(self._tasks) or estimate is None:
                 return fitness
             return replace(fitness, score=estimate)

@@ -1,7 +1,7 @@
 """Averages of the best so far: one adapter that keeps what several good ones agree on.
 
-    best = the candidates so far, best first
-    measure(average of the first 2, of the first 3, ...)
+best = the candidates so far, best first
+measure(average of the first 2, of the first 3, ...)
 """
 
 from typing import Literal
