@@ -6,8 +6,9 @@
 DATA holds `truthfulqa_256/truthfulqa_train.json` (question, choice, label) and
 `gsm8k/example_model_solutions.jsonl`. Claims have no constraint; of the solutions of a problem,
 equal final answers are right or wrong together. Each row has its share of true labels with a 95 %
-interval and its utility U; then the verdict, and how busy the engine was: the share of the time
-with requests in flight, how many on average, and the CPU seconds of this process per second.
+interval, first of all ways that need no search, then beside the search and with its utility U; then
+the verdict, and how busy the engine was: the share of the time with requests in flight, how many on
+average, and the CPU seconds of this process per second.
 """
 
 import argparse
@@ -17,7 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from icm_small_model import claims_config, label_by_search, limited, solutions_config
+from icm_small_model import (
+    claims_config,
+    label_by_search,
+    label_plainly,
+    limited,
+    solutions_config,
+)
 
 from rookery.embedded import EngineConfig
 from rookery.engines import open_engine
@@ -105,6 +112,7 @@ async def run(options: argparse.Namespace) -> None:
                 )
                 print(f"\n{name}: {options.items} items", flush=True)
                 config = sized(configs[name], options)
+                await label_plainly(config, labeller)
                 await label_by_search(config, labeller, Path(place) / name)
                 print(f"  engine: {busy}", flush=True)
 
