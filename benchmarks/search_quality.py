@@ -95,6 +95,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cmaes first": searched(
         {"type": "cmaes", "generations": 2, "population": 10}, ga(LAYERS, generations=3)
     ),
+    "blocks": searched({"type": "cmaes", "generations": 5, "population": 10, "unit": "block"}),
+    "blocks last": searched(
+        ga(LAYERS, generations=3),
+        {"type": "cmaes", "generations": 2, "population": 10, "unit": "block"},
+    ),
     "cmaes": searched({"type": "cmaes", "generations": 5, "population": 10}),
     "genome": {
         "merit": "reward",
@@ -251,16 +256,24 @@ def main() -> None:
     parser.add_argument("--causes", type=int, default=0, help="seeds whose losses are looked into")
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=36000.0, help="no run is begun after it")
-    parser.add_argument("--out", type=Path, help="the outcomes as JSON lines, as they come")
+    parser.add_argument("--out", type=Path, help="outcomes as JSON lines; those there are not run")
     options = parser.parse_args()
-    outcomes: list[Outcome] = []
+    outcomes = read(options.out)
+    known = {(outcome.variant, outcome.seed) for outcome in outcomes}
     with tempfile.TemporaryDirectory() as place:
-        cases = cases_of(options, Path(place))
+        every = cases_of(options, Path(place))
+        cases = [case for case in every if (case.variant, case.seed) not in known]
         with ProcessPoolExecutor(options.parallel, mp_context=get_context("spawn")) as pool:
             for outcome in pool.map(run_one, cases):
                 outcomes += [] if outcome is None else [outcome]
-    order = {variant: index for index, variant in enumerate(options.variants)}
+    order = {variant: index for index, variant in enumerate(VARIANTS)}
     show(sorted(outcomes, key=lambda outcome: (order[outcome.variant], outcome.seed)))
+
+
+def read(out: Path | None) -> list[Outcome]:
+    """What earlier calls saved."""
+    lines = out.read_text().splitlines() if out is not None and out.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
 
 
 def save(outcome: Outcome, out: Path | None) -> None:

@@ -123,5 +123,6 @@ def test_merits_decide_the_order_and_rewards_the_floors() -> None:
         )
     assert race.leader == "unsure"
     assert set(race.dropped) == {"sure", "vague"}
-    assert race.estimates["vague"] == pytest.approx(0.1)
-    assert race.reward_estimates["vague"] == pytest.approx(1.0)
+    estimate, reward_estimate = race.estimates["vague"], race.reward_estimates["vague"]
+    assert estimate is not None and estimate < 0.2
+    assert reward_estimate == pytest.approx(1.0)

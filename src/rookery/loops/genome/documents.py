@@ -99,9 +99,10 @@ def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[Candid
 
 
 def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
-    """Those that no other candidate beats on every taskset, of all that saw every task."""
+    """Those that no other candidate beats on every taskset by its rewards, of all that saw every
+    task."""
     complete = [name for name in names if search.measured[name].is_complete]
-    first = fronts([search.measured[name].fitness for name in complete])[0]
+    first = fronts([search.plain_fitness(name) for name in complete])[0]
     return [complete[index] for index in sorted(first)]
 
 

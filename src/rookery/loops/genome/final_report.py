@@ -46,6 +46,9 @@ class FinalConfig(Config):
     """Also try random merges of the founders, as many as the search tried candidates."""
 
 
+_DEFAULTS = FinalConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
     """One line of the report: an adapter, None for the base model, or a panel that votes."""
@@ -79,7 +82,7 @@ class FinalReport:
         builder: AdapterBuilder,
         search: SearchEvaluator,
         weights: Mapping[str, float],
-        settings: FinalConfig,
+        settings: FinalConfig = _DEFAULTS,
     ) -> None:
         self._settings = settings
         self._evaluator = evaluator

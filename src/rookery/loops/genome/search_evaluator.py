@@ -141,6 +141,11 @@ class SearchEvaluator:
         """A candidate's mean reward by source, of the tasks it saw."""
         return mean_by_source(self.measured[name].rewards, self._tasks.values())
 
+    def plain_fitness(self, name: str) -> Fitness:
+        """A candidate's fitness as its rewards alone would have it: what reports show."""
+        measured = self.measured[name]
+        return self._fitness(measured.rewards, measured.rewards, measured.mean)
+
     async def _run(
         self,
         candidates: Sequence[str],
