@@ -114,16 +114,17 @@ class Asking:
         parts = [math.exp(total - totals[best]) for total in totals]
         return Answer(completion, parts[task.choices.index(right)] / math.fsum(parts))
 
-    async def judge(self, task: Task, answer: Answer) -> Rollout:
+    async def judge(
+        self, task: Task, completion: Completion, *, certainty: float | None = None
+    ) -> Rollout:
         """The completion with its reward, or with the reason why it has none."""
-        completion = answer.completion
         try:
             reward = await self.scorer.reward(task, completion)
         except (EngineDownError, FleetDownError):
             raise
         except (TaskError, EngineError, FleetError) as error:
             return Rollout(task=task, completion=completion, reward=None, error=str(error))
-        metrics = {} if answer.certainty is None else {"certainty": answer.certainty}
+        metrics = {} if certainty is None else {"certainty": certainty}
         return Rollout(task=task, completion=completion, reward=reward, metrics=metrics)
 
     def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:

@@ -265,7 +265,9 @@ class TasksetEvaluator:
             return [rollouts for [rollouts] in alone]
         judged = iter(
             await together(
-                self._askings[task.source].judge(task, answer)
+                self._askings[task.source].judge(
+                    task, answer.completion, certainty=answer.certainty
+                )
                 for (_, task), group in zip(pairs, answers, strict=True)
                 for answer in group
             )

@@ -404,7 +404,7 @@ async def test_candidates_are_compared_by_merit_and_reported_by_reward(
 ) -> None:
     search = SearchEvaluator(
         Unsure(),  # type: ignore[arg-type]
-        loader=CandidateLoader(FakeAdapters(), run=run),  # type: ignore[arg-type]
+        loader=CandidateLoader(FakeAdapters(), run=run),
         builder=Makers(),  # type: ignore[arg-type]
         tasks=TASKS,
         weights={"t": 1.0},
