@@ -132,7 +132,7 @@ class Outcome:
 
     variant: str
     seed: int
-    means: Mapping[str, float | None]
+    means: Mapping[str, float]
     num_rollouts: Mapping[str, int]
     """Of the search and of random search."""
     seconds: float
@@ -180,7 +180,7 @@ def run_one(case: Case) -> Outcome | None:
     outcome = Outcome(
         variant=case.variant,
         seed=case.seed,
-        means={row: rows[row].mean for row in ROWS if row in rows},
+        means={r: mean for r in ROWS if r in rows and (mean := rows[r].mean) is not None},
         num_rollouts={row: rows[row].num_rollouts for row in ROWS[:2] if row in rows},
         seconds=seconds,
         causes=causes,

@@ -35,7 +35,7 @@ def merge_by_block(
     rank: int,
     device: torch.device | str = "cpu",
 ) -> Adapter:
-    """Their weighted sum, named "child". The first weights, one per parent, are of the first block."""
+    """Their weighted sum, named "child". The first weights, one each, are of the first block."""
     names, count = block_names(parents), len(parents)
     if len(weights) != len(names) * count:
         raise AdapterError(
