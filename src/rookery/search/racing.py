@@ -158,11 +158,8 @@ class Race:
 
     @property
     def estimates(self) -> dict[str, float | None]:
-        """Each candidate's score on all tasks asked so far; None for failed ones.
-
-        A dropped one saw a prefix only: its estimate is the leader's mean on everything plus
-        their mean difference on that prefix, so that easy or hard tasks at the start cancel out.
-        """
+        """Each candidate's score on all tasks asked so far, as `paired_estimates` has it; None for
+        failed ones."""
         return self._estimate(self._scores)
 
     @property
