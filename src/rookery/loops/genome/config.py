@@ -42,6 +42,8 @@ MERGES: Mapping[str, MergeConfig] = {
     "dare_ties": DareTiesConfig(),
     "slerp": SlerpConfig(),
     "layerwise": LayerwiseConfig(),
+    "layers": LayerwiseConfig(unit="layer"),
+    "mixture": LayerwiseConfig(mode="mix", unit="layer"),
     "extrapolate": ExtrapolateConfig(),
 }
 """The crossovers that operators can name; a config may change them or add its own."""

@@ -10,26 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rookery.loops.genome.stages.average import AverageStage, run_average
 from rookery.loops.genome.stages.cmaes import CmaesStage, run_cmaes
 from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.es import EsStage, run_es
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 
-__all__ = [
-    "STAGES",
-    "AverageStage",
-    "CmaesStage",
-    "EsStage",
-    "GaStage",
-    "StageConfig",
-    "StageContext",
-]
+__all__ = ["STAGES", "CmaesStage", "EsStage", "GaStage", "StageConfig", "StageContext"]
 
-StageConfig = Annotated[GaStage | EsStage | CmaesStage | AverageStage, Field(discriminator="type")]
+StageConfig = Annotated[GaStage | EsStage | CmaesStage, Field(discriminator="type")]
 
 STAGES: Mapping[str, Callable[[Any, StageContext], Awaitable[list[str]]]] = {
-    "average": run_average,
     "cmaes": run_cmaes,
     "es": run_es,
     "ga": run_ga,
