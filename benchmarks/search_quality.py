@@ -2,7 +2,7 @@
 
     python benchmarks/search_quality.py CONFIG [--url http://127.0.0.1:8001] [--seeds 0 1 2 3]
 
-CONFIG is a config of `rookery genome run`, such as `configs/demo.yaml` or the one that
+CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml` or the one that
 `benchmarks/search_tasks.py` writes. Each variant in VARIANTS is that config with a few keys
 changed; every variant runs under every seed, `--parallel` at a time, on the config's engine or on
 the servers named. The peers are rows of each run's own report: random search with as many

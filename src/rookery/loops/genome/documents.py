@@ -214,16 +214,22 @@ def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
-    warnings: list[str] = []
-    for taskset in tasksets:
-        warnings += taskset.notes
-        if not taskset.split("search"):
-            warnings.append(f"{taskset.name} has no search tasks: the search does not see it.")
-        elif not taskset.split("select"):
-            warnings.append(
-                f"{taskset.name} has no select tasks: the choice among finalists sees its search "
-                "tasks again."
-            )
-        if not taskset.split("report"):
-            warnings.append(f"{taskset.name} has no report tasks: the report says nothing of it.")
+    warnings = [note for taskset in tasksets for note in taskset.notes]
+    unseen = [t.name for t in tasksets if not t.split("search")]
+    unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
+    unreported = [t.name for t in tasksets if not t.split("report")]
+    if unseen:
+        warnings.append(f"No search tasks: the search does not see {_listed(unseen)}.")
+    if unchosen:
+        warnings.append(
+            "No select tasks: the choice among finalists sees the search tasks again of "
+            f"{_listed(unchosen)}."
+        )
+    if unreported:
+        warnings.append(f"No report tasks: the report says nothing of {_listed(unreported)}.")
     return warnings
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
