@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_plan import check_plan
 from rookery.compose.grpo_policy import MakePolicy, adapter_policy, full_policy
@@ -29,6 +30,9 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
+from rookery.fleet import FleetConfig
+from rookery.fleet.adapters.owner import claim_folder
+from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
@@ -84,9 +88,11 @@ async def _train(
     """What can be refused is refused before the run is made."""
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
-        async with _open(config, files, show) as (engine, model):
+        async with _open(config, files, show) as opened:
+            engine, model = opened.engine, opened.model
+            display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
             processes = await asyncio.to_thread(join_processes, model.device.type)
-            make_policy = await _checked_policy(config, files, engine, model, processes)
+            make_policy = await _checked_policy(config, files, opened, processes)
             await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 digests = {each.name: digest(each.tasks) for each in files.tasksets}
@@ -98,9 +104,7 @@ async def _train(
 
 
 @asynccontextmanager
-async def _open(
-    config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch
-) -> AsyncIterator[tuple[Engine, SlottedModel]]:
+async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
     folder, (device, dtype) = files.folder, trainer_place(config)
 
@@ -114,33 +118,40 @@ async def _open(
             is_exact=config.share,
         )
 
-    if config.share and isinstance(config.engine, EngineConfig):
-        model = await load()
-        async with run_engine(
-            model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
-        ) as shared:
-            yield shared, model
-        return
-    async with open_engine(config.engine, on_launch=on_launch) as engine:
-        yield engine, await load()
+    with claim_folder(_model_place(config)) as owner:
+        if config.share and isinstance(config.engine, EngineConfig):
+            model = await load()
+            async with run_engine(
+                model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
+            ) as shared:
+                bridge = await choose_bridge(config, shared)
+                yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
+            return
+        async with open_engine(bridged_engine(config), on_launch=on_launch) as engine:
+            bridge = await choose_bridge(config, engine)
+            if bridge.shared is None:
+                model = await load()
+            else:
+                model = await attach(folder, bridge.shared, start=files.start)
+            yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+
+
+def _model_place(config: GrpoConfig) -> Path:
+    """Where models may be put for servers."""
+    given = config.engine.adapter_folder if isinstance(config.engine, FleetConfig) else None
+    return given or memory_folder()
 
 
 async def _checked_policy(
-    config: GrpoConfig,
-    files: GrpoFiles,
-    engine: Engine,
-    model: SlottedModel,
-    processes: Processes,
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, processes: Processes
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
     if config.full is not None:
-        _check(config, files, engine, start=None)
-        return await full_policy(
-            config, files.folder, model=model, engine=engine, processes=processes
-        )
-    start = _start(config, files, model)
-    _check(config, files, engine, start=start)
-    return adapter_policy(config, start, model=model, engine=engine, processes=processes)
+        _check(config, files, opened.engine, start=None)
+        return await full_policy(config, files.folder, opened=opened, processes=processes)
+    start = _start(config, files, opened.model)
+    _check(config, files, opened.engine, start=start)
+    return adapter_policy(config, start, opened=opened, processes=processes)
 
 
 def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter:

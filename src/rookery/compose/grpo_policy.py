@@ -6,36 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
+from rookery.compose.grpo_bridge import Opened, adapter_publisher, full_publisher
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder
-from rookery.errors import ConfigError, ModelError, TrainError, boundary
-from rookery.fleet import Fleet
-from rookery.fleet.bridges.reload import require_updates, update_weights
+from rookery.errors import ConfigError, ModelError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
 from rookery.loops.grpo.policy_weights import POLICY, REFERENCE, PolicyWeights
-from rookery.ports import Engine, Publisher
+from rookery.ports import Engine
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
 from rookery.train import (
-    AdapterPublisher,
     FullConfig,
     FullTrainer,
     FullWeights,
     LoraConfig,
     LoraTrainer,
-    ModelPublisher,
     initial_adapter,
 )
 from rookery.train.processes import Processes
 from rookery.train.sharded import ShardedTrainer
 from rookery.train.slotted_trainer import SlottedTrainer
-from rookery.types import Adapter, ModelRef, ModelWeights
+from rookery.types import Adapter
 
 __all__ = ["MakePolicy", "adapter_policy", "full_policy", "make_trainer", "start_folder"]
 
@@ -44,17 +38,12 @@ MakePolicy = Callable[[Run], PolicyWeights]
 
 
 def adapter_policy(
-    config: GrpoConfig,
-    start: Adapter,
-    *,
-    model: SlottedModel,
-    engine: Engine,
-    processes: Processes,
+    config: GrpoConfig, start: Adapter, *, opened: Opened, processes: Processes
 ) -> MakePolicy:
     """An adapter. A run that goes on begins with the one in its own folder."""
-    trainer = LoraTrainer(
-        model, config=config.trainer, publisher=AdapterPublisher(engine), processes=processes
-    )
+    engine, model = opened.engine, opened.model
+    trainer = LoraTrainer(model, config=config.trainer, processes=processes)
+    trainer.publish_to(adapter_publisher(engine, trainer, dtype=model.dtype))
 
     def make(run: Run) -> PolicyWeights:
         return AdapterPolicy(
@@ -90,16 +79,11 @@ def make_trainer(
     """The trainer of a process that is not the first."""
     if config.full is None:
         return LoraTrainer(model, config=config.trainer, processes=processes)
-    return _full_trainer(config, start, model=model, publisher=None, processes=processes)
+    return _full_trainer(config, start, model=model, processes=processes)
 
 
 def _full_trainer(
-    config: GrpoConfig,
-    start: Path,
-    *,
-    model: SlottedModel,
-    publisher: Publisher | None,
-    processes: Processes,
+    config: GrpoConfig, start: Path, *, model: SlottedModel, processes: Processes
 ) -> FullTrainer:
     """In several processes, each keeps a part of the weights."""
     full = config.full or FullWeights()
@@ -109,30 +93,25 @@ def _full_trainer(
         name=POLICY,
         config=FullConfig(**config.trainer.model_dump(), **full.model_dump()),
         like=start,
-        publisher=publisher,
         processes=processes,
     )
 
 
 async def full_policy(
-    config: GrpoConfig,
-    folder: ModelFolder,
-    *,
-    model: SlottedModel,
-    engine: Engine,
-    processes: Processes,
+    config: GrpoConfig, folder: ModelFolder, *, opened: Opened, processes: Processes
 ) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
+    engine, model = opened.engine, opened.model
     start = start_folder(config, folder)
     if config.init_from is not None:
         _check_shape(model, start, engine)
-    publisher = _model_publisher(engine, folder.path, dtype=model.dtype)
     if config.share and processes.size > 1:
         raise ConfigError(
             f"share is for one process, and torchrun started {processes.size}, each with a part of "
             "the weights: write share: false."
         )
-    trainer = _full_trainer(config, start, model=model, publisher=publisher, processes=processes)
+    trainer = _full_trainer(config, start, model=model, processes=processes)
+    publisher = full_publisher(opened, trainer, like=folder.path)
     if config.share:
         assert isinstance(engine, EmbeddedEngine), "the config refuses to share with servers"
         trainer.share_with(engine)
@@ -169,31 +148,3 @@ def _reference(config: GrpoConfig, start: Path, like: SlottedModel) -> LoraTrain
     lora = LoraConfig(rank=1, targets=(next(iter(model.linears)),))
     trainer.add(REFERENCE, initial_adapter(model, lora, name=REFERENCE, base="", seed=0))
     return trainer
-
-
-def _model_publisher(engine: Engine, folder: Path, *, dtype: torch.dtype) -> Publisher:
-    if isinstance(engine, EmbeddedEngine):
-        return ModelPublisher(engine.replace_base)
-    if isinstance(engine, Fleet):
-        require_updates(engine)
-        return ModelPublisher(_Servers(engine, folder, dtype=dtype).replace_base)
-    raise TrainError("This engine takes adapters only: write full: false.")
-
-
-class _Servers:
-    """Gives whole models to servers, through a copy of the model on this machine."""
-
-    def __init__(self, fleet: Fleet, folder: Path, *, dtype: torch.dtype) -> None:
-        self._fleet = fleet
-        with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-    async def replace_base(self, weights: ModelWeights) -> ModelRef:
-        await asyncio.to_thread(self._set, weights)
-        await update_weights(self._fleet, self._model)
-        return self._fleet.base
-
-    @torch.no_grad()
-    def _set(self, weights: ModelWeights) -> None:
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(weights.tensors[name])

@@ -21,7 +21,11 @@ from rookery.train.losses.grpo import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
-__all__ = ["DrawingConfig", "GrpoConfig"]
+__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig"]
+
+BridgeName = Literal["auto", "alias", "slot", "adapter", "copy", "reload", "restart"]
+_FULL_BRIDGES = ("auto", "alias", "copy", "reload", "restart")
+_ADAPTER_BRIDGES = ("auto", "slot", "adapter")
 
 
 class DrawingConfig(Config):
@@ -62,6 +66,10 @@ class GrpoConfig(ScheduleConfig):
     share: bool = False
     """One copy of the weights for the embedded engine and the trainer: half the memory, and slower
     answers on a CPU, where an engine of its own packs them. false: a copy for each."""
+    bridge: BridgeName = "auto"
+    """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
+    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `slot`
+    (from memory) or `adapter` (a PEFT folder). auto: the first that fits, and it says why."""
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
     """Trained on `search`, the checkpoint chosen on `select`, measured on `report`."""
     lora: LoraConfig = LoraConfig()
@@ -181,6 +189,7 @@ class GrpoConfig(ScheduleConfig):
                 "computes with the weights that each step changes: write publish_every: 1, or "
                 "share: false"
             )
+        self._check_bridge()
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
         if self.environment is not None and scored:
             raise ValueError(
@@ -188,6 +197,24 @@ class GrpoConfig(ScheduleConfig):
                 "leave one of them out"
             )
         return self
+
+    def _check_bridge(self) -> None:
+        if isinstance(self.engine, EngineConfig) and self.bridge != "auto":
+            raise ValueError(
+                f"bridge is {self.bridge}, and the engine is in this process, where new weights "
+                "need none: leave bridge out, or take engine: {type: fleet, ...}"
+            )
+        fitting = _ADAPTER_BRIDGES if self.full is None else _FULL_BRIDGES
+        if self.bridge not in fitting:
+            trained = "an adapter is" if self.full is None else "all weights are"
+            raise ValueError(
+                f"bridge is {self.bridge}, and {trained} trained: write one of {', '.join(fitting)}"
+            )
+        if self.bridge == "alias" and self.publish_every > 1:
+            raise ValueError(
+                f"publish_every is {self.publish_every}, and with alias every step changes the "
+                "weights that the servers compute with: write publish_every: 1, or bridge: copy"
+            )
 
     def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""
