@@ -32,27 +32,47 @@ from its newest checkpoint, trains the same batches again, and comes to the same
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rookery.concurrency import task_group
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
-from rookery.loops.grpo.group_source import GroupSource, Policy
+from rookery.loops.grpo.group_source import Policy
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
-from rookery.ports import Engine, Evaluator, GroupDrawer
+from rookery.ports import Engine, Evaluator
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
-__all__ = ["GrpoInputs", "GrpoResult", "train_policy"]
+__all__ = ["GrpoInputs", "GrpoResult", "MakeSource", "Source", "train_policy"]
+
+
+class Source(Protocol):
+    """Where the batches of a run come from."""
+
+    def use(self, policy: Policy) -> None:
+        """New weights are published."""
+        ...
+
+    async def batch(self, step: int, *, policy: Policy) -> Batch:
+        """What a step is trained on, durable."""
+        ...
+
+    async def release(self, *, before: int) -> None:
+        """Steps below are in a checkpoint."""
+        ...
+
+
+MakeSource = Callable[[Run], Source]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +85,7 @@ class GrpoInputs:
     see `read_start`."""
     tasksets: Sequence[Taskset]
     engine: Engine
-    drawer: GroupDrawer
+    source: MakeSource
     evaluator: Evaluator
 
 
@@ -107,7 +127,7 @@ class _Parts:
     """Who draws, who trains, who measures, who writes down."""
 
     config: GrpoConfig
-    source: GroupSource
+    source: Source
     trainer: PolicyTrainer
     checkpoints: Checkpoints
     selection: Selection
@@ -116,10 +136,9 @@ class _Parts:
 
 def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
-    tasks = [task for taskset in tasksets for task in taskset.split("search")]
     return _Parts(
         config=config,
-        source=GroupSource(inputs.drawer, tasks=tasks, config=config, run=run),
+        source=inputs.source(run),
         trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
@@ -132,6 +151,7 @@ async def _train(parts: _Parts) -> None:
     config, source = parts.config, parts.source
     first = await parts.checkpoints.restore()
     policy = await parts.trainer.publish(first)
+    source.use(policy)
     await _save(parts, policy)
     if first == config.steps:
         return
@@ -143,6 +163,7 @@ async def _train(parts: _Parts) -> None:
         if (step + 1) % config.publish_every == 0 or step + 1 == config.steps:
             with seconds.spent_on("publish"):
                 policy = await parts.trainer.publish(step + 1)
+                source.use(policy)
         await parts.log.record(batch, {**trained, **seconds.take()})
         if config.is_checkpoint(step + 1):
             await _save(parts, policy)
