@@ -27,15 +27,17 @@ from rookery.compose.running import (
 from rookery.compose.sft import base_name
 from rookery.compose.torchrun import is_first_process
 from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig, run_engine
+from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.fleet import FleetConfig
+from rookery.environments.atropos import AtroposConfig
+from rookery.environments.atropos.feed import Feed
+from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.checks import check_inputs
-from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
+from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
@@ -97,8 +99,17 @@ async def _train(
             with open_run() as run, resumable(run.path, display):
                 digests = {each.name: digest(each.tasks) for each in files.tasksets}
                 await run_in_thread(require_same_inputs, run, digests)
-                inputs = _inputs(config, files, engine, make_policy(run), run)
-                outcome = Outcome(await _run(inputs, run, display), run.path)
+                weights = make_policy(run)
+                async with _open_drawer(config, files, opened, run) as drawer:
+                    inputs = GrpoInputs(
+                        config=config,
+                        weights=weights,
+                        tasksets=files.tasksets,
+                        engine=engine,
+                        drawer=drawer,
+                        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
+                    )
+                    outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
 
@@ -167,9 +178,13 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
 
 def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
     tasksets, template = files.tasksets, files.template
-    has_game = config.environment is not None
-    evaluator = None if has_game else TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    _drawer(config, files, engine)  # refuses choices, and games that cannot be played
+    evaluator = (
+        None
+        if config.game is not None
+        else TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    )
+    if not isinstance(config.environment, AtroposConfig):
+        _drawer(config, files, engine)  # refuses choices, and games that cannot be played
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
@@ -181,36 +196,36 @@ async def _try_drawing(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> 
         await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
 
 
+@asynccontextmanager
+async def _open_drawer(
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run
+) -> AsyncIterator[GroupDrawer | Feed]:
+    """Who answers tasks, or where groups of environments come from."""
+    engine = opened.engine
+    if not isinstance(config.environment, AtroposConfig):
+        yield _drawer(config, files, engine)
+        return
+    from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
+
+    assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
+    vocab_size = opened.model.shape.vocab_size
+    async with open_feed(config, files, engine=engine, vocab_size=vocab_size, run=run) as feed:
+        yield feed
+
+
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:
     params = config.drawing.params(group_size=config.group_size)
-    if config.environment is not None:
-        game = Game(config.environment, template=files.template)
+    if config.game is not None:
+        game = Game(config.game, template=files.template)
         return GameSampler(game, engine=engine, params=params)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
 
 
 def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: RolloutLog) -> Evaluator:
-    if config.environment is not None:
-        game = Game(config.environment, template=files.template)
+    if config.game is not None:
+        game = Game(config.game, template=files.template)
         return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
-
-
-def _inputs(
-    config: GrpoConfig,
-    files: GrpoFiles,
-    engine: Engine,
-    weights: PolicyWeights,
-    run: Run,
-) -> GrpoInputs:
-    return GrpoInputs(
-        config=config,
-        weights=weights,
-        tasksets=files.tasksets,
-        engine=engine,
-        drawer=_drawer(config, files, engine),
-        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
-    )
 
 
 async def _run(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:

@@ -18,6 +18,7 @@ from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
+from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.loops.grpo import GrpoConfig
@@ -137,10 +138,16 @@ def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | Ful
 
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
-        prompt_tokens=max(_prompt_tokens(files, "search")),
+        prompt_tokens=_longest_prompt(config, files),
         answer_tokens=config.drawing.max_tokens,
         num_data=config.groups_per_step * config.group_size,
     )
+
+
+def _longest_prompt(config: GrpoConfig, files: GrpoFiles) -> int:
+    if isinstance(config.environment, AtroposConfig):
+        return max(1, config.environment.max_token_len - config.drawing.max_tokens)
+    return max(_prompt_tokens(files, "search"))
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:

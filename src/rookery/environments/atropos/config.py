@@ -60,3 +60,14 @@ class AtroposConfig(Config):
                 "leave out environments and engine_ports, or url"
             )
         return self
+
+    def from_folder(self, folder: Path) -> "AtroposConfig":
+        """With its paths taken from the folder of its file."""
+        return self.model_copy(
+            update={
+                "environments": tuple(
+                    one.model_copy(update={"folder": (folder / one.folder).resolve()})
+                    for one in self.environments
+                )
+            }
+        )

@@ -11,7 +11,7 @@ from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.group_queue import QueuedGroup
 from rookery.environments.atropos.programs import Programs
-from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.environments.atropos.scored_group import ScoredGroup, check_group
 from rookery.errors import TaskError
 from rookery.types import ModelRef
 
@@ -27,6 +27,8 @@ class FedGroup:
     environment: str
     group: ScoredGroup
     draws: tuple[Drawn | None, ...]
+    error: str = ""
+    """Why it cannot be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +121,9 @@ class GatewayFeed:
 class ClientFeed:
     """A gateway or a `run-api` elsewhere. The next question acknowledges a batch."""
 
-    def __init__(self, client: GatewayClient, *, limit_s: float) -> None:
+    def __init__(self, client: GatewayClient, *, vocab_size: int, limit_s: float) -> None:
         self._client = client
+        self._vocab_size = vocab_size
         self._limit_s = limit_s
 
     def use(self, ref: ModelRef, *, step: int) -> None:
@@ -135,18 +138,18 @@ class ClientFeed:
                 f"No batch came in {self._limit_s:g} s (environment.batch_s): look at the "
                 "environments of the gateway."
             ) from None
-        return FedBatch(
-            number=number,
-            groups=tuple(
-                FedGroup(
-                    number=(step << 20) + place,
-                    environment="" if group.env_id is None else str(group.env_id),
-                    group=group,
-                    draws=(None,) * group.size,
-                )
-                for place, group in enumerate(groups)
-            ),
-        )
+        fed = [self._fed((step << 20) + place, group) for place, group in enumerate(groups)]
+        return FedBatch(number=number, groups=tuple(fed))
+
+    def _fed(self, number: int, group: ScoredGroup) -> FedGroup:
+        error = ""
+        try:
+            check_group(group, vocab_size=self._vocab_size, max_tokens=0)
+        except TaskError as refused:
+            error = str(refused)
+        name = "" if group.env_id is None else f"environment_{group.env_id}"
+        draws = (None,) * group.size
+        return FedGroup(number=number, environment=name, group=group, draws=draws, error=error)
 
     async def acknowledge(self, batch: FedBatch) -> None:
         """Done by the next question."""

@@ -85,4 +85,4 @@ def _checked(name: str, view: "torch.Tensor", shape: tuple[int, ...]) -> "torch.
 
 
 def _begin(tensor: "torch.Tensor") -> int:
-    return tensor.storage_offset() * tensor.itemsize
+    return int(tensor.storage_offset()) * tensor.itemsize

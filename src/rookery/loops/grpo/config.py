@@ -10,6 +10,7 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
+from rookery.environments.atropos import AtroposConfig
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -70,8 +71,10 @@ class GrpoConfig(ScheduleConfig):
     """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
     sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `slot`
     (from memory) or `adapter` (a PEFT folder). auto: the first that fits, and it says why."""
-    tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`."""
+    tasksets: tuple[TasksetConfig, ...] = ()
+    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`. Where groups
+    come from an Atropos environment they may be left out: the newest checkpoint is chosen then, and
+    nothing is measured."""
     lora: LoraConfig = LoraConfig()
     """The shape of a new adapter."""
     full: Annotated[FullWeights | None, BeforeValidator(_section)] = None
@@ -87,9 +90,10 @@ class GrpoConfig(ScheduleConfig):
     group_size: int = Field(default=8, ge=1)
     """Answers to each task."""
     drawing: DrawingConfig = DrawingConfig()
-    environment: GameConfig | None = None
+    environment: Annotated[GameConfig | AtroposConfig, Field(discriminator="type")] | None = None
     """A game of several turns, which takes the place of the tasksets' scorers: each task is played
-    group_size times. null: one answer to each prompt."""
+    group_size times. Or `{type: atropos}`: groups that environments elsewhere play. null: one
+    answer to each prompt."""
     max_extra_groups: int | None = Field(default=None, ge=0)
     """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
     so many in a step. null: as many as groups_per_step."""
@@ -136,14 +140,21 @@ class GrpoConfig(ScheduleConfig):
     @property
     def max_drawn_tokens(self) -> int:
         """Tokens that one rollout draws at most."""
+        if isinstance(self.environment, AtroposConfig):
+            return self.environment.max_token_len
         return self.drawing.max_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
+    def game(self) -> GameConfig | None:
+        """The game that is played here, if one is."""
+        return self.environment if isinstance(self.environment, GameConfig) else None
 
     @property
     def judged_tasksets(self) -> tuple[TasksetConfig, ...]:
         """The tasksets; where a game judges, they need no scorer, and no reference for one."""
-        if self.environment is None:
+        if self.game is None:
             return self.tasksets
-        scorer = PythonConfig(function=self.environment.function)
+        scorer = PythonConfig(function=self.game.function)
         return tuple(taskset.model_copy(update={"scorer": scorer}) for taskset in self.tasksets)
 
     @property
@@ -190,13 +201,33 @@ class GrpoConfig(ScheduleConfig):
                 "share: false"
             )
         self._check_bridge()
+        self._check_tasks()
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
-        if self.environment is not None and scored:
+        if self.game is not None and scored:
             raise ValueError(
                 "a taskset has a scorer and environment is given too; the game returns the reward: "
                 "leave one of them out"
             )
         return self
+
+    def _check_tasks(self) -> None:
+        if not isinstance(self.environment, AtroposConfig):
+            if not self.tasksets:
+                raise ValueError(
+                    "tasksets is empty, and there is nothing to train on: give one, or "
+                    "environment: {type: atropos}"
+                )
+            return
+        if self.drawing.params(group_size=2).is_cut:
+            raise ValueError(
+                "drawing has top_p, top_k or min_p, and the Atropos API has no room for what they "
+                "cut off: leave them out"
+            )
+        if self.publish_every > 1 or self.staleness:
+            raise ValueError(
+                "publish_every and staleness are for tasks that are drawn here; Atropos "
+                "environments draw all the time: leave both out"
+            )
 
     def _check_bridge(self) -> None:
         if isinstance(self.engine, EngineConfig) and self.bridge != "auto":
@@ -223,9 +254,11 @@ class GrpoConfig(ScheduleConfig):
             "engine": engine_from_folder(self.engine, folder),
             "tokenizer": local_model(self.tokenizer, folder),
         }
-        if self.environment is not None:
+        if isinstance(self.environment, GameConfig):
             function = function_from_folder(self.environment.function, folder)
             update["environment"] = self.environment.model_copy(update={"function": function})
+        if isinstance(self.environment, AtroposConfig):
+            update["environment"] = self.environment.from_folder(folder)
         if self.init_from is not None:
             update["init_from"] = (folder / self.init_from.expanduser()).resolve()
         return self.model_copy(update=update)

@@ -16,12 +16,7 @@ from typing import Any
 
 from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.feed import FedBatch, FedGroup, Feed
-from rookery.environments.atropos.scored_group import (
-    ScoredGroup,
-    check_group,
-    drawn_sequences,
-)
-from rookery.errors import TaskError
+from rookery.environments.atropos.scored_group import ScoredGroup, drawn_sequences
 from rookery.loops.grpo.advantages import is_equal
 from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout
 from rookery.loops.grpo.batch_store import BatchStore
@@ -35,9 +30,8 @@ __all__ = ["FedSource"]
 class FedSource:
     """The batches of one run, step by step. Ask for them in order, one at a time."""
 
-    def __init__(self, feed: Feed, *, vocab_size: int, config: GrpoConfig, run: Run) -> None:
+    def __init__(self, feed: Feed, *, config: GrpoConfig, run: Run) -> None:
         self._feed = feed
-        self._vocab_size = vocab_size
         self._config = config
         self._store = BatchStore(run)
 
@@ -65,20 +59,10 @@ class FedSource:
             await self._store.release(before=before)
 
     def _made(self, step: int, fed: FedBatch, policy: Policy) -> Batch:
-        drawn: list[DrawnGroup] = []
-        errors: list[str] = []
-        num_failed = 0
-        for group in fed.groups:
-            try:
-                check_group(group.group, vocab_size=self._vocab_size, max_tokens=0)
-            except TaskError as error:
-                errors.append(str(error))
-                num_failed += group.group.size
-                continue
-            drawn.append(_drawn_group(group, self._config))
-        counts = _count(fed, drawn, num_failed=num_failed, errors=errors)
-        known = [own.step for group in fed.groups for own in group.draws if own is not None]
-        unknown = any(own is None for group in fed.groups for own in group.draws)
+        whole = [group for group in fed.groups if not group.error]
+        drawn = [_drawn_group(group, self._config) for group in whole]
+        known = [own.step for group in whole for own in group.draws if own is not None]
+        unknown = any(own is None for group in whole for own in group.draws)
         # What is not known is taken for older: the engine then scores some of it anew.
         oldest = min([policy.step, *known, *([max(step - 1, 0)] if unknown else [])])
         return Batch(
@@ -87,7 +71,7 @@ class FedSource:
             model_step=oldest,
             groups=tuple(group for group in drawn if _teaches(group)),
             next_position=0,
-            counts=counts,
+            counts=_count(fed, drawn),
         )
 
 
@@ -151,19 +135,19 @@ def _text(group: ScoredGroup, row: int) -> str:
     return str(messages[-1].get("content", "")) if messages else ""
 
 
-def _count(
-    fed: FedBatch, drawn: Sequence[DrawnGroup], *, num_failed: int, errors: Sequence[str]
-) -> BatchCounts:
+def _count(fed: FedBatch, drawn: Sequence[DrawnGroup]) -> BatchCounts:
+    failed = [group for group in fed.groups if group.error]
     rewards = [rollout.reward for group in drawn for rollout in group.rollouts]
     by_environment: dict[str, list[float]] = {}
     for group in fed.groups:
-        by_environment.setdefault(group.environment, []).extend(group.group.scores)
+        if not group.error:
+            by_environment.setdefault(group.environment, []).extend(group.group.scores)
     return BatchCounts(
         num_rollouts=sum(group.group.size for group in fed.groups),
-        num_failed=num_failed,
+        num_failed=sum(group.group.size for group in failed),
         num_equal=sum(not _teaches(group) for group in drawn),
         num_tokens=sum(r.num_drawn for group in drawn for r in group.rollouts),
         mean_reward=fmean(rewards) if rewards else None,
-        first_error=(list(errors) or [""])[0],
+        first_error=failed[0].error if failed else "",
         metrics={f"{name}/reward": fmean(own) for name, own in by_environment.items() if name},
     )

@@ -32,28 +32,30 @@ from its newest checkpoint, trains the same batches again, and comes to the same
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rookery.concurrency import task_group
+from rookery.environments.atropos.feed import Feed
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
-from rookery.loops.grpo.group_source import Policy
+from rookery.loops.grpo.fed_source import FedSource
+from rookery.loops.grpo.group_source import GroupSource, Policy
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.loops.grpo.selection import Selection
 from rookery.loops.grpo.step_log import UNWATCHED, StepLog, Watcher
-from rookery.ports import Engine, Evaluator
+from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
-__all__ = ["GrpoInputs", "GrpoResult", "MakeSource", "Source", "train_policy"]
+__all__ = ["GrpoInputs", "GrpoResult", "Source", "train_policy"]
 
 
 class Source(Protocol):
@@ -72,9 +74,6 @@ class Source(Protocol):
         ...
 
 
-MakeSource = Callable[[Run], Source]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoInputs:
     """What a training is made of."""
@@ -85,7 +84,8 @@ class GrpoInputs:
     see `read_start`."""
     tasksets: Sequence[Taskset]
     engine: Engine
-    source: MakeSource
+    drawer: GroupDrawer | Feed
+    """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
 
 
@@ -138,12 +138,19 @@ def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
     return _Parts(
         config=config,
-        source=inputs.source(run),
+        source=_source(inputs, run),
         trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
         log=StepLog(run, watcher=watcher),
     )
+
+
+def _source(inputs: GrpoInputs, run: Run) -> Source:
+    if not isinstance(inputs.drawer, GroupDrawer):
+        return FedSource(inputs.drawer, config=inputs.config, run=run)
+    tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
+    return GroupSource(inputs.drawer, tasks=tasks, config=inputs.config, run=run)
 
 
 async def _train(parts: _Parts) -> None:

@@ -41,19 +41,26 @@ class Selection:
         """Read the select tasks with a checkpoint, unless that was done."""
         if step in self.means:
             return
-        tasks = self._split("select")
-        [evaluation] = await self._evaluator.evaluate([model], tasks)
-        by_source = complete_means(evaluation.rewards, tasks)
-        mean = self._mean(by_source, tasks)
-        errors = list(evaluation.errors.values())
-        payload = {"mean": mean, "by_source": by_source, "first_error": (errors or [""])[0]}
+        payload = await self._payload(model, self._split("select"))
         new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
         [event] = await self._run.append_many([new])
         self.means[step] = event.payload["mean"]
 
+    async def _payload(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, object]:
+        if not tasks:
+            return {"mean": None, "by_source": {}, "first_error": ""}
+        [evaluation] = await self._evaluator.evaluate([model], tasks)
+        by_source = complete_means(evaluation.rewards, tasks)
+        mean = self._mean(by_source, tasks)
+        errors = list(evaluation.errors.values())
+        return {"mean": mean, "by_source": by_source, "first_error": (errors or [""])[0]}
+
     @property
     def best(self) -> int:
-        """The checkpoint with the highest mean, the earliest of equal ones."""
+        """The checkpoint with the highest mean, the earliest of equal ones; the newest where there
+        are no tasks to measure by."""
+        if not self._tasksets:
+            return max(self.means, default=0)
         measured = {step: mean for step, mean in self.means.items() if mean is not None}
         return min(measured, key=lambda step: (-measured[step], step), default=0)
 
@@ -63,6 +70,8 @@ class Selection:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
         tasks = self._split("report")
+        if not tasks:
+            return []
         rewards: dict[str, Mapping[str, float]] = {}
 
         async def evaluate(refs: Mapping[str, ModelRef]) -> None:
