@@ -56,6 +56,16 @@ def _section(value: object) -> object:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
+def _python_unless_told(value: object) -> object:
+    return {"type": "python", **value} if isinstance(value, dict) else value
+
+
+AnyEnvironment = Annotated[
+    Annotated[GameConfig | AtroposConfig, Field(discriminator="type")],
+    BeforeValidator(_python_unless_told),
+]
+
+
 class GrpoConfig(ScheduleConfig):
     """One training by group-relative policy optimisation."""
 
@@ -90,7 +100,7 @@ class GrpoConfig(ScheduleConfig):
     group_size: int = Field(default=8, ge=1)
     """Answers to each task."""
     drawing: DrawingConfig = DrawingConfig()
-    environment: Annotated[GameConfig | AtroposConfig, Field(discriminator="type")] | None = None
+    environment: AnyEnvironment | None = None
     """A game of several turns, which takes the place of the tasksets' scorers: each task is played
     group_size times. Or `{type: atropos}`: groups that environments elsewhere play. null: one
     answer to each prompt."""
