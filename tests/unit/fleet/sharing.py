@@ -1,4 +1,4 @@
-"""A stub server whose base weights are real tensors in shared memory, and ways for it to go wrong."""
+"""A stub server whose base weights are real tensors in shared memory, and its faults."""
 
 import json
 from collections.abc import Mapping

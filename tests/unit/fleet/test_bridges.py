@@ -129,7 +129,9 @@ async def test_one_of_two_servers_that_was_passed_over_is_named() -> None:
     async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
         await trainer.step()
         stubs[1].tensors = {name: tensor.clone() for name, tensor in stubs[1].tensors.items()}
-        with pytest.raises(FleetError, match=rf"1 of 2 servers .* the others go on.*{stubs[1].url}"):
+        with pytest.raises(
+            FleetError, match=rf"1 of 2 servers .* the others go on.*{stubs[1].url}"
+        ):
             await trainer.step()
         assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
 

@@ -233,10 +233,10 @@ class GrpoConfig(ScheduleConfig):
                 "drawing has top_p, top_k or min_p, and the Atropos API has no room for what they "
                 "cut off: leave them out"
             )
-        if self.publish_every > 1 or self.staleness:
+        if self.staleness:
             raise ValueError(
-                "publish_every and staleness are for tasks that are drawn here; Atropos "
-                "environments draw all the time: leave both out"
+                "staleness is for tasks that are drawn here; Atropos environments draw all the "
+                "time: leave it out"
             )
 
     def _check_bridge(self) -> None:
