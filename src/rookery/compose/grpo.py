@@ -30,7 +30,6 @@ from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.environments.atropos import AtroposConfig
 from rookery.environments.atropos.feed import Feed
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
@@ -183,7 +182,7 @@ def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapt
         if config.game is not None
         else TasksetEvaluator(engine, template=template, tasksets=tasksets)
     )
-    if not isinstance(config.environment, AtroposConfig):
+    if config.atropos is None:
         _drawer(config, files, engine)  # refuses choices, and games that cannot be played
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
@@ -202,7 +201,7 @@ async def _open_drawer(
 ) -> AsyncIterator[GroupDrawer | Feed]:
     """Who answers tasks, or where groups of environments come from."""
     engine = opened.engine
-    if not isinstance(config.environment, AtroposConfig):
+    if config.atropos is None:
         yield _drawer(config, files, engine)
         return
     from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`

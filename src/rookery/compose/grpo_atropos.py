@@ -41,8 +41,8 @@ async def open_feed(
     config: GrpoConfig, files: GrpoFiles, *, engine: ServingEngine, vocab_size: int, run: Run
 ) -> AsyncIterator[Feed]:
     """Where the batches of the run come from, while the block runs."""
-    own = config.environment
-    assert isinstance(own, AtroposConfig)
+    own = config.atropos
+    assert own is not None
     registration = _registration(config, own, run)
     key = gateway_key(own)
     if own.url:

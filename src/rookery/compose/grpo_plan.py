@@ -18,7 +18,6 @@ from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
-from rookery.environments.atropos import AtroposConfig
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.loops.grpo import GrpoConfig
@@ -145,8 +144,8 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
 
 
 def _longest_prompt(config: GrpoConfig, files: GrpoFiles) -> int:
-    if isinstance(config.environment, AtroposConfig):
-        return max(1, config.environment.max_token_len - config.drawing.max_tokens)
+    if config.atropos is not None:
+        return max(1, config.atropos.max_token_len - config.drawing.max_tokens)
     return max(_prompt_tokens(files, "search"))
 
 

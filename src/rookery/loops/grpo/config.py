@@ -11,6 +11,7 @@ from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
+from rookery.environments.verifiers import VerifiersConfig
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -61,7 +62,7 @@ def _python_unless_told(value: object) -> object:
 
 
 AnyEnvironment = Annotated[
-    Annotated[GameConfig | AtroposConfig, Field(discriminator="type")],
+    Annotated[GameConfig | AtroposConfig | VerifiersConfig, Field(discriminator="type")],
     BeforeValidator(_python_unless_told),
 ]
 
@@ -102,8 +103,8 @@ class GrpoConfig(ScheduleConfig):
     drawing: DrawingConfig = DrawingConfig()
     environment: AnyEnvironment | None = None
     """A game of several turns, which takes the place of the tasksets' scorers: each task is played
-    group_size times. Or `{type: atropos}`: groups that environments elsewhere play. null: one
-    answer to each prompt."""
+    group_size times. Or `{type: atropos}`, `{type: verifiers}`: groups that environments elsewhere
+    play. null: one answer to each prompt."""
     max_extra_groups: int | None = Field(default=None, ge=0)
     """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
     so many in a step. null: as many as groups_per_step."""
@@ -150,7 +151,7 @@ class GrpoConfig(ScheduleConfig):
     @property
     def max_drawn_tokens(self) -> int:
         """Tokens that one rollout draws at most."""
-        if isinstance(self.environment, AtroposConfig):
+        if isinstance(self.environment, AtroposConfig | VerifiersConfig):
             return self.environment.max_token_len
         return self.drawing.max_tokens if self.environment is None else self.environment.max_tokens
 
@@ -158,6 +159,17 @@ class GrpoConfig(ScheduleConfig):
     def game(self) -> GameConfig | None:
         """The game that is played here, if one is."""
         return self.environment if isinstance(self.environment, GameConfig) else None
+
+    @property
+    def atropos(self) -> AtroposConfig | None:
+        """The gateway that groups come through, if they do."""
+        if isinstance(self.environment, VerifiersConfig):
+            return self.environment.as_atropos(
+                group_size=self.group_size,
+                temperature=self.drawing.temperature,
+                max_tokens=self.drawing.max_tokens,
+            )
+        return self.environment if isinstance(self.environment, AtroposConfig) else None
 
     @property
     def judged_tasksets(self) -> tuple[TasksetConfig, ...]:
@@ -221,7 +233,7 @@ class GrpoConfig(ScheduleConfig):
         return self
 
     def _check_tasks(self) -> None:
-        if not isinstance(self.environment, AtroposConfig):
+        if self.atropos is None:
             if not self.tasksets:
                 raise ValueError(
                     "tasksets is empty, and there is nothing to train on: give one, or "
@@ -267,7 +279,7 @@ class GrpoConfig(ScheduleConfig):
         if isinstance(self.environment, GameConfig):
             function = function_from_folder(self.environment.function, folder)
             update["environment"] = self.environment.model_copy(update={"function": function})
-        if isinstance(self.environment, AtroposConfig):
+        if isinstance(self.environment, AtroposConfig | VerifiersConfig):
             update["environment"] = self.environment.from_folder(folder)
         if self.init_from is not None:
             update["init_from"] = (folder / self.init_from.expanduser()).resolve()
