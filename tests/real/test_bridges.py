@@ -44,7 +44,11 @@ NEAR = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "max_position_embeddings": 512,
+    }
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", **sizes)
 
 
@@ -71,8 +75,8 @@ class Training:
     """A trainer that publishes to servers."""
 
     def __init__(self, opened: Opened, folder: ModelFolder, *, like: Path) -> None:
-        self.fleet = opened.engine
-        assert isinstance(self.fleet, Fleet)
+        assert isinstance(opened.engine, Fleet)
+        self.fleet: Fleet = opened.engine
         self.bridge = opened.bridge
         self.model = opened.model
         self.trainer = FullTrainer(
@@ -136,11 +140,12 @@ async def test_two_servers_and_a_trainer_have_one_copy(folder: Path, tmp_path: P
             await trained.step()
         assert await trained.gap() < NEAR
         replica = trained.fleet.pool.replicas[1]
-        assert replica.local is not None
-        replica.local.kill()  # it comes back with the weights of its folder
-        await replica.local.wait_ended()
+        local = replica.local
+        assert local is not None
+        local.kill()  # it comes back with the weights of its folder
+        await local.wait_ended()
         trained.fleet.pool.suspect(replica, "killed")
-        await until(lambda: replica.local.is_alive and replica.load.is_open, limit_s=600)
+        await until(lambda: local.is_alive and replica.load.is_open, limit_s=600)
         assert await trained.gap() < NEAR
         await trained.step()
         assert await trained.gap() < NEAR

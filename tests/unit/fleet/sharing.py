@@ -64,7 +64,8 @@ class SharingStub(Stub):
             case "rookery_share":
                 result: object = self._share(arguments.get("source", ""))
             case "rookery_load":
-                result = self._load_weights(json.loads(arguments["manifest"]))
+                self._load_weights(json.loads(arguments["manifest"]))
+                result = None
             case "rookery_sums":
                 result = {name: bit_sum(tensor) for name, tensor in self.tensors.items()}
             case _:

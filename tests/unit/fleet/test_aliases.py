@@ -1,6 +1,8 @@
 """A model over weights in a server's layout: the same model, in the same memory."""
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rookery.errors import FleetError
 from rookery.fleet.bridges.aliases import alias_weights
+from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
 from rookery.slots import CausalAttend, SlottedModel, load_model
 from rookery.slots.attaching import attach_model
 
@@ -24,7 +27,10 @@ FAMILIES = {
     "Phi3": {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_up_proj"]},
     "Phi": QKV,
 }
-EXTRA = {"Gemma": {"head_dim": 8}, "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8}}
+EXTRA: dict[str, dict[str, Any]] = {
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8},
+}
 """The families of models that can be aliased, with what vLLM fuses of them."""
 
 
@@ -77,6 +83,30 @@ def test_a_model_over_a_servers_weights_is_the_model_of_the_folder(
     for tensor in served.values():
         tensor.mul_(0.5)
     assert not torch.equal(logits(attached), logits(loaded)), "it sees what the server's become"
+
+
+def test_a_model_over_a_servers_weights_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "large", hidden_size=512, intermediate_size=4096)
+    served = served_weights(folder, LLAMA)
+    manifest = lay_out(served)
+    file = SharedFile(num_bytes=manifest["bytes"])
+    shared = {name: view(file.memory, entry) for name, entry in manifest["tensors"].items()}
+    for name, tensor in shared.items():
+        tensor.copy_(served.pop(name))
+    attach_model(folder, lambda shapes: alias_weights(shared, LLAMA, shapes))  # loads libraries
+    before = own_bytes()
+    model = attach_model(folder, lambda shapes: alias_weights(shared, LLAMA, shapes))
+    assert own_bytes() - before < 0.05 * manifest["bytes"], "of the model"
+    assert manifest["bytes"] > 50 * 2**20 and len(model.weights) > 30
+
+
+def own_bytes() -> int:
+    """What this process holds besides files and shared memory."""
+    gc.collect()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
 
 
 def test_a_weight_without_a_view_is_named(tmp_path: Path) -> None:

@@ -142,4 +142,5 @@ async def main(gateway: str, engine: str, model: str, told: dict[str, Any]) -> N
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     sys.path[:0] = [str(Path.cwd()), str(Path(__file__).parent)]
-    asyncio.run(main(*sys.argv[1:4], json.loads(sys.argv[4])))
+    gateway, engine, model, told = sys.argv[1:]
+    asyncio.run(main(gateway, engine, model, json.loads(told)))

@@ -6,10 +6,11 @@ import verifiers.v1 as vf
 class Even(vf.Task[vf.TaskData]):  # type: ignore[misc]
     """One prompt; words with even numbers are worth a point."""
 
-    @vf.reward
+    @vf.reward  # type: ignore[untyped-decorator]
     async def share(self, trace: vf.Trace) -> float:
         words = (trace.last_reply or "").split()
-        return sum(word[-1:].isdigit() and int(word[-1]) % 2 == 0 for word in words) / 8
+        even = [word for word in words if word[-1:].isdigit() and int(word[-1]) % 2 == 0]
+        return len(even) / 8
 
 
 class EvenTasks(vf.Taskset[Even, vf.TasksetConfig]):  # type: ignore[misc]
