@@ -288,6 +288,7 @@ async def open_server(options: argparse.Namespace) -> AsyncIterator[tuple[str, s
         max_loras=0,
         max_model_len=8192,
         max_num_seqs=256,
+        gpu_memory_utilization=options.gpu_share,
         env={"HF_HUB_OFFLINE": "1"},
     )
     began = time.monotonic()
@@ -325,6 +326,7 @@ async def main() -> None:
     parser.add_argument("--model", required=True, help="a folder, or its name at --base-url")
     parser.add_argument("--base-url", help="of a server that is up, with /v1")
     parser.add_argument("--python", default=sys.executable, help="that has vLLM")
+    parser.add_argument("--gpu-share", type=float, default=0.9, help="of memory, for the server")
     parser.add_argument("--ask", default="chosen", choices=("chosen", *WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--iterations", type=int, default=80, help="of an evolution")

@@ -13,7 +13,9 @@ second one, as from a worker that was thought dead, gets the first back. A lease
 epoch. Writing costs the same however many attempts there were.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,11 +61,15 @@ class AttemptLog:
     async def record(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """Store all or none; durable when this returns. What is given back is what counts: another
         attempt than the one given was recorded first."""
+        return [_attempt(event) for event in await asyncio.wrap_future(self.submit(attempts))]
+
+    def submit(self, attempts: Sequence[Attempt]) -> "Future[list[Event]]":
+        """`record` without waiting. What is submitted first is durable first."""
         news = [
             NewEvent(kind=self._kind, key=attempt.key, payload=_payload(attempt), first_wins=True)
             for attempt in attempts
         ]
-        return [_attempt(event) for event in await self._run.append_many(news)]
+        return self._run.submit(news)
 
     def decision(self, number: int) -> Attempt | None:
         """How an attempt was decided; None while it is not."""

@@ -5,12 +5,13 @@
 | stage    | waits for                                        | at most                           |
 |----------|--------------------------------------------------|-----------------------------------|
 | ask      | room: fewer than `in_flight` model calls, and    | attempts in flight end            |
-|          | fewer than BACKLOG children per worker waiting   |                                   |
+|          | no more children waiting than `Pace` allows      |                                   |
 | generate | one of `in_flight` credits, then the model       | the model's own limits, retries   |
 | compare  | one of `in_flight` credits, then the embedding   | their own limits; what fails is   |
 |          | server and a judge; only where they are asked    | counted, the child goes on        |
-| evaluate | one of `workers` credits, then the executor      | `Job.limit_s`, twice lost: poison |
-| tell     | its turn (deterministic), then the disk          | attempts before it end            |
+| evaluate | one of PER_WORKER credits a worker, the executor | `Job.limit_s`, twice lost: poison |
+| tell     | its turn (deterministic)                         | attempts before it end            |
+| announce | the disk: then watchers and files hear of it     | more than QUEUE: tells wait       |
 
 Every stage is an event of the run before the next one begins. Tells are applied and submitted to
 the event log in one step, so that the order of events is the order in which the state changed:
@@ -22,14 +23,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rookery.concurrency import task_group
 from rookery.loops.evolve.budget import find_exhausted
 from rookery.loops.evolve.novelty import UNCOMPARED, Comparison
 from rookery.loops.evolve.order import Order, SteadyOrder
-from rookery.loops.evolve.outputs import Outputs
+from rookery.loops.evolve.outputs import Due, Outputs
+from rookery.loops.evolve.pace import Pace
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program_evaluator import Lease
 from rookery.loops.evolve.proposer import Child
@@ -44,7 +47,7 @@ from rookery.loops.evolve.stages import (
     to_data,
 )
 from rookery.loops.evolve.watcher import Iteration
-from rookery.runs import Attempt, AttemptLog, AttemptState
+from rookery.runs import Attempt, AttemptLog, AttemptState, Event
 from rookery.search.programs.program import Member
 from rookery.search.programs.window import Ask, Tell, Window
 
@@ -52,9 +55,23 @@ __all__ = ["Hub"]
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2
-"""Children per worker that wait for an evaluation: enough that no worker waits for the model, few
-enough that parents are not chosen long before their children count."""
+PER_WORKER = 3
+"""Evaluations begun per worker: one runs, the lease of the next and the result of the last are on
+their way to the disk, for which no worker waits. The executor queues what is not running."""
+
+QUEUE = 64
+"""Decisions on their way to the disk before the search waits for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Told:
+    """A decision that counts already and has still to be announced."""
+
+    stored: "Future[list[Event]] | None" = None
+    """Ends when it is durable; None for one of an earlier session."""
+    iteration: Iteration | None = None
+    due: Due | None = None
+    is_last_recorded: bool = False
 
 
 class Hub:
@@ -77,7 +94,8 @@ class Hub:
         self._log = AttemptLog(parts.run, series=series)
         # Credits: taken and given back by `_generate` and `_evaluate`.
         self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
-        self._evaluations = asyncio.Semaphore(parts.config.workers)
+        self._evaluations = asyncio.Semaphore(PER_WORKER * parts.config.workers)
+        self._pace = Pace(num_workers=parts.config.workers)
         self._num_generating = 0
         self._num_waiting = 0
         self._open: set[int] = set()
@@ -85,6 +103,8 @@ class Hub:
         self._num_recorded = 0
         """Decisions of earlier sessions that were not told again yet; they come first."""
         self._changed = asyncio.Event()
+        # Filled by `_conclude` in the order of decisions, drained by `_announce`.
+        self._told: asyncio.Queue[_Told | None] = asyncio.Queue(maxsize=QUEUE)
         self._started = time.monotonic()
         self._earlier_s = 0.0
         self.stop_reason = ""
@@ -99,6 +119,7 @@ class Hub:
         if not decided:
             await self._note_resumed()
         async with task_group() as group:
+            group.create_task(self._announce(), name="announce")
             while True:
                 self._stop_if_due(order)
                 match order.next_step():
@@ -108,6 +129,7 @@ class Hub:
                         await self._conclude(number, stages)
                     case None:
                         if not self._open:
+                            await self._told.put(None)
                             return
                         await self._changed.wait()
                         self._changed.clear()
@@ -133,7 +155,7 @@ class Hub:
 
     def _has_room(self) -> bool:
         config = self._parts.config
-        is_backlog_full = self._num_waiting >= BACKLOG * config.workers
+        is_backlog_full = self._num_waiting >= self._pace.backlog
         return self._num_generating < config.rookery.in_flight and not is_backlog_full
 
     def _stop_if_due(self, order: Order) -> None:
@@ -193,7 +215,8 @@ class Hub:
         try:
             async with self._model_calls:
                 await self._log.record(begun)
-                generated, child = await self._parts.proposer.generate(planned.plan)
+                with self._pace.model.timed():
+                    generated, child = await self._parts.proposer.generate(planned.plan)
                 await self._record(number, "generated", generated, epoch=epoch)
         finally:
             self._num_generating -= 1
@@ -215,6 +238,8 @@ class Hub:
         try:
             lease = Lease(number, self._note_lease, epoch=stages.epoch, num_lost=stages.num_lost)
             evaluated = await self._measure(planned, child, comparison, lease)
+            if evaluated.seconds:
+                self._pace.evaluation.add(evaluated.seconds)
             await self._record(number, "evaluated", evaluated, epoch=lease.epoch)
         finally:
             self._evaluations.release()
@@ -247,26 +272,41 @@ class Hub:
         decision = stages.decision or self._state.decide(stages, elapsed_s=self.elapsed_s)
         if stages.evaluated is not None and stages.evaluated.program:
             self._parts.store.add(program_id(number), stages.evaluated.program)
-        before = self._state.best
+        before, is_new = self._state.best, stages.decision is None
         member = self._state.tell(number, stages, decision)
-        if stages.decision is None:
-            await self._record(number, "failed" if decision.failure else "committed", decision)
-            self._tell_watcher(number, stages, decision, member)
+        told = _Told(is_last_recorded=not is_new and self._num_recorded == 1)
+        if is_new:
+            state: AttemptState = "failed" if decision.failure else "committed"
+            attempt = Attempt(number=number, state=state, data=to_data(decision))
+            told.stored = self._log.submit([attempt])
+            told.iteration = self._describe(number, stages, decision, member)
+        else:
+            self._num_recorded -= 1
         if self._outputs is not None:
             is_best = self._state.best.id != before.id
-            await self._outputs.note(member, is_best=is_best, is_new=stages.decision is None)
-        if stages.decision is not None:
-            self._num_recorded -= 1
-            if not self._num_recorded:
+            told.due = self._outputs.find_due(member, is_best=is_best, is_new=is_new)
+        await self._told.put(told)
+
+    async def _announce(self) -> None:
+        """Tell watchers and files of every decision once it is durable, in their order. The next
+        attempts do not wait for it: what is planned after a decision is durable after it."""
+        while (told := await self._told.get()) is not None:
+            if told.stored is not None:
+                await asyncio.wrap_future(told.stored)
+            if told.iteration is not None:
+                self._parts.watcher.on_iteration(told.iteration)
+            if self._outputs is not None and told.due is not None:
+                await self._outputs.write(told.due)
+            if told.is_last_recorded:
                 await self._note_resumed()
 
     async def _note_resumed(self) -> None:
         if self._outputs is not None:
             await self._outputs.note_resumed()
 
-    def _tell_watcher(
+    def _describe(
         self, number: int, stages: Stages, decision: Decision, member: Member | None
-    ) -> None:
+    ) -> Iteration:
         generated, evaluated, best = stages.generated, stages.evaluated, self._state.best
         assert generated is not None
         counts = (generated.prompt_tokens, generated.completion_tokens)
@@ -287,13 +327,13 @@ class Hub:
         )
         said = f"{iteration.failure}: {iteration.message}" if member is None else member.id
         logger.info("Iteration %d: %s, score %s", number, said, iteration.score)
-        self._parts.watcher.on_iteration(iteration)
+        return iteration
 
     async def _record(
         self,
         number: int,
         state: AttemptState,
-        data: Generated | Evaluated | Decision,
+        data: Generated | Evaluated,
         *,
         epoch: int = 0,
     ) -> None:

@@ -1,7 +1,8 @@
 """The files of an evolution for people and for OpenEvolve: `best/`, `checkpoints/`, the trace.
 
     async with open_outputs(parts...) as outputs:
-        await outputs.note(member, is_best=True, is_new=True)
+        due = outputs.find_due(member, is_best=True, is_new=True)      # when it is told
+        await outputs.write(due)                                       # when that is durable
 
 Written in a thread, in the order in which programs were told; the evolution waits only when more
 than QUEUE of them are due. After a crash what may be missing is written again.
@@ -33,7 +34,7 @@ from rookery.runs import Run
 from rookery.search.programs.database import DatabaseState
 from rookery.search.programs.program import Member
 
-__all__ = ["Outputs", "open_outputs"]
+__all__ = ["Due", "Outputs", "open_outputs"]
 
 QUEUE = 64
 
@@ -46,7 +47,7 @@ class _Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Due:
+class _Checkpoint:
     """A checkpoint of the population as it was."""
 
     iteration: int
@@ -56,7 +57,17 @@ class _Due:
     """Programs with an artifact that gets a file of its own."""
 
 
-_Item = _Traced | _Due
+_Item = _Traced | _Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What one decision asks of the files, with the population as it was then."""
+
+    is_new: bool
+    is_best: bool = False
+    traced: _Traced | None = None
+    checkpoint: _Checkpoint | None = None
 
 
 class Outputs:
@@ -87,14 +98,27 @@ class Outputs:
         self._again: deque[_Traced] = deque(maxlen=QUEUE + config.evolution_trace.buffer_size + 1)
         """The last programs that an earlier session told: their lines may be missing."""
 
-    async def note(self, member: Member | None, *, is_best: bool, is_new: bool) -> None:
+    def find_due(self, member: Member | None, *, is_best: bool, is_new: bool) -> Due:
         """A decision was told; `member` is its program. Not `is_new`: an earlier session did."""
-        if is_new and is_best:
+        has_trace = member is not None and self._config.evolution_trace.enabled
+        is_due = self._state.num_decided % self._config.checkpoint_interval == 0
+        return Due(
+            is_new=is_new,
+            is_best=is_best,
+            traced=self._traced(member) if member is not None and has_trace else None,
+            checkpoint=self._checkpoint_now() if is_due else None,
+        )
+
+    async def write(self, due: Due) -> None:
+        """Have it written, as far as it is not yet."""
+        if due.is_new and due.is_best:
             self._is_best_due.set()
-        if member is not None and self._config.evolution_trace.enabled:
-            await self._note_trace(member, is_new=is_new)
-        if self._state.num_decided % self._config.checkpoint_interval == 0:
-            await self._note_checkpoint()
+        if due.traced is not None and due.is_new:
+            await self._queue.put(due.traced)
+        elif due.traced is not None:
+            self._again.append(due.traced)
+        if due.checkpoint is not None:
+            await self._write_later(due.checkpoint)
 
     async def ensure_best(self) -> None:
         """There is a best program from the first one on, before any model is asked."""
@@ -107,25 +131,20 @@ class Outputs:
         while self._again:
             await self._queue.put(self._again.popleft())
 
-    async def _note_trace(self, member: Member, *, is_new: bool) -> None:
+    def _traced(self, member: Member) -> _Traced:
         ancestor = self._state.ancestors[member.id]
         assert ancestor.parent is not None
-        item = _Traced(id=member.id, parent=ancestor.parent, answer=ancestor.answer)
-        if not is_new:
-            self._again.append(item)
-            return
-        await self._queue.put(item)
+        return _Traced(id=member.id, parent=ancestor.parent, answer=ancestor.answer)
 
-    async def _note_checkpoint(self) -> None:
-        number = self._state.num_decided
-        if (self._run.path / "checkpoints" / f"checkpoint_{number}").exists():
-            return
-        await self._queue.put(self._checkpoint_now())
+    async def _write_later(self, checkpoint: _Checkpoint) -> None:
+        name = f"checkpoint_{checkpoint.iteration}"
+        if not (self._run.path / "checkpoints" / name).exists():
+            await self._queue.put(checkpoint)
 
-    def _checkpoint_now(self) -> _Due:
+    def _checkpoint_now(self) -> _Checkpoint:
         state = self._state.database.state
         ids = [member.id for member in state.population.members]
-        return _Due(
+        return _Checkpoint(
             iteration=self._state.num_decided,
             database=state,
             best=self._state.best.id,
@@ -136,7 +155,7 @@ class Outputs:
         """A checkpoint of the end, then wait until all is written."""
         self._is_closed = True
         self._is_best_due.set()
-        await self._note_checkpoint()
+        await self._write_later(self._checkpoint_now())
         await self._queue.put(None)
 
     async def write_bests(self) -> None:
@@ -172,7 +191,7 @@ class Outputs:
         match item:
             case _Traced() if self._trace is not None:
                 self._trace.append(self._trace_entry(item))
-            case _Due():
+            case _Checkpoint():
                 self._write_checkpoint(item)
 
     def _options(self) -> WriteOptions:
@@ -193,7 +212,7 @@ class Outputs:
         )
         return trace_entry(step, config=self._config.evolution_trace)
 
-    def _write_checkpoint(self, due: _Due) -> None:
+    def _write_checkpoint(self, due: _Checkpoint) -> None:
         name = f"checkpoints/checkpoint_{due.iteration}"
         place = self._run.path / name
         ids = [member.id for member in due.database.population.members]
@@ -209,7 +228,7 @@ class Outputs:
         )
         self._earlier = place
 
-    def _checkpoint(self, due: _Due) -> Checkpoint:
+    def _checkpoint(self, due: _Checkpoint) -> Checkpoint:
         population = due.database.population
         members = {member.id: member for member in population.members}
         bests = [

@@ -24,6 +24,7 @@ from rookery.errors import ConfigError
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
 from rookery.loops.evolve.first_program import FirstProgram
+from rookery.loops.evolve.hub import PER_WORKER
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.ports import TextModel
@@ -166,8 +167,8 @@ async def test_children_wait_in_a_bounded_number(tmp_path: Path) -> None:
     executor = Slow(delay_s=lambda job: 0.02)
     config = toy_config(max_iterations=60, rookery={"in_flight": 4, "workers": 2})
     await evolve_toy(tmp_path, config, model=model, executor=executor)
-    assert executor.most_running == 2
-    assert most_ahead <= 2 + 2 * 2 + 4
+    assert executor.most_running == PER_WORKER * 2
+    assert most_ahead <= PER_WORKER * 2 + 2 * 2 + 4
 
 
 async def test_model_calls_in_flight_are_bounded(tmp_path: Path) -> None:
