@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from tiny import write_tiny_model
 from rookery.compose.atropos_options import AtroposOptions, translate
 from rookery.compose.gateway import GatewayConfig, serving_gateway
 from rookery.compose.grpo import run_grpo
+from rookery.compose.resuming import resume
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
@@ -73,6 +76,49 @@ def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
         run_grpo(
             config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
         )
+
+
+KILLED = """
+import json, os, signal, sys
+from rookery.compose.grpo import run_grpo
+from rookery.compose.resuming import resume
+from rookery.runs import Run
+
+config, runs, point, number = json.loads(sys.argv[1]), *sys.argv[2:]
+append, num = Run.append, 0
+
+async def passing(self, kind, payload, *, key=""):
+    global num
+    num += kind == "batch"
+    if point == "before" and num == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    event = await append(self, kind, payload, key=key)
+    if point == "after" and num == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return event
+
+Run.append = passing
+run_grpo(config, runs_dir=runs, name="toy", progress=False)
+"""
+
+
+@pytest.mark.parametrize(("point", "number"), [("before", 2), ("after", 3)])
+def test_a_killed_training_goes_on_and_trains_each_group_once(
+    point: str, number: int, tmp_path: Path
+) -> None:
+    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=4)
+    words = [sys.executable, "-c", KILLED, json.dumps(config), str(tmp_path / "runs"), point]
+    killed = subprocess.run([*words, str(number)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    log = (tmp_path / "runs" / "toy" / "logs" / "environment-0.log").read_text()
+    assert "Traceback" not in log
+    outcome = resume(tmp_path / "runs" / "toy")
+    assert [step.step for step in outcome.report.steps] == [0, 1, 2, 3]
+    with Run.view(outcome.path) as run:
+        groups = [seq for event in run.events("batch") for seq in event.payload["groups"]]
+        names = [event.payload["desired_name"] for event in run.events("environment")]
+    assert len(groups) == 8 == len(set(groups))
+    assert names == ["toy", "toy"], "the one that was killed with the run, and its successor"
 
 
 @pytest.mark.parametrize(

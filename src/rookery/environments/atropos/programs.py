@@ -11,13 +11,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.errors import ConfigError
+from rookery.fleet.vllm_plugin import guard
 
 __all__ = ["Programs", "running"]
 
@@ -27,6 +30,7 @@ STOP_S = 10.0
 PAUSE_S = 2.0
 """Before the first restart; twice as long each time."""
 SHOWN_LINES = 5
+_BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class Programs:
@@ -70,21 +74,15 @@ class Programs:
     async def _run(self, place: int, command: EnvironmentCommand) -> int:
         words = [self._filled(word) for word in command.command]
         with self._log(place).open("ab") as log:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *words,
-                    cwd=command.folder,
-                    env={**os.environ, **command.env},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"environments.{place}.command cannot be started: {words[0]}: "
-                    f"{error.strerror}. Give the path of a program."
-                ) from error
+            process = await asyncio.create_subprocess_exec(
+                *_guarded(words),
+                cwd=command.folder,
+                env={**os.environ, **command.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.pids[place] = process.pid
         try:
             return await process.wait()
@@ -105,7 +103,14 @@ class Programs:
 async def running(
     commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
 ) -> AsyncIterator[Programs]:
-    """Start them, and stop them at the end of the block."""
+    """Start them, and stop them at the end of the block, or when this process is killed."""
+    for place, command in enumerate(commands):
+        program = command.folder / command.command[0]
+        if shutil.which(command.command[0]) is None and shutil.which(program) is None:
+            raise ConfigError(
+                f"environments.{place}.command cannot be started: there is no program "
+                f"{command.command[0]}. Give the path of one."
+            )
     programs = Programs(commands, words=words, logs=logs)
     tasks = [asyncio.create_task(programs.keep(place)) for place in range(len(commands))]
     try:
@@ -114,6 +119,13 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _guarded(words: Sequence[str]) -> list[str]:
+    """The command, with a watcher that ends it when this process is killed."""
+    if sys.platform != "linux":
+        return list(words)
+    return [sys.executable, guard.__file__, str(os.getpid()), "-c", _BECOME, *words]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
