@@ -26,6 +26,7 @@ from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model, open_engine
 from rookery.errors import FleetError
 from rookery.fleet import Fleet
+from rookery.fleet.bridges import alias
 from rookery.fleet.bridges.canary import Canary
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
@@ -103,9 +104,12 @@ class Training:
 
 
 @asynccontextmanager
-async def training(config: GrpoConfig, tmp_path: Path) -> AsyncIterator[Training]:
+async def training(
+    config: GrpoConfig, tmp_path: Path, *, is_as_configured: bool = False
+) -> AsyncIterator[Training]:
     found = find_model(config.engine, tokenizer="")
-    async with open_engine(bridged_engine(config)) as engine:
+    used = config.engine if is_as_configured else bridged_engine(config)
+    async with open_engine(used) as engine:
         bridge = await choose_bridge(config, engine)
         if bridge.shared is None:
             model = load_model(found.path)
@@ -164,3 +168,25 @@ async def test_weights_that_are_spread_over_workers_are_copied(
         assert await own.gap() < NEAR
         await own.step()
         assert await own.gap() < NEAR
+
+
+async def test_prefixes_of_older_weights_are_found_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(config_of(folder, "alias"), tmp_path) as trained:
+        await trained.trainer.publish(POLICY)
+        await trained.step()
+        monkeypatch.setattr(alias, "PAUSE", "/pause?mode=keep&clear_cache=false")
+        with pytest.raises(FleetError, match="cached for older weights"):
+            await trained.step()
+
+
+async def test_an_old_output_layer_is_found_out(tmp_path: Path) -> None:
+    """vLLM on the CPU packs it, and keeps the packed one of tied embeddings."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "tie_word_embeddings": True}
+    folder = write_tiny_model(tmp_path / "tied", **sizes)
+    config = config_of(folder, "reload", max_loras=0, max_model_len=128)
+    async with training(config, tmp_path, is_as_configured=True) as trained:
+        await trained.trainer.publish(POLICY)
+        with pytest.raises(FleetError, match="live_weights"):
+            await trained.step()

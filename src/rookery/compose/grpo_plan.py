@@ -144,9 +144,16 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
 
 
 def _longest_prompt(config: GrpoConfig, files: GrpoFiles) -> int:
+    return max(_drawn_prompts(config, files))
+
+
+def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
+    """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
+    their longest."""
     if config.atropos is not None:
-        return max(1, config.atropos.max_token_len - config.drawing.max_tokens)
-    return max(_prompt_tokens(files, "search"))
+        longest = max(1, config.atropos.max_token_len - config.drawing.max_tokens)
+        return [longest] * config.groups_per_step
+    return _prompt_tokens(files, "search")
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
@@ -183,9 +190,9 @@ def _cache_rows(
     config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
 ) -> Iterator[MemoryRow]:
     shape, size = step.shape, step.dtype.itemsize
-    prompts = {split: _prompt_tokens(files, split) for split in ("search", "select", "report")}
-    longest = sorted(prompts["search"])[-config.max_groups :]
-    kept = sum(longest) + max(sum(prompts["select"]), 2 * sum(prompts["report"]))
+    longest = sorted(_drawn_prompts(config, files))[-config.max_groups :]
+    select, report = (sum(_prompt_tokens(files, split)) for split in ("select", "report"))
+    kept = sum(longest) + max(select, 2 * report)
     limit = int(engine.cache_gib * GIB)
     kept_bytes = kept * shape.token_bytes(step.dtype)
     yield MemoryRow(
@@ -235,7 +242,9 @@ def _trainer_rows(config: GrpoConfig, step: StepMemory) -> Iterator[MemoryRow]:
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
-    yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
+    # With alias they are the servers', and counted there.
+    weights = 0 if config.bridge == "alias" else step.weights
+    yield MemoryRow(name=name, num_bytes=weights, note=note, remedy="take a smaller model")
     is_full = config.full is not None
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer

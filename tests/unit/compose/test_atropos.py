@@ -19,6 +19,7 @@ from tiny import write_tiny_model
 from rookery.compose.atropos_options import AtroposOptions, translate
 from rookery.compose.gateway import GatewayConfig, serving_gateway
 from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.resuming import resume
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.grpo import GrpoConfig
@@ -65,6 +66,12 @@ def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: P
     assert (outcome.path / "logs" / "environment-0.log").exists()
 
 
+def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    plan = plan_grpo(config_of(folder))
+    assert plan.fits and {row.name for row in plan.rows} >= {"gradients", "prefix cache"}
+
+
 def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     command = [sys.executable, "-c", "raise SystemExit('no data here')"]
@@ -81,6 +88,7 @@ def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
 KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.resuming import resume
 from rookery.runs import Run
 

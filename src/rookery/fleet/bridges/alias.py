@@ -30,7 +30,10 @@ from rookery.types import ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AliasBridge", "SharedBase", "share_base"]
+__all__ = ["PAUSE", "AliasBridge", "SharedBase", "share_base"]
+
+PAUSE = "/pause?mode=keep"
+"""vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
 
 
 class SharedBase:
@@ -134,7 +137,7 @@ class AliasBridge:
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")
         try:
-            await replica.client.post("/pause?mode=keep", b"")
+            await replica.client.post(PAUSE, b"")
         except RookeryError as error:
             # It computes nothing, or is looked after when it is back.
             replica.exclude(f"{replica.url} could not be paused for new weights: {error}")
