@@ -33,9 +33,12 @@ test: $(VENV)/.ready
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready \
+  .venv-tinker/.ready .venv-atropos/.ready .venv-verifiers/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
+	  ROOKERY_ATROPOS_PYTHON=$(CURDIR)/.venv-atropos/bin/python \
+	  ROOKERY_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -56,7 +59,8 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-atropos .venv-verifiers \
+	  build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -102,4 +106,19 @@ $(VENV)/.ready: pyproject.toml
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
+	@touch $@
+
+# Environments that grpo trains on; their dependencies are their own.
+.venv-atropos/.ready:
+	@echo "setting up .venv-atropos (once)"
+	test -x .venv-atropos/bin/python || $(PYTHON) -m venv .venv-atropos
+	.venv-atropos/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-atropos/bin/python -m pip install --quiet "atroposlib==0.4.0" latex2sympy2_extended reasoning-gym
+	@touch $@
+
+.venv-verifiers/.ready:
+	@echo "setting up .venv-verifiers (once)"
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-verifiers/bin/python -m pip install --quiet "verifiers==0.4.0"
 	@touch $@

@@ -139,10 +139,25 @@ def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | Ful
 
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
-        prompt_tokens=max(_prompt_tokens(files, "search")),
-        answer_tokens=config.max_drawn_tokens,
+        prompt_tokens=max(_drawn_prompts(config, files)),
+        answer_tokens=_answer_tokens(config),
         num_data=config.groups_per_step * config.group_size,
     )
+
+
+def _answer_tokens(config: GrpoConfig) -> int:
+    """Tokens that follow the prompt. Of environments elsewhere the last answer: what comes before
+    it counts as prompt."""
+    return config.max_drawn_tokens if config.atropos is None else config.drawing.max_tokens
+
+
+def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
+    """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
+    their longest."""
+    if config.atropos is not None:
+        longest = max(1, config.atropos.max_token_len - config.drawing.max_tokens)
+        return [longest] * config.groups_per_step
+    return _prompt_tokens(files, "search")
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
@@ -179,9 +194,9 @@ def _cache_rows(
     config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
 ) -> Iterator[MemoryRow]:
     shape, size = step.shape, step.dtype.itemsize
-    prompts = {split: _prompt_tokens(files, split) for split in ("search", "select", "report")}
-    longest = sorted(prompts["search"])[-config.max_groups :]
-    kept = sum(longest) + max(sum(prompts["select"]), 2 * sum(prompts["report"]))
+    longest = sorted(_drawn_prompts(config, files))[-config.max_groups :]
+    select, report = (sum(_prompt_tokens(files, split)) for split in ("select", "report"))
+    kept = sum(longest) + max(select, 2 * report)
     limit = int(engine.cache_gib * GIB)
     kept_bytes = kept * shape.token_bytes(step.dtype)
     yield MemoryRow(
@@ -192,7 +207,7 @@ def _cache_rows(
         remedy="lower engine.cache_gib",
     )
     rows = min(engine.max_rows, config.groups_per_step * config.group_size)
-    length = min(max(longest) + config.max_drawn_tokens, shape.context_tokens)
+    length = min(max(longest) + _answer_tokens(config), shape.context_tokens)
     yield MemoryRow(
         name="answers in flight",
         num_bytes=rows * length * _kv_bytes(shape) * size,
@@ -231,7 +246,9 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
-    yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
+    # With alias they are the servers', and counted there.
+    weights = 0 if config.bridge == "alias" else step.weights
+    yield MemoryRow(name=name, num_bytes=weights, note=note, remedy="take a smaller model")
     is_full = config.full is not None
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer

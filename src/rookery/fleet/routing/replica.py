@@ -7,6 +7,7 @@ choices = await replica.serve(call, adapter)
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -50,6 +51,8 @@ class ReplicaSettings:
     """Servers on other machines see the staging folder too."""
     has_resolver: bool
     """They search it for adapters by name."""
+    is_by_folder: bool = False
+    """Adapters go as PEFT folders, though servers could take them from memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Replica:
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
         """The base model and adapters are not computed together there; see `exclusion.py`."""
+        self.renew: Callable[[Replica], Awaitable[None]] | None = None
+        """Gives a server that was started again the newest base weights; None: nobody can."""
         self._updated_process: str | None = None
         """Which process got the newest base weights; None: they are those it started with."""
 
@@ -145,8 +150,7 @@ class Replica:
 
     async def reconnect(self, served: ServedAdapters) -> None:
         """After a loss: which of the served adapters the server still holds, then open it again."""
-        if self.route == "extension":
-            await self.client.call_workers("rookery_attach")
+        await self.reattach()
         self.load.forget()
         self._residency.resident.clear()
         for name in await list_names(self.client, self._staging.owner.token):
@@ -157,12 +161,19 @@ class Replica:
             else:
                 # It was retired while the server could not be told.
                 await self._residency.unload(name, model=self.capabilities.model)
-        if self._updated_process is not None and not await self._is_updated():
+        if self._updated_process is not None and not await self.is_updated():
             self.exclude(
                 f"{self.url} was started again, or does not tell: it may have the weights it began "
                 "with. Call update_weights again."
             )
+            if self.renew is not None:
+                await self.renew(self)
         self._open()
+
+    async def reattach(self) -> None:
+        """Tell a process that was started again how adapters come."""
+        if self.route == "extension":
+            await self.client.call_workers("rookery_attach")
 
     def exclude(self, reason: str) -> None:
         """No requests from now on, until `include`."""
@@ -304,7 +315,8 @@ class Replica:
         can_see = self._settings.is_folder_shared or is_local(self.url)
         if not can_see:
             return "none"
-        if has_extension and self.capabilities.has_lora_loading:
+        is_by_memory = has_extension and not self._settings.is_by_folder
+        if is_by_memory and self.capabilities.has_lora_loading:
             return "extension"
         if self.capabilities.has_lora_loading:
             return "http"
@@ -347,7 +359,8 @@ class Replica:
         else:
             self._residency.expect(name)
 
-    async def _is_updated(self) -> bool:
+    async def is_updated(self) -> bool:
+        """Whether the process that runs is the one that got the newest base weights."""
         process = await self._process()
         return bool(process) and process == self._updated_process
 

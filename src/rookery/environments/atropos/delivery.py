@@ -1,0 +1,62 @@
+"""Batches for a trainer elsewhere: each is given until it is acknowledged.
+
+The Atropos API has no acknowledgement. A trainer that knows none acknowledges a batch by asking for
+the next one; Rookery's own names the last batch that it has (`/batch?after=3`).
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.group_queue import QueuedGroup
+from rookery.runs import Run
+
+__all__ = ["Delivery", "trained_groups"]
+
+BATCH = "batch"
+
+
+def trained_groups(run: Run) -> set[int]:
+    """The numbers of all groups that durable batches of the run hold."""
+    return {int(seq) for event in run.events(BATCH) for seq in event.payload.get("groups", ())}
+
+
+class Delivery:
+    """The batches of one gateway, one at a time."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        last = gateway.run.last(BATCH)
+        self._number = 0 if last is None else int(last.key)
+        """Of the newest batch that was acknowledged."""
+        self._given: Sequence[QueuedGroup] = ()
+        self._lock = asyncio.Lock()
+
+    async def next(self, after: int | None) -> tuple[int, Sequence[QueuedGroup]]:
+        """The batch that follows number `after`, empty when there is none yet; without a number,
+        the one that follows what was given last."""
+        trainer = self._gateway.registry.trainer
+        assert trainer is not None, "a trainer registers before it asks for batches"
+        async with self._lock:
+            if self._given and (after is None or after > self._number):
+                await self._acknowledge()
+            if not self._given:
+                self._given = self._gateway.queue.take_now(trainer.batch_size)
+                self._gateway.step += bool(self._given)
+            return self._number + 1, self._given
+
+    async def _acknowledge(self) -> None:
+        self._number += 1
+        groups = [queued.seq for queued in self._given]
+        await self._gateway.run.append(BATCH, {"groups": groups}, key=str(self._number))
+        await self._gateway.queue.acknowledge(self._given)
+        self._given = ()
+
+    async def drop_all(self) -> None:
+        """Acknowledge everything that waits, trained or not."""
+        async with self._lock:
+            if self._given:
+                await self._acknowledge()
+            while rest := self._gateway.queue.take_rest():
+                self._given = rest
+                await self._acknowledge()
