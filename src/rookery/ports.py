@@ -16,6 +16,7 @@ from rookery.types import (
     Group,
     Job,
     JobOutcome,
+    Json,
     LoraShape,
     Message,
     ModelRef,
@@ -190,6 +191,10 @@ class Trainees(Protocol):
 
     async def export(self, trainee: str, folder: Path) -> None:
         """Write its current weights as a PEFT folder."""
+        ...
+
+    async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
+        """Raise TrainError with a sentence when the trainer has no such loss, whatever the data."""
         ...
 
 

@@ -10,12 +10,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rookery.errors import EngineError, ExecutorError
+from rookery.errors import EngineError, ExecutorError, TrainError
 from rookery.types import (
     Adapter,
     Completion,
@@ -23,6 +23,7 @@ from rookery.types import (
     JobDone,
     JobFailed,
     JobOutcome,
+    Json,
     KeptTokens,
     LoraShape,
     ModelRef,
@@ -335,6 +336,11 @@ class FakeTrainer:
         await asyncio.to_thread(folder.mkdir)
         value = json.dumps(self.trainees[trainee].value)
         await asyncio.to_thread((folder / "value.json").write_text, value)
+
+    async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
+        """Refuses nodes of a graph whose target is `forbidden`."""
+        if "forbidden" in json.dumps(options):
+            raise TrainError(f"{loss} uses 'forbidden', which is not run here.")
 
     async def publish(self, trainee: str) -> ModelRef:
         return ModelRef(name=trainee, version=str(self.trainees[trainee].num_steps))

@@ -103,6 +103,10 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     assert plain["names"] == ["tiny/model"]
     assert plain["losses"][-1] < plain["losses"][0]
     assert plain["policy"]["importance_sampling"] == pytest.approx(-9.0, abs=1e-3)
+    assert plain["policy"]["gspo"] == pytest.approx(-9.0, abs=1e-2)
+    assert plain["policy"]["dro"] > 9.0, "a sum of -log p, and hardly any term that holds it"
+    assert plain["custom"]["own"] == pytest.approx(plain["custom"]["plain"], rel=1e-5)
+    assert plain["custom"]["reported"] == plain["custom"]["own"]
     assert plain["resumed"] == plain["saved"]
     assert "There are: cross_entropy" in plain["refusal"]
 

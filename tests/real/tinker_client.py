@@ -25,6 +25,25 @@ def policy_datum(tokens: list[int], logprobs: list[float]) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
+def neg_ll(logprobs: Any, weights: Any) -> Any:
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/neg_ll:sum": loss}
+
+
+def custom_losses(service: Any, trainer: Any) -> dict[str, float]:
+    """A loss of its own on the server, beside the same as cross_entropy; gradients are dropped."""
+    ranks = {"logprobs": 1, "weights": 1}
+    handle = service.create_custom_loss(neg_ll, input_ranks=ranks).result()
+    assert handle.loss_id, "it was not sent to the server"
+    own = trainer.forward_backward_custom([datum(TOKENS)], handle).result().metrics
+    plain = trainer.forward_backward([datum(TOKENS)], "cross_entropy").result().metrics
+    return {
+        "own": own["loss:sum"],
+        "reported": own["custom/neg_ll:sum"],
+        "plain": plain["loss:sum"],
+    }
+
+
 def main(model: str, steps: int) -> dict[str, Any]:
     service = tinker.ServiceClient()
     names = [m.model_name for m in service.get_server_capabilities().supported_models]
@@ -53,8 +72,9 @@ def main(model: str, steps: int) -> dict[str, Any]:
     row = policy_datum(TOKENS, [float(value) for value in scores[1:]])
     policy = {
         loss: trainer.forward_backward([row], loss).result().metrics["loss:sum"]
-        for loss in ("importance_sampling", "ppo", "cispo")
+        for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo")
     }
+    custom = custom_losses(service, trainer)
     trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     path = trainer.save_state(name="end").result().path
     before = trainer.forward([datum(TOKENS)], "cross_entropy").result().metrics["loss:sum"]
@@ -70,6 +90,7 @@ def main(model: str, steps: int) -> dict[str, Any]:
         "losses": losses,
         "hash": seen.hexdigest(),
         "policy": policy,
+        "custom": custom,
         "saved": before,
         "resumed": after,
         "refusal": refusal,

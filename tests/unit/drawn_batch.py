@@ -5,6 +5,7 @@ Tables are [B, T] with a mask, as TRL and the papers have them; a loss takes the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -82,7 +83,8 @@ def targets_of(data: Sequence[Datum]) -> Targets:
 
     datum = [index for index, row in enumerate(data) for _ in row.targets]
     names = ("weights", "sampled_logprobs", "old_logprobs", "reference_logprobs", "advantages")
-    return Targets(datum=torch.tensor(datum), **{name: column(name) for name in names})
+    columns: Any = {name: column(name) for name in names}
+    return Targets(datum=torch.tensor(datum), **columns)
 
 
 def _data(batch: DrawnBatch) -> list[Datum]:

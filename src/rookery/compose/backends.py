@@ -1,7 +1,7 @@
 """Models for the service: an engine and a trainer over one copy of the weights, as a Backend."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from rookery.service.backend import Backend
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template, load_template
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
-from rookery.types import LoraShape, Message, ModelRef, Task, TokenIds
+from rookery.train.losses import make_loss
+from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
 from rookery.weights import read_adapter
 
 __all__ = ["open_backend"]
@@ -67,6 +68,9 @@ class LoraTrainees:
 
     async def export(self, trainee: str, folder: Path) -> None:
         await self._trainer.export(trainee, folder)
+
+    async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
+        await asyncio.to_thread(make_loss, loss, options)
 
     def _create(self, trainee: str, start: LoraShape | Path) -> None:
         if isinstance(start, Path):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from rookery.service.records import (
     Checkpoint,
+    CustomLoss,
     Model,
     RegisteredAdapter,
     SamplingSession,
@@ -24,6 +25,7 @@ from rookery.service.refusals import bad, missing
 from rookery.service.state import State
 from rookery.service.wire.requests import (
     CopyWeights,
+    CreateCustomLoss,
     CreateSamplingSession,
     CreateSession,
     JoinSamplingSession,
@@ -109,6 +111,8 @@ def _end_session(state: State, command: Command, request: EndSession) -> Reply:
         model.is_live = False
     for sampler in [s for s in state.samplers.values() if s.session_id == session.id]:
         del state.samplers[sampler.id]
+    for loss in [loss for loss in state.losses.values() if loss.session_id == session.id]:
+        del state.losses[loss.id]
     return {}
 
 
@@ -139,6 +143,21 @@ def _join_sampler(state: State, command: Command, request: JoinSamplingSession) 
     sampler = state.sampler(command.tenant, request.sampling_session_id)
     sampler.num_joined += 1
     return {"type": "join_sampling_session", "client_counter": sampler.num_joined}
+
+
+def _create_loss(state: State, command: Command, request: CreateCustomLoss) -> Reply:
+    session = state.session(command.tenant, request.session_id)
+    loss = CustomLoss(
+        id=f"{session.id}:loss:{request.custom_loss_seq_id}",
+        session_id=session.id,
+        tenant=command.tenant,
+        name=request.name,
+        inputs=[own.model_dump() for own in request.inputs],
+        graph=request.graph,
+    )
+    if state.losses.setdefault(loss.id, loss) != loss:
+        raise bad(f"The custom loss {loss.id} was made before, with another graph.")
+    return {"type": "create_custom_loss", "loss_id": loss.id}
 
 
 def _delete_checkpoint(state: State, command: Command, request: CheckpointPath) -> Reply:
@@ -230,6 +249,7 @@ _CHANGES = {
     "create_session": _Change(CreateSession, _create_session),
     "end_session": _Change(EndSession, _end_session),
     "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
+    "create_custom_loss": _Change(CreateCustomLoss, _create_loss),
     "join_sampling_session": _Change(JoinSamplingSession, _join_sampler),
     "delete_checkpoint": _Change(CheckpointPath, _delete_checkpoint),
     "publish_checkpoint": _Change(CheckpointPath, _publish),

@@ -11,6 +11,7 @@ from rookery.types import Json, LoraShape
 __all__ = [
     "Checkpoint",
     "CheckpointKind",
+    "CustomLoss",
     "Model",
     "RegisteredAdapter",
     "SamplingSession",
@@ -90,6 +91,24 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomLoss:
+    """A loss of a client's own, for the models of its session."""
+
+    id: str
+    session_id: str
+    tenant: str
+    name: str
+    inputs: list[dict[str, Json]]
+    """Name and rank of each, the log-probabilities first."""
+    graph: dict[str, Json]
+
+    @property
+    def input_names(self) -> list[str]:
+        """What it reads besides log-probabilities."""
+        return [str(own["name"]) for own in self.inputs[1:]]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,8 +38,8 @@ from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
-from rookery.service.wire.requests import CreateModel, Sample
-from rookery.service.work import Command, failed
+from rookery.service.wire.requests import CreateCustomLoss, CreateModel, Sample
+from rookery.service.work import Command, failed, finished
 from rookery.types import LoraShape
 
 __all__ = ["Service", "new_id", "open_service"]
@@ -84,6 +84,9 @@ class Service:
 
     def apply(self, command: Command) -> dict[str, Any]:
         """Change the state, now or after a restart."""
+        if command.kind == "create_custom_loss":
+            session_id = CreateCustomLoss.model_validate_json(command.body).session_id
+            return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
         if command.kind != "end_session":
             return apply(self.desk.state, command)
         session_id = EndSession.model_validate_json(command.body).session_id
@@ -91,6 +94,17 @@ class Service:
         reply = apply(self.desk.state, command)
         self._end_session(session_id, samplers)
         return reply
+
+    def _finish_at_once(
+        self, command: Command, reply: dict[str, Any], *, owner: str
+    ) -> dict[str, Any]:
+        """The reply of a change as a result, for clients that ask for one."""
+        future = Future(
+            id=command.id, tenant=command.tenant, key="", digest="", owner=owner, reply=reply
+        )
+        self.desk.futures.add(future)
+        self.desk.futures.finish(command.id, finished(reply))
+        return {"request_id": command.id}
 
     async def accept(self, command: Command) -> dict[str, Any]:
         """Have a request done in its turn, once: who sends it again gets the same reply."""
@@ -196,6 +210,7 @@ class Service:
 
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
         self._seen.pop(session_id, None)
+        self.desk.futures.end_owner(session_id)
         for sampler_id in samplers:
             self.desk.futures.end_owner(sampler_id)
         for model in self.desk.state.models_of(session_id):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rookery.service.records import (
     Checkpoint,
+    CustomLoss,
     Model,
     RegisteredAdapter,
     SamplingSession,
@@ -36,6 +37,7 @@ class State:
         """By path."""
         self.adapters: dict[tuple[str, str], RegisteredAdapter] = {}
         """By tenant and adapter id."""
+        self.losses: dict[str, CustomLoss] = {}
 
     def session(self, tenant: str, session_id: str) -> Session:
         """One that is not over."""
@@ -92,6 +94,13 @@ class State:
             )
         return adapter
 
+    def loss(self, tenant: str, loss_id: str) -> CustomLoss:
+        """A loss that a client of the tenant made."""
+        loss = self.losses.get(loss_id)
+        if loss is None or loss.tenant != tenant:
+            raise missing("custom loss", loss_id)
+        return loss
+
     def own_checkpoints(self, tenant: str, *, now: float) -> list[Checkpoint]:
         """Those of a tenant that have not expired, newest first."""
         own = [
@@ -126,6 +135,7 @@ class State:
             "samplers": [asdict(sampler) for sampler in self.samplers.values()],
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints.values()],
             "adapters": [asdict(adapter) for adapter in self.adapters.values()],
+            "losses": [asdict(loss) for loss in self.losses.values()],
         }
 
     @classmethod
@@ -143,4 +153,6 @@ class State:
             state.checkpoints[checkpoint.path] = checkpoint
         for row in document["adapters"]:
             state.adapters[row["tenant"], row["adapter_id"]] = RegisteredAdapter(**row)
+        for row in document.get("losses", ()):
+            state.losses[row["id"]] = CustomLoss(**row)
         return state

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,14 @@ class TrainerCalls:
         context = backend.engine.context_tokens
 
         def read() -> list[TrainRequest]:
-            return [train_request(read_call(work), context_tokens=context) for work in works]
+            return [
+                train_request(
+                    read_call(work),
+                    context_tokens=context,
+                    custom=partial(self._desk.state.loss, work.tenant),
+                )
+                for work in works
+            ]
 
         requests = await asyncio.to_thread(read)
         trainer = backend.trainer

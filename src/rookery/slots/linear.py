@@ -28,7 +28,7 @@ class ActiveRows(threading.local):
     The layers are transformers' own and pass no argument on to their linear layers.
     """
 
-    rows: SlotRows | None = None
+    rows: Sequence[SlotRows] = ()
 
 
 def can_pack(*, device: torch.device, dtype: torch.dtype) -> bool:
@@ -127,9 +127,9 @@ class SlottedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
         out = self.base(flat)
-        rows = self._active.rows
-        if rows is not None and (factors := self.factors(rows)) is not None:
-            rows.add(out, rows.take(flat), *factors)
+        for rows in self._active.rows:
+            if (factors := self.factors(rows)) is not None:
+                rows.add(out, rows.take(flat), *factors)
         return out.view(*x.shape[:-1], self.out_features)
 
     def factors(self, rows: SlotRows) -> SlotFactors | None:
@@ -175,9 +175,9 @@ class LinearGroup:
             out = torch.cat([member.base(x) for member in self._members], dim=-1)
         else:
             out = self._packed(x)
-        rows = self._active.rows
-        if rows is not None and (stack := self._stack_for(rows)) is not None:
-            rows.add(out[:, stack.columns], rows.take(x), stack.a, stack.b)
+        for rows in self._active.rows:
+            if (stack := self._stack_for(rows)) is not None:
+                rows.add(out[:, stack.columns], rows.take(x), stack.a, stack.b)
         return out
 
     def _stack_for(self, rows: SlotRows) -> "_Stack | None":

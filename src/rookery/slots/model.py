@@ -185,10 +185,11 @@ class SlottedModel:
         positions: torch.Tensor,
         *,
         attend: Attend,
-        rows: SlotRows | None = None,
+        rows: SlotRows | Sequence[SlotRows] | None = None,
         span: range | None = None,
     ) -> torch.Tensor:
-        """Run the layers of `span` (all of them by default) over packed rows."""
+        """Run the layers of `span` (all of them by default) over packed rows. With several
+        `rows`, a packed row gets the adapters of each that names it."""
         rope = self._positions(hidden[None], positions[None])
         indices = span if span is not None else range(self.shape.num_layers)
         with self._rows(rows):
@@ -229,7 +230,9 @@ class SlottedModel:
             hidden = layers[index](hidden, rotations[self._positions.kind(index)], attend)
         return hidden
 
-    def logits(self, hidden: torch.Tensor, *, rows: SlotRows | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, *, rows: SlotRows | Sequence[SlotRows] | None = None
+    ) -> torch.Tensor:
         """Final norm and head: [rows, hidden] -> float32 [rows, vocabulary]."""
         with self._rows(rows):
             logits: torch.Tensor = self._head(self._norm(hidden[None]))[0].float()
@@ -238,12 +241,12 @@ class SlottedModel:
         return logits
 
     @contextmanager
-    def _rows(self, rows: SlotRows | None) -> Iterator[None]:
-        self._active.rows = rows
+    def _rows(self, rows: SlotRows | Sequence[SlotRows] | None) -> Iterator[None]:
+        self._active.rows = () if rows is None else (rows,) if isinstance(rows, SlotRows) else rows
         try:
             yield
         finally:
-            self._active.rows = None
+            self._active.rows = ()
 
 
 def first_adapted_layer(names: Iterator[str] | list[str], *, num_layers: int) -> int:

@@ -13,6 +13,7 @@ a decoded one), never to the batch: the same row gives the same bits in any batc
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -36,19 +37,13 @@ class _Blocks:
     """All blocks of one size."""
 
     size: int
+    num_blocks: int
     slots: torch.Tensor | slice
     """[blocks] the slot of each block; a slice where they follow one another"""
-    gather: torch.Tensor | None
-    """[blocks * size] the packed row at each place, padding repeats a row; None: as they are"""
-    scatter: torch.Tensor | None
-    """[rows] the place of each packed row, rows of no block one past the last; None: as they are"""
-    covers_all: bool
-    """Every packed row is in some block."""
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [blocks, size, in]"""
-        taken = x if self.gather is None else x.index_select(0, self.gather)
-        return taken.view(-1, self.size, x.shape[-1])
+    @property
+    def num_places(self) -> int:
+        return self.size * self.num_blocks
 
     def pick(self, factors: torch.Tensor) -> torch.Tensor:
         """[S, m, n] -> [blocks, n, m]"""
@@ -56,15 +51,6 @@ class _Blocks:
         if isinstance(self.slots, slice):
             return turned[self.slots]
         return turned.index_select(0, self.slots)
-
-    def give(self, delta: torch.Tensor) -> torch.Tensor:
-        """[blocks, size, out] -> [rows, out]"""
-        flat = delta.view(-1, delta.shape[-1])
-        if self.scatter is None:
-            return flat
-        if not self.covers_all:
-            flat = torch.cat((flat, flat.new_zeros(1, flat.shape[-1])))
-        return flat.index_select(0, self.scatter)
 
 
 class SlotRows:
@@ -82,42 +68,78 @@ class SlotRows:
         factors: Mapping[str, SlotFactors] | None = None,
     ) -> None:
         self.factors = factors
-        ordered = sorted(segments, key=lambda segment: segment.slot)
-        sizes = sorted({segment.block for segment in segments})
-        self._blocks = [
-            _layout([s for s in ordered if s.block == size], size, num_rows, device)
-            for size in sizes
-        ]
+        ordered = sorted(segments, key=lambda segment: (segment.block, segment.slot))
+        gather: list[int] = []
+        places: dict[int, int] = {}
+        self._blocks: list[_Blocks] = []
+        for size, same in groupby(ordered, key=lambda segment: segment.block):
+            slots = [slot for segment in same for slot in _lay(segment, gather, places)]
+            self._blocks.append(_Blocks(size, len(slots), _picker(slots, device)))
+        is_whole = gather == list(range(num_rows))
+        scatter = [places.get(row, len(gather)) for row in range(num_rows)]
+        self._gather = None if is_whole else torch.tensor(gather, device=device)
+        """[places] the packed row at each place of the blocks, padding repeats a row; None: as they
+        are"""
+        self._scatter = None if is_whole else torch.tensor(scatter, device=device)
+        """[rows] the place of each packed row, rows of no block one past the last"""
+        self._covers_all = len(places) == num_rows
+        self._last: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None
 
     def take(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The rows of x [rows, in] in their blocks, for any number of layers that read x."""
-        return [blocks.take(x) for blocks in self._blocks]
+        if self.factors is None:
+            return self._take(x)
+        # Queries, keys and values read the same x: in training also their gradients are one.
+        if self._last is not None:
+            seen, version, taken = self._last
+            if seen.data_ptr() == x.data_ptr() and seen.shape == x.shape and version == x._version:
+                return taken
+        taken = self._take(x)
+        # Held together with x, so that no other tensor gets its memory.
+        self._last = (x, x._version, taken)
+        return taken
+
+    def _take(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if not self._blocks:
+            return []
+        flat = x if self._gather is None else x.index_select(0, self._gather)
+        parts = torch.split(flat, [blocks.num_places for blocks in self._blocks])
+        return [
+            part.view(-1, blocks.size, x.shape[-1])
+            for part, blocks in zip(parts, self._blocks, strict=True)
+        ]
 
     def add(
         self, out: torch.Tensor, taken: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor
     ) -> None:
         """Add the adapters' part to out [rows, out] in place; a [S, r, in], b [S, out, r]."""
-        for blocks, x in zip(self._blocks, taken, strict=True):
-            out.add_(blocks.give(torch.bmm(torch.bmm(x, blocks.pick(a)), blocks.pick(b))))
+        if not self._blocks:
+            return
+        width = out.shape[-1]
+        parts = [
+            torch.bmm(torch.bmm(x, blocks.pick(a)), blocks.pick(b)).view(-1, width)
+            for blocks, x in zip(self._blocks, taken, strict=True)
+        ]
+        if self._scatter is None:
+            out.add_(parts[0] if len(parts) == 1 else torch.cat(parts))
+            return
+        if not self._covers_all:
+            parts.append(parts[0].new_zeros(1, width))
+        places = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out.add_(places.index_select(0, self._scatter))
 
 
-def _layout(segments: Sequence[Segment], size: int, num_rows: int, device: torch.device) -> _Blocks:
-    slots: list[int] = []
-    gather: list[int] = []
-    places: dict[int, int] = {}
-    for segment in segments:
-        for first in range(0, len(segment.rows), size):
-            taken = segment.rows[first : first + size]
-            places.update(zip(taken, range(len(gather), len(gather) + len(taken)), strict=True))
-            gather.extend([*taken, *[taken[0]] * (size - len(taken))])
-            slots.append(segment.slot)
-    is_whole = gather == list(range(num_rows))
-    scatter = [places.get(row, len(gather)) for row in range(num_rows)]
+def _lay(segment: Segment, gather: list[int], places: dict[int, int]) -> list[int]:
+    """Append the blocks of a segment; the slot of each."""
+    size, slots = segment.block, []
+    for first in range(0, len(segment.rows), size):
+        taken = segment.rows[first : first + size]
+        places.update(zip(taken, range(len(gather), len(gather) + len(taken)), strict=True))
+        gather.extend([*taken, *[taken[0]] * (size - len(taken))])
+        slots.append(segment.slot)
+    return slots
+
+
+def _picker(slots: list[int], device: torch.device) -> torch.Tensor | slice:
     follow = slots == list(range(slots[0], slots[0] + len(slots)))
-    return _Blocks(
-        size=size,
-        slots=slice(slots[0], slots[-1] + 1) if follow else torch.tensor(slots, device=device),
-        gather=None if is_whole else torch.tensor(gather, device=device),
-        scatter=None if is_whole else torch.tensor(scatter, device=device),
-        covers_all=len(places) == num_rows,
-    )
+    return slice(slots[0], slots[-1] + 1) if follow else torch.tensor(slots, device=device)

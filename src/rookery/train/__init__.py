@@ -3,11 +3,15 @@
 losses/       what is minimised, one file each
 packing.py    data -> passes without padding
 trunk.py      the layers below the adapters, computed once per sequence
-stacks.py     a trainee's factors as the slot of a pass
+stacks.py     factors of several trainees as the slots of one pass
+mixed.py      passes of several requests as one
 head.py       hidden states -> log-probabilities of targets, in chunks
 averaging.py  how the tokens of a step are averaged, over all its calls
 metrics.py    the metrics of several calls as those of one
 trainee.py    weights in training: gradients, AdamW, save and load
+lora_trainee.py     an adapter in training, all its factors in one tensor
+parking.py    where trainees are while they are not used: device, memory, files
+job.py        one request on its way through the passes
 slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out
 lora_trainer.py     LoraTrainer: any number of adapters over one model
 full.py       FullTrainer: a model's own weights

@@ -28,6 +28,7 @@ from rookery.ports import Publisher
 from rookery.slots import SlottedModel, load_model
 from rookery.slots.model import decoder_layer
 from rookery.train.head import target_logprobs
+from rookery.train.job import Job
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Processes
@@ -184,15 +185,43 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self.tell("weights_of", self._name)
         return _content_hash(self._whole_weights())
 
-    def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, turns: Sequence[tuple[Job[FullTrainee], PackedPass]]) -> None:
+        [(job, packed)] = turns
+        logprobs = self.logprobs(packed)
+        output = job.loss(packed, logprobs) if packed.places else None
+        if job.has_failed:
+            return
+        if torch.is_grad_enabled():
+            loss = 0.0 * logprobs.sum() if output is None else output.loss
+            self.add_gradients(job.gradients, loss, job.trainee.leaves)
+        if output is not None:
+            job.add(packed, logprobs, output)
+
+    def probe(self, packed: PackedPass, trainee: FullTrainee) -> object:
+        loss = self.logprobs(packed).sum()
+        return torch.autograd.grad(loss, list(trainee.leaves), allow_unused=True)
+
+    def add_gradients(
+        self, totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
+    ) -> None:
+        """In float32, whatever the leaves are; one that the loss does not depend on adds
+        nothing."""
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for total, gradient in zip(totals, found, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    def logprobs(self, packed: PackedPass) -> torch.Tensor:
+        """log p of every target: [T] float32, with gradients by the trainee's leaves."""
         model = self._model
         if self._trains_all:
             tokens = [token for sequence in packed.sequences for token in sequence]
             entering = model.embed(torch.tensor(tokens, device=model.device))
         else:
             entering = self.trunk.hidden(packed.sequences, cut=self._cut)
-        hidden = self.run_layers(entering, packed, cut=self._cut)
-        return target_logprobs(model, hidden, packed, {})
+        hidden = self.run_layers(entering, packed.lengths, cut=self._cut)
+        [logprobs] = target_logprobs(model, hidden, [(packed, range(packed.num_tokens))])
+        return logprobs
 
     def weights_of(self, trainee: FullTrainee, *, name: str) -> ModelWeights:  # noqa: ARG002
         """All weights of the model, those that are not trained too, in the model's type."""

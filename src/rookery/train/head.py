@@ -2,9 +2,14 @@
 
 Logits are vocabulary times rows: 2,000 rows of 150,000 float32 are 1.2 GB, and a backward pass
 holds several of them. Over one chunk, each is computed again in the backward pass and dropped.
+
+Passes of several trainees share chunks. Each is cut as it is alone, and from the logits on each is
+computed by itself.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,52 +17,98 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rookery.slots import SlotRows, SlottedModel
-from rookery.slots.rows import SlotFactors
 from rookery.train.packing import PackedPass
-from rookery.train.stacks import one_slot
+from rookery.train.stacks import padding_rows
 
-__all__ = ["CHUNK_BYTES", "target_logprobs"]
+__all__ = ["CHUNK_BYTES", "RowsOf", "target_logprobs"]
 
 CHUNK_BYTES = 2**28
 """Float32 logits at a time: 1,365 rows of SmolLM2's 49,152 tokens."""
+
+RowsOf = Callable[[Sequence[Sequence[int]], int], Sequence[SlotRows]]
+"""The rows of each part of a batch, and how many the batch has -> the slots of the head."""
 
 
 def target_logprobs(
     model: SlottedModel,
     hidden: torch.Tensor,
-    packed: PackedPass,
-    factors: dict[str, SlotFactors],
-) -> torch.Tensor:
-    """log p of every target of the pass, [targets] float32, from its packed rows [rows, hidden]."""
-    predicting = hidden.index_select(0, _ids(packed.predicting, hidden))
+    parts: Sequence[tuple[PackedPass, Sequence[int]]],
+    *,
+    rows_of: RowsOf = lambda _own, _num: (),
+) -> list[torch.Tensor]:
+    """log p of every target of each part, [targets] float32, from packed rows [rows, hidden]. A
+    part comes with the rows of `hidden` that its pass is in."""
     size = max(1, CHUNK_BYTES // (4 * model.shape.vocab_size))
-    starts = range(0, len(predicting), size)
-    parts = []
-    for first in starts:
-        chunk = _Chunk(model, packed, range(first, min(first + size, len(predicting))), factors)
-        rows = predicting[first : first + size]
-        parts.append(
-            chunk(rows)
-            if len(starts) == 1
-            else checkpoint(chunk, rows, use_reentrant=False, preserve_rng_state=False)
+    chunks = _chunks([len(packed.predicting) for packed, _ in parts], size)
+    found: list[list[torch.Tensor]] = [[] for _ in parts]
+    for chunk in chunks:
+        run = _Chunk(model, parts, chunk, rows_of)
+        logprobs = (
+            run(hidden)
+            if len(chunks) == 1
+            else checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         )
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for (part, _), own in zip(chunk, logprobs, strict=True):
+            found[part].append(own)
+    return [own[0] if len(own) == 1 else torch.cat(own) for own in found]
+
+
+def _chunks(counts: Sequence[int], size: int) -> list[list[tuple[int, range]]]:
+    """Each part in ranges of at most `size` rows, then as many ranges per chunk as fit."""
+    chunks: list[list[tuple[int, range]]] = []
+    room = 0
+    for part, count in enumerate(counts):
+        for first in range(0, count, size):
+            rows = range(first, min(first + size, count))
+            if len(rows) > room:
+                chunks.append([])
+                room = size
+            chunks[-1].append((part, rows))
+            room -= len(rows)
+    return chunks
 
 
 class _Chunk:
-    """Some of the predicting rows: hidden [rows, hidden] -> log p of their targets."""
+    """Some predicting rows of some parts: hidden [rows, hidden] -> log p of their targets."""
 
     def __init__(
         self,
         model: SlottedModel,
-        packed: PackedPass,
-        rows: range,
-        factors: dict[str, SlotFactors],
+        parts: Sequence[tuple[PackedPass, Sequence[int]]],
+        chunk: Sequence[tuple[int, range]],
+        rows_of: RowsOf,
     ) -> None:
         device = model.device
-        here = slice(*(bisect_left(packed.target_rows, end) for end in (rows.start, rows.stop)))
         self._model = model
-        self._slots: SlotRows = one_slot(len(rows), factors, device=device)
+        self._pieces = [_Piece(parts[part][0], rows, device=device) for part, rows in chunk]
+        ids = [
+            parts[part][1][row]
+            for part, rows in chunk
+            for row in parts[part][0].predicting[rows.start : rows.stop]
+        ]
+        self._padding = padding_rows(len(ids), device=device)
+        self._rows = torch.tensor(ids, device=device)
+        self._sizes = [len(rows) for _, rows in chunk] + [self._padding] * bool(self._padding)
+        own: list[Sequence[int]] = [range(0)] * len(parts)
+        ends = accumulate(self._sizes)
+        for (part, rows), end in zip(chunk, ends, strict=False):
+            own[part] = range(end - len(rows), end)
+        self._slots = rows_of(own, len(ids) + self._padding)
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = hidden.index_select(0, self._rows)
+        if self._padding:
+            rows = functional.pad(rows, (0, 0, 0, self._padding))
+        logits = self._model.logits(rows, rows=self._slots)
+        parts = [logits] if len(self._sizes) == 1 else torch.split(logits, self._sizes)
+        return tuple(piece(own) for piece, own in zip(self._pieces, parts, strict=False))
+
+
+class _Piece:
+    """Some of the predicting rows of one pass: logits [rows, vocabulary] -> log p of targets."""
+
+    def __init__(self, packed: PackedPass, rows: range, *, device: torch.device) -> None:
+        here = slice(*(bisect_left(packed.target_rows, end) for end in (rows.start, rows.stop)))
         self._rows = torch.tensor(packed.target_rows[here], device=device) - rows.start
         self._targets = torch.tensor(packed.targets[here], device=device)
         self._kept = packed.kept[here]
@@ -71,8 +122,7 @@ class _Chunk:
             else torch.tensor(temperatures, device=device)[:, None]
         )
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._model.logits(hidden, rows=self._slots)
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         if self._temperatures is not None:
             logits = logits / self._temperatures
         if self._has_one_each:
@@ -90,7 +140,7 @@ class _Chunk:
         flat = np.concatenate([np.asarray(kept, dtype=np.int64) for kept in self._kept])
         tokens = torch.from_numpy(flat).to(logits.device)
         owners = torch.arange(len(lengths), device=logits.device)
-        owners = owners.repeat_interleave(_ids(lengths, logits))
+        owners = owners.repeat_interleave(torch.tensor(lengths, device=logits.device))
         found = logits[self._rows[owners], tokens]
         floor = found.new_full((len(lengths),), float("-inf"))
         highest = floor.scatter_reduce(0, owners, found.detach(), "amax")
@@ -101,7 +151,3 @@ class _Chunk:
         if cut.all():
             return over_kept
         return over_kept.where(cut, torch.logsumexp(logits, dim=-1)[self._rows])
-
-
-def _ids(values: list[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, device=like.device)

@@ -9,25 +9,32 @@
     tokens --trunk, no gradient, cached--> hidden at the cut --layers with gradient--> hidden
            --head, at positions with targets--> log-probabilities --loss--> gradients of A and B
 
-Trainees are computed one after another: each gets the bits it gets alone.
+Requests of one call are computed together, whatever their trainees, losses, ranks and lengths: base
+weights are read once for all rows. Each gets the bits it gets alone on the CPU, see `stacks.py`.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
-from rookery.errors import TrainError
+from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Publisher
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
+from rookery.train.job import Job
+from rookery.train.lora_trainee import LoraTrainee
+from rookery.train.mixed import MixedRows, Turn, mixed_turns
 from rookery.train.packing import PackedPass
+from rookery.train.parking import ParkingLot
 from rookery.train.processes import ALONE, Call, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.stacks import one_slot, slot_factors
-from rookery.train.trainee import LoraTrainee
+from rookery.train.stacks import Stacks, padding_rows
 from rookery.train.trunk import Trunk
-from rookery.types import Adapter
+from rookery.types import Adapter, TrainOutput, TrainRequest
 from rookery.weights import write_adapter
 
 __all__ = ["LoraTrainer"]
@@ -48,6 +55,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     ) -> None:
         super().__init__(model, config=config, publisher=publisher, processes=processes)
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
+        self.parking = ParkingLot(
+            device=model.device,
+            device_bytes=_num_bytes(config.trainees_gib),
+            memory_bytes=_num_bytes(config.trainees_memory_gib),
+        )
 
     def add(self, trainee: str, start: Adapter) -> None:
         """Train this adapter, or a continuation of it that `load` restores, under that name.
@@ -58,13 +70,16 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
         self._model.bank.check(start, max_rank=max(start.rank, 1))
         self._worker.submit(self.tell, "add", trainee, start).result()
-        self.trainees[trainee] = LoraTrainee(start, name=trainee, device=self._model.device)
+        added = LoraTrainee(start, name=trainee, device=self._model.device)
+        self._worker.submit(self.wake, [added]).result()
+        self.trainees[trainee] = added
 
     def remove(self, trainee: str) -> None:
         """Forget it with all it has learned. Calls that have begun are still done, on it."""
-        self.trainee(trainee)
+        removed = self.trainee(trainee)
         self._worker.submit(self.tell, "remove", trainee).result()
         del self.trainees[trainee]
+        self._worker.submit(self.parking.forget, removed)
 
     def do_part(self, call: Call) -> None:
         match call.method, call.argument:
@@ -77,7 +92,14 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
 
     def adapter(self, trainee: str) -> Adapter:
         """Its weights after all calls so far; waits for them."""
-        return self._worker.submit(self.trainee(trainee).adapter).result()
+        return self._worker.submit(self._adapter, self.trainee(trainee)).result()
+
+    def _adapter(self, trainee: LoraTrainee) -> Adapter:
+        self.wake([trainee])
+        return trainee.adapter()
+
+    def wake(self, trainees: Sequence[LoraTrainee]) -> None:
+        self.parking.wake(trainees)
 
     def weights_of(self, trainee: LoraTrainee, *, name: str) -> Adapter:  # noqa: ARG002
         return trainee.adapter()
@@ -86,12 +108,83 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         """A PEFT folder."""
         write_adapter(trainee.adapter(), folder)
 
-    def logprobs(self, packed: PackedPass, trainee: LoraTrainee) -> torch.Tensor:
+    def train_all(
+        self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
+    ) -> list[TrainOutput]:
+        """Together. Where several processes share the work, one request after another."""
+        if len(pairs) == 1 or self._processes.size > 1:
+            return super().train_all(pairs)
+        wanted = [trainee if isinstance(trainee, LoraTrainee) else None for _, trainee in pairs]
+        slices = self.parking.slices(wanted)
+        return [output for own in slices for output in self._train_together(pairs[own])]
+
+    def _train_together(
+        self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
+    ) -> list[TrainOutput]:
+        self.wake([trainee for _, trainee in pairs if isinstance(trainee, LoraTrainee)])
+        jobs = [
+            trainee if isinstance(trainee, TrainError) else self.prepared(request, trainee)
+            for request, trainee in pairs
+        ]
+        doable = [(job, self._cut(job.trainee)) for job in jobs if isinstance(job, Job)]
+        for turns in mixed_turns(doable, pass_tokens=self._config.pass_tokens):
+            self._compute_safely(turns)
+        return [
+            TrainOutput(error=str(job)) if isinstance(job, TrainError) else self.finished(job)
+            for job in jobs
+        ]
+
+    def _compute_safely(self, turns: list[Turn]) -> None:
+        """Together; one by one when that fails, so that only what is at fault fails."""
+        try:
+            with boundary(TrainError, "A pass of several requests failed"):
+                self.compute(turns)
+        except RookeryError:
+            for job, packed in turns:
+                with job.guard():
+                    self.compute([(job, packed)])
+
+    def compute(self, turns: Sequence[Turn]) -> None:
+        stacks, logprobs = self._logprobs([(job.trainee, packed) for job, packed in turns])
+        outputs = [
+            job.loss(packed, own) for (job, packed), own in zip(turns, logprobs, strict=True)
+        ]
+        losses = [output.loss for output in outputs if output is not None]
+        if losses and torch.is_grad_enabled():
+            found = torch.autograd.grad(losses, stacks.leaves, allow_unused=True)
+            totals = [None if job.has_failed else job.gradients for job, _ in turns]
+            stacks.add_gradients(found, totals)
+        for (job, packed), own, output in zip(turns, logprobs, outputs, strict=True):
+            if output is not None:
+                job.add(packed, own, output)
+
+    def probe(self, packed: PackedPass, trainee: LoraTrainee) -> object:
+        stacks, [logprobs] = self._logprobs([(trainee, packed)])
+        return torch.autograd.grad(logprobs.sum(), stacks.leaves, allow_unused=True)
+
+    def _logprobs(
+        self, members: Sequence[tuple[LoraTrainee, PackedPass]]
+    ) -> tuple[Stacks, list[torch.Tensor]]:
+        """Of every target of each pass, [T] float32, with gradients by the leaves of the stacks.
+        All trainees begin at one layer."""
         model = self._model
-        cut = first_adapted_layer(list(trainee.factors), num_layers=model.shape.num_layers)
-        factors = slot_factors(trainee.factors, model)
-        rows = one_slot(packed.num_tokens, factors, device=model.device)
-        hidden = self.run_layers(
-            self.trunk.hidden(packed.sequences, cut=cut), packed, cut=cut, rows=rows
-        )
-        return target_logprobs(model, hidden, packed, factors)
+        passes = [packed for _, packed in members]
+        stacks, rows = Stacks([trainee for trainee, _ in members], model), MixedRows(passes)
+        cut, lengths = self._cut(members[0][0]), rows.lengths
+        hidden = self.trunk.hidden(rows.sequences, cut=cut)
+        if padding := padding_rows(rows.num_rows, device=model.device):
+            hidden = functional.pad(hidden, (0, 0, 0, padding))
+            lengths.append(padding)
+        slots = stacks.rows(rows.own, len(hidden))
+        hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots)
+        parts = list(zip(passes, rows.own, strict=True))
+        head_rows = partial(stacks.rows, layer="lm_head")
+        return stacks, target_logprobs(model, hidden, parts, rows_of=head_rows)
+
+    def _cut(self, trainee: LoraTrainee) -> int:
+        """The first layer that it trains."""
+        return first_adapted_layer(list(trainee.layers), num_layers=self._model.shape.num_layers)
+
+
+def _num_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)

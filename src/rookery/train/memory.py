@@ -24,10 +24,11 @@ from rookery.slots.loading import make_empty_model
 from rookery.slots.model import ModelShape, SlottedModel, first_adapted_layer
 from rookery.train.full import FullConfig, FullTrainer
 from rookery.train.lora import LoraConfig, target_layers
+from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.lora_trainer import LoraTrainer
 from rookery.train.packing import PackedPass, pack
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.trainee import LoraTrainee, Trainee
+from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Datum, LoraFactors
 
 __all__ = ["Lengths", "StepMemory", "adapter_shapes", "measure_step"]
@@ -171,9 +172,8 @@ def _largest_pass(
 
 def _measure_pass(trainer: SlottedTrainer[Any], trainee: Trainee, packed: PackedPass) -> int:
     with _Meter() as meter:
-        logprobs = trainer.logprobs(packed, trainee)
-        found = torch.autograd.grad(logprobs.sum(), list(trainee.leaves), allow_unused=True)
-        del logprobs, found
+        held = trainer.probe(packed, trainee)
+        del held
     return int(meter.peak_bytes)
 
 
@@ -226,7 +226,10 @@ def _moments(num_weights: int, *, is_8_bit: bool) -> int:
 
 
 def _step_bytes(trainee: Trainee, *, device: str) -> int:
-    """AdamW keeps a denominator: of one tensor at a time on the CPU, of all on a GPU."""
+    """AdamW keeps a denominator: of one tensor at a time on the CPU, of all on a GPU; that of an
+    adapter does not."""
+    if isinstance(trainee, LoraTrainee):
+        return 0
     sizes = [p.nbytes for p in trainee.parameters]
     return max(sizes) if device == "cpu" else sum(sizes)
 

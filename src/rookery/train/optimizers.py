@@ -27,10 +27,11 @@ _PARTS = ("codes", "scale")
 
 
 def make_optimizer(
-    kind: OptimizerKind, parameters: Sequence[nn.Parameter]
+    kind: OptimizerKind, parameters: Sequence[nn.Parameter], *, is_flat: bool = False
 ) -> torch.optim.Optimizer:
+    """With `is_flat` there are few and long parameters, which are updated in one operation each."""
     if kind == "adamw":
-        return torch.optim.AdamW(parameters)
+        return torch.optim.AdamW(parameters, fused=is_flat or None)
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -78,4 +79,5 @@ def make_state(optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for parameter in parameters:
-        optimizer.state[parameter]["step"] = torch.tensor(float(num_steps))
+        count = optimizer.state[parameter]["step"]
+        optimizer.state[parameter]["step"] = torch.full_like(count, num_steps)

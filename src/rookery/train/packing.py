@@ -11,7 +11,7 @@ Tokens after the last position that predicts something are not read:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -20,7 +20,7 @@ from operator import index
 from rookery.errors import TrainError, boundary
 from rookery.slots import ModelShape
 from rookery.train.losses import Column
-from rookery.types import Datum, KeptTokens, TokenIds
+from rookery.types import Datum, Json, KeptTokens, TokenIds
 
 __all__ = ["COLUMNS", "PackedPass", "check_data", "input_tokens", "pack"]
 
@@ -55,6 +55,10 @@ class PackedPass:
     """Of each row of `predicting`."""
     kept: list[Sequence[int]] = field(default_factory=list)
     """As long as `targets`; see Datum."""
+    num_rows: list[int] = field(default_factory=list)
+    """Of each datum, how many positions its targets are at."""
+    inputs: list[Mapping[str, Json]] = field(default_factory=list)
+    """Of each datum; see Datum."""
     num_tokens: int = 0
 
     @property
@@ -84,13 +88,15 @@ def _append(packed: PackedPass, datum: Datum, place: int) -> None:
     packed.places.append(place)
     packed.sequences.append(input_tokens(datum))
     packed.num_tokens += len(packed.sequences[-1])
-    last = -1
+    packed.inputs.append(datum.inputs)
+    num_before, last = len(packed.predicting), -1
     for position in datum.positions:
         if position != last:
             packed.predicting.append(start + position)
             packed.temperatures.append(datum.temperature)
             last = position
         packed.target_rows.append(len(packed.predicting) - 1)
+    packed.num_rows.append(len(packed.predicting) - num_before)
     packed.targets.extend(datum.targets)
     packed.weights.extend(datum.weights)
     packed.datum.extend([number] * len(datum.targets))

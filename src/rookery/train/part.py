@@ -20,6 +20,7 @@ class Part:
     logprobs: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """By the place of the datum in the request."""
     sums: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
     maxima: dict[str, float] = field(default_factory=dict)
     loss_sum: float = 0.0
     weight: float = 0.0
@@ -34,14 +35,18 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
         return TrainOutput(error=error)
     logprobs = {place: own for part in parts for place, own in part.logprobs.items()}
     sums: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     maxima: dict[str, float] = {}
     for part in parts:
         sums.update(part.sums)
+        totals.update(part.totals)
         for key, value in part.maxima.items():
             maxima[key] = max(maxima.get(key, -inf), value)
     weight = sum(part.weight for part in parts)
     # Without weight, or with weights that cancel, there is no mean to report.
     means = {f"train/{key}": value / weight for key, value in sums.items() if weight}
+    num_data = parts[0].num_data
+    own = {k: v / num_data if k.endswith(":mean") else v for k, v in totals.items()}
     largest = {f"train/{key}_max": value for key, value in maxima.items()}
     counts = {
         "train/loss_sum": sum(part.loss_sum for part in parts),
@@ -49,6 +54,6 @@ def join_parts(parts: Sequence[Part]) -> TrainOutput:
         "train/num_tokens": float(sum(part.num_tokens for part in parts)),
     }
     return TrainOutput(
-        metrics={**means, **largest, **counts},
-        logprobs=tuple(logprobs.get(place, ()) for place in range(parts[0].num_data)),
+        metrics={**means, **largest, **counts, **own},
+        logprobs=tuple(logprobs.get(place, ()) for place in range(num_data)),
     )

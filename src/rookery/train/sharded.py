@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from rookery.errors import TrainError
 from rookery.ports import Publisher
 from rookery.slots import SlottedModel
-from rookery.train.full import FullConfig, FullTrainee, FullTrainer
+from rookery.train.full import FullConfig, FullTrainer
 from rookery.train.packing import PackedPass, pack
 from rookery.train.processes import Processes
 from rookery.types import Datum
@@ -47,20 +47,16 @@ class ShardedTrainer(FullTrainer):
         publisher: Publisher | None = None,
     ) -> None:
         _check(config)
-        self._pass = _shard(model, self._whole_logprobs, num_processes=processes.size)
+        self._pass = _shard(model, super().logprobs, num_processes=processes.size)
         super().__init__(
             model, name=name, config=config, like=like, publisher=publisher, processes=processes
         )
 
-    def logprobs(self, packed: PackedPass, trainee: FullTrainee) -> torch.Tensor:  # noqa: ARG002
+    def logprobs(self, packed: PackedPass) -> torch.Tensor:
         found: torch.Tensor = self._pass(packed)  # type: ignore[operator]
         if not torch.is_grad_enabled():
             self._pass.reshard()  # else the next pass would compute with these weights again
         return found
-
-    def _whole_logprobs(self, packed: PackedPass) -> torch.Tensor:
-        [trainee] = self.trainees.values()
-        return super().logprobs(packed, trainee)
 
     def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
         most = max(self._processes.exchange(len(passes)))

@@ -5,16 +5,14 @@
 | callers  | requests, steps    | calls, in order     | their answer                     |
 | a thread | one call at a time | gradients, outputs  | nothing                          |
 
-A pass is data laid end to end; `logprobs` of a trainer computes it, the loss is made of that.
+A pass is data laid end to end; `compute` of a trainer gives it log-probabilities, the losses of
+them and gradients.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
@@ -23,16 +21,15 @@ from pydantic import Field
 from torch.utils.checkpoint import checkpoint
 
 from rookery.config import Config
-from rookery.errors import RookeryError, TrainError, boundary
+from rookery.errors import RookeryError, TrainError
 from rookery.ports import Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
-from rookery.train.losses import Loss, Targets, make_loss
-from rookery.train.packing import COLUMNS, PackedPass, check_data, pack
-from rookery.train.part import Part, join_parts
+from rookery.train.job import Job
+from rookery.train.packing import PackedPass
+from rookery.train.part import join_parts
 from rookery.train.processes import ALONE, Call, Method, Processes
 from rookery.train.trainee import Trainee
 from rookery.types import (
-    Datum,
     ModelRef,
     OptimStep,
     StepOutput,
@@ -55,6 +52,11 @@ class TrainerConfig(Config):
     """How many tokens one pass takes: less memory when lower, the same gradients."""
     trunk_cache_gib: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     """Memory for the hidden states below the first trained layer; 0 computes them each time."""
+    trainees_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Memory of the model's device for adapters in training, with gradients and moments. Those used
+    longest ago go to main memory and come back when they are needed; none: no limit."""
+    trainees_memory_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """The same of main memory, from where they go to files in a temporary folder."""
     checkpoint_layers: bool = False
     """Keep what enters each layer and compute the rest of it again in the backward pass: memory of
     one layer's activations in place of all, for a third more time."""
@@ -95,8 +97,13 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     @abstractmethod
-    def logprobs(self, packed: PackedPass, trainee: Trained) -> torch.Tensor:
-        """log p of every target: [T] float32, with gradients by the trainee's leaves."""
+    def compute(self, turns: Sequence[tuple[Job[Trained], PackedPass]]) -> None:
+        """One pass of each job: its loss, its log-probabilities and its gradients are added to the
+        job when all is computed. Several jobs only where `train_all` gives them."""
+
+    @abstractmethod
+    def probe(self, packed: PackedPass, trainee: Trained) -> object:
+        """All tensors that a pass ends with, to measure what it holds."""
 
     @abstractmethod
     def weights_of(self, trainee: Trained, *, name: str) -> Weights:
@@ -122,7 +129,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         the reports of several calls.
         """
         pairs = self._found(requests)
-        return await self._in_turn(lambda: [self._train(*pair) for pair in pairs])
+        return await self._in_turn(lambda: self.train_all(pairs))
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
         """The outputs of `forward_backward` without gradients."""
@@ -130,7 +137,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
 
         def run() -> list[TrainOutput]:
             with torch.no_grad():
-                return [self._train(*pair) for pair in pairs]
+                return self.train_all(pairs)
 
         return await self._in_turn(run)
 
@@ -181,6 +188,7 @@ class SlottedTrainer(ABC, Generic[Trained]):
         if isinstance(trainee, TrainError):
             return StepOutput(error=str(trainee))
         self.tell("optim_step", step.trainee, step)
+        self.wake([trainee])
         try:
             norm = trainee.step(step)
         except RookeryError as error:
@@ -188,93 +196,73 @@ class SlottedTrainer(ABC, Generic[Trained]):
         metrics = {"train/grad_norm": norm, "train/learning_rate": step.learning_rate}
         return StepOutput(metrics=metrics)
 
+    def train_all(
+        self, pairs: Sequence[tuple[TrainRequest, Trained | TrainError]]
+    ) -> list[TrainOutput]:
+        """An output for each request; here one after another."""
+        return [self._train(*pair) for pair in pairs]
+
     def _train(self, request: TrainRequest, trainee: Trained | TrainError) -> TrainOutput:
         if isinstance(trainee, TrainError):
             return TrainOutput(error=str(trainee))
-        with_gradients = torch.is_grad_enabled()
-        self.tell("forward_backward" if with_gradients else "forward", request.trainee, request)
-        part, gradients = self._own_part(request, trainee)
-        if part.error and self.is_joint:
-            raise TrainError(part.error)  # the others may be waiting in the middle of a pass
-        output = join_parts(self._processes.exchange(part))
-        if not output.error and with_gradients:
-            self.add_up(gradients)
-            trainee.add_gradients(gradients)
+        method: Method = "forward_backward" if torch.is_grad_enabled() else "forward"
+        self.tell(method, request.trainee, request)
+        self.wake([trainee])
+        job = self.prepared(request, trainee)
+        if not job.has_failed:
+            with job.guard():
+                for packed in self.balanced(job.passes):
+                    self.compute([(job, packed)])
+                    if job.has_failed:
+                        break
+        return self.finished(job)
+
+    def prepared(self, request: TrainRequest, trainee: Trained) -> Job[Trained]:
+        job = Job(request, trainee)
+        tokens = self._config.pass_tokens
+        job.prepare(self._model.shape, pass_tokens=tokens, processes=self._processes)
+        return job
+
+    def finished(self, job: Job[Trained]) -> TrainOutput:
+        """The output, when all passes are done; the trainee gets the gradients."""
+        if job.has_failed and self.is_joint:
+            raise TrainError(job.part.error)  # the others may be waiting in the middle of a pass
+        output = join_parts(self._processes.exchange(job.part))
+        if not output.error and torch.is_grad_enabled():
+            self.add_up(job.gradients)
+            job.trainee.add_gradients(job.gradients)
         return output
 
-    def _own_part(self, request: TrainRequest, trainee: Trained) -> tuple[Part, list[torch.Tensor]]:
-        """What this process computes of the request, and its gradients."""
-        try:
-            with _any_error(trainee):
-                loss = make_loss(request.loss, request.loss_options)
-                check_data(request.data, shape=self._model.shape, needs=loss.needs)
-                return self._run_passes(trainee, request.data, loss)
-        except RookeryError as error:
-            return Part(error=str(error)), []
-
-    def _run_passes(
-        self, trainee: Trained, data: Sequence[Datum], loss: Loss
-    ) -> tuple[Part, list[torch.Tensor]]:
-        own = self._processes.share(data)
-        passes = pack([data[place] for place in own], pass_tokens=self._config.pass_tokens)
-        part = Part(num_data=len(data))
-        gradients = (
-            [torch.zeros_like(p) for p in trainee.parameters] if torch.is_grad_enabled() else []
-        )
-        for packed in self.balanced(passes):
-            logprobs_T = self.logprobs(packed, trainee)
-            if not packed.places:
-                self._add(gradients, 0.0 * logprobs_T.sum(), trainee)
-                continue
-            output = loss(logprobs_T, _targets(packed, self._model.device))
-            trainee.require_finite("loss", output.loss)
-            self._add(gradients, output.loss, trainee)
-            part.loss_sum += output.loss.item()
-            part.sums.update({key: value.item() for key, value in output.sums.items()})
-            for key, value in output.maxima.items():
-                part.maxima[key] = max(part.maxima.get(key, -inf), value.item())
-            _put_by_datum(part.logprobs, packed, logprobs_T.tolist(), places=own)
-        part.weight = sum(weight for packed in passes for weight in packed.weights)
-        part.num_tokens = sum(weight != 0.0 for packed in passes for weight in packed.weights)
-        return part, gradients
+    def wake(self, trainees: Sequence[Trained]) -> None:
+        """Called before trainees are used, in the thread that computes."""
 
     def balanced(self, passes: list[PackedPass]) -> list[PackedPass]:
         """The passes of this process; where processes compute each pass together, as many as the
         others have, further ones being without places."""
         return passes
 
-    def add_gradients(
-        self, totals: Sequence[torch.Tensor], loss: torch.Tensor, leaves: Sequence[torch.Tensor]
-    ) -> None:
-        """In float32, whatever the leaves are; one that the loss does not depend on adds
-        nothing."""
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        for total, gradient in zip(totals, found, strict=True):
-            if gradient is not None:
-                total += gradient
-
     def add_up(self, gradients: Sequence[torch.Tensor]) -> None:
         """Each becomes the sum over all processes."""
         self._processes.add_up(gradients)
 
-    def _add(self, gradients: list[torch.Tensor], loss: torch.Tensor, trainee: Trained) -> None:
-        if torch.is_grad_enabled():
-            self.add_gradients(gradients, loss, trainee.leaves)
-
     def _save(self, trainee: Trained, name: str, path: Path) -> None:
         self.tell("save", name, path)
+        self.wake([trainee])
         trainee.save(path, is_writer=self._processes.is_first)
 
     def _load(self, trainee: Trained, name: str, path: Path) -> None:
         self.tell("load", name, path)
+        self.wake([trainee])
         trainee.load(path)
 
     def _weights(self, trainee: Trained, name: str) -> Weights:
         self.tell("weights_of", name)
+        self.wake([trainee])
         return self.weights_of(trainee, name=name)
 
     def _export(self, trainee: Trained, name: str, folder: Path) -> None:
         self.tell("weights_of", name)
+        self.wake([trainee])
         self.write_folder(trainee, folder)
 
     def tell(self, method: Method, trainee: str, argument: object = None) -> None:
@@ -305,20 +293,22 @@ class SlottedTrainer(ABC, Generic[Trained]):
             case "load", Path() as path:
                 self._load(trainee, call.trainee, path)
             case "weights_of", _:
+                self.wake([trainee])
                 self.weights_of(trainee, name=call.trainee)
 
     def run_layers(
         self,
         hidden: torch.Tensor,
-        packed: PackedPass,
+        lengths: Sequence[int],
         *,
         cut: int,
-        rows: SlotRows | None = None,
+        rows: Sequence[SlotRows] = (),
     ) -> torch.Tensor:
-        """The layers from the cut on, over what enters the first of them."""
+        """The layers from the cut on, over what enters the first of them: sequences of these
+        lengths end to end."""
         model, device = self._model, self._model.device
-        positions = torch.cat([torch.arange(length, device=device) for length in packed.lengths])
-        attend = CausalAttend(packed.lengths, device=device, is_exact=model.is_exact)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        attend = CausalAttend(lengths, device=device, is_exact=model.is_exact)
 
         def run(states: torch.Tensor, span: range) -> torch.Tensor:
             return model.layers(states, positions, attend=attend, rows=rows, span=span)
@@ -331,41 +321,3 @@ class SlottedTrainer(ABC, Generic[Trained]):
                 run, hidden, range(layer, layer + 1), use_reentrant=False, preserve_rng_state=False
             )
         return hidden
-
-
-@contextmanager
-def _any_error(trainee: Trainee) -> Iterator[None]:
-    """Whatever goes wrong with a request ends that one; others of the call may have gradients."""
-    remedy = "If memory is short lower pass_tokens or trunk_cache_gib."
-    with boundary(
-        TrainError,
-        f"Step {trainee.num_steps + 1}: the request failed",
-        remedy={RuntimeError: remedy, MemoryError: remedy},
-    ):
-        yield
-
-
-def _targets(packed: PackedPass, device: torch.device) -> Targets:
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    return Targets(
-        weights=column(packed.weights),
-        datum=torch.tensor(packed.datum, device=device),
-        **{name: column(packed.columns.get(name, [])) for name in COLUMNS},
-    )
-
-
-def _put_by_datum(
-    logprobs: dict[int, tuple[float, ...]],
-    packed: PackedPass,
-    values: list[float],
-    *,
-    places: Sequence[int],
-) -> None:
-    """Log-probabilities of a pass to the places of their data in the request."""
-    counts = Counter(packed.datum)
-    start = 0
-    for number, place in enumerate(packed.places):
-        logprobs[places[place]] = tuple(values[start : start + counts[number]])
-        start += counts[number]

@@ -21,34 +21,37 @@ from rookery.train.optimizers import (
 )
 from rookery.train.spreading import fill, whole
 from rookery.train.state import read_state, write_state
-from rookery.types import Adapter, Json, LoraFactors, OptimStep
-from rookery.weights import make_adapter
+from rookery.types import Json, OptimStep
 
-__all__ = ["LoraTrainee", "Trainee"]
+__all__ = ["Trainee"]
 
 
 class Trainee:
     """Named float32 parameters. Not for several threads.
 
     `fixed` is what else a saved state must have in common with this one to be restored here.
+    `optimized` is what the optimizer sees in place of the parameters, if they are views of it.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, torch.Tensor],
         *,
         fixed: Mapping[str, Json],
         optimizer: OptimizerKind = "adamw",
+        optimized: Sequence[nn.Parameter] = (),
     ) -> None:
         self.num_steps = 0
         """Optimizer steps taken."""
         self.gradients: list[torch.Tensor] | None = None
         """Since the last step, in the order of the parameters; None: no batch came."""
-        self.parameters = list(parameters.values())
+        self.parameters: Sequence[torch.Tensor] = list(parameters.values())
         self._names = list(parameters)
         self._is_8_bit = optimizer == "adamw_8bit"
         self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
-        self._optimizer = make_optimizer(optimizer, self.parameters)
+        own = [p for p in self.parameters if isinstance(p, nn.Parameter)]
+        self._optimized = list(optimized) or own
+        self._optimizer = make_optimizer(optimizer, self._optimized, is_flat=bool(optimized))
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
@@ -57,6 +60,10 @@ class Trainee:
 
     def refresh_leaves(self) -> None:
         """Called when the parameters have changed; here they are the leaves."""
+
+    def zeros(self) -> list[torch.Tensor]:
+        """Gradients to add to, in the order of the parameters."""
+        return [torch.zeros_like(p) for p in self.parameters]
 
     def add_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Takes the tensors over when there are none yet."""
@@ -72,14 +79,14 @@ class Trainee:
         Without gradients they are zeros. Gradients that are not finite are dropped.
         """
         _check_step(step)
-        gradients = self.gradients or [torch.zeros_like(p) for p in self.parameters]
+        gradients = self._for_optimizer(self.gradients or self.zeros())
         self.gradients = None
         norm = nn.utils.get_total_norm(gradients)
         self.require_finite("gradient", whole(norm))
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._optimized, gradients, strict=True):
             parameter.grad = gradient
         if step.max_grad_norm:
-            nn.utils.clip_grads_with_norm_(self.parameters, step.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(self._optimized, step.max_grad_norm, norm)
         set_values(self._optimizer, step)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -113,7 +120,7 @@ class Trainee:
         tensors, document = read_state(path)
         num_steps = self._check_fits(path, tensors, document)
         has_gradients = any(name.startswith("gradients/") for name in tensors)
-        self.gradients = [torch.zeros_like(p) for p in self.parameters] if has_gradients else None
+        self.gradients = self.zeros() if has_gradients else None
         self._optimizer.state.clear()
         current = self._named("weights", self.parameters)
         if num_steps:
@@ -127,11 +134,15 @@ class Trainee:
         self.num_steps = num_steps
         self.refresh_leaves()
 
+    def _for_optimizer(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, of what the optimizer sees."""
+        return gradients
+
     def _moments(self) -> dict[str, torch.Tensor]:
         """By their names in a state file."""
         return {
             f"{moment}/{name}": tensor
-            for name, parameter in zip(self._names, self.parameters, strict=True)
+            for name, parameter in zip(self._names, self._optimized, strict=True)
             for moment, tensor in plain_moments(self._optimizer, parameter).items()
         }
 
@@ -161,33 +172,6 @@ class Trainee:
         return num_steps
 
 
-class LoraTrainee(Trainee):
-    """An adapter in training. It keeps the ranks, scales and layers of the one it starts from."""
-
-    def __init__(self, start: Adapter, *, name: str, device: torch.device) -> None:
-        self._name, self._base = name, start.base
-        self.factors = {
-            layer: LoraFactors(a=_leaf(lora.a, device), b=_leaf(lora.b, device), scale=lora.scale)
-            for layer, lora in sorted(start.factors.items())
-        }
-        parameters = {
-            f"{layer}/{letter}": factor
-            for layer, lora in self.factors.items()
-            for letter, factor in (("a", lora.a), ("b", lora.b))
-            if isinstance(factor, nn.Parameter)
-        }
-        scales: Json = {layer: lora.scale for layer, lora in self.factors.items()}
-        super().__init__(parameters, fixed={"scales": scales})
-
-    def adapter(self) -> Adapter:
-        """The current weights, copied: float32, on the CPU."""
-        factors = {
-            layer: LoraFactors(a=_copy(lora.a), b=_copy(lora.b), scale=lora.scale)
-            for layer, lora in self.factors.items()
-        }
-        return make_adapter(self._name, base=self._base, factors=factors)
-
-
 def _check_step(step: OptimStep) -> None:
     for name in ("learning_rate", "weight_decay", "max_grad_norm"):
         value = _number(step, name)
@@ -209,11 +193,3 @@ def _number(step: OptimStep, name: str) -> float:
         raise TrainError(f"{what}: {value!r}.")
     with boundary(TrainError, what, foreign=(OverflowError,)):
         return float(value)
-
-
-def _leaf(tensor: torch.Tensor, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(tensor.detach().to(device=device, dtype=torch.float32, copy=True))
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(device="cpu", copy=True)

@@ -50,6 +50,9 @@ class Datum:
     """The tokens that top_p, top_k and min_p left to draw each target from, each once:
     log-probabilities are normalised over them. An empty entry, or none at all: the whole
     vocabulary. KeptTokens takes the least memory."""
+    inputs: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What else a loss of the caller's own reads, by name: numbers, lists of them, or lists of
+    lists; they need not be as long as `targets`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,34 +1,22 @@
 """The service with a real model: training and sampling, killed and started again."""
 
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-from service.tenants import Client, Served, crashed_copy, serve, train_body
+from compose.served_model import served_model
+from service.tenants import Client, Served, crashed_copy, train_body
+from tiny import write_tiny_model
 
-from rookery.compose.backends import open_backend
 from rookery.compose.environment import engine_of_environment
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
-from rookery.train import TrainerConfig
 from rookery.weights import read_adapter
-
-
-@asynccontextmanager
-async def served_model(folder: Path, model: Path) -> AsyncIterator[Served]:
-    engine = EngineConfig(model=str(model))
-    async with (
-        open_backend(str(model), engine=engine, trainer=TrainerConfig(), alpha=32.0) as backend,
-        serve(folder, backend=backend) as served,
-    ):
-        yield served
 
 
 async def train_on(client: Client, model: str, seqs: range) -> None:
@@ -73,8 +61,11 @@ async def test_a_killed_service_trains_to_the_same_bits(tmp_path: Path, tiny_fol
         assert await exported(served, ada, model, 15) == whole
 
 
-async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, tiny_folder: Path) -> None:
-    async with served_model(tmp_path / "run", tiny_folder) as served:
+@pytest.mark.parametrize("is_tied", [False, True])
+async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, is_tied: bool) -> None:
+    """The output layer too, which clients train by default, also where it is the embeddings."""
+    folder = write_tiny_model(tmp_path / "tiny", tie_word_embeddings=is_tied)
+    async with served_model(tmp_path / "run", folder) as served:
         ada = served.client()
         model = await ada.model(await ada.session())
         await train_on(ada, model, range(1, 5))
@@ -91,6 +82,9 @@ async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, tiny_folder: P
         }
         scored = await ada.result(await ada.post("asample", sample))
         trained = forward.loss_fn_outputs[0].fields["logprobs"]
+        blob = served.service.desk.state.samplers[reply["sampling_session_id"]].blob
+        adapter = read_adapter(served.service.desk.wal.run.blobs.path(blob) / "adapter")
+        assert adapter.factors["lm_head"].b.any()
     of_trainer = np.frombuffer(trained.data, dtype="<f4")
     assert scored["prompt_logprobs"][1:] == pytest.approx(of_trainer.tolist(), abs=1e-4)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,49 @@ def train_body(
     _put(datum.loss_fn_inputs["target_tokens"], targets, "int64")
     columns = np.asarray(weights if weights is not None else [1.0] * len(tokens), dtype="<f4")
     _put(datum.loss_fn_inputs["weights"], columns, "float32")
+    data: bytes = message.SerializeToString(deterministic=True)
+    return data
+
+
+def loss_body(
+    model_id: str,
+    seq: int,
+    loss: str,
+    arrays: Mapping[str, Any],
+    **options: float | str,
+) -> bytes:
+    """A forward_backward of one datum with these arrays; `tokens` is what is read."""
+    message = ForwardBackwardRequest(model_id=model_id, seq_id=seq, loss_fn=loss)
+    for key, value in options.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[key].text = value
+        else:
+            message.loss_fn_config_v2[key].number = value
+    datum = message.data.add()
+    tokens = np.asarray(arrays["tokens"], dtype="<i4")
+    datum.model_input.add().encoded_text.tokens = tokens.tobytes()
+    for name, values in arrays.items():
+        if name == "tokens":
+            continue
+        array = np.asarray(values)
+        is_whole = array.dtype.kind == "i"
+        array = array.astype("<i8" if is_whole else "<f4")
+        _put(datum.loss_fn_inputs[name], array, "int64" if is_whole else "float32")
+    data: bytes = message.SerializeToString(deterministic=True)
+    return data
+
+
+def as_sparse(body: bytes) -> bytes:
+    """The same request with its tables as CSR, zeros left out."""
+    message = ForwardBackwardRequest.FromString(body)
+    for tensor in message.data[0].loss_fn_inputs.values():
+        form = "<i8" if tensor.dtype == DTYPES["int64"] else "<f4"
+        table = np.frombuffer(tensor.dense, dtype=form).reshape(tuple(tensor.shape))
+        rows, columns = np.nonzero(table)
+        counts = np.bincount(rows, minlength=len(table))
+        tensor.sparse_csr.values = table[rows, columns].tobytes()
+        tensor.sparse_csr.crow_indices = np.cumsum([0, *counts], dtype="<i8").tobytes()
+        tensor.sparse_csr.col_indices = columns.astype("<i8").tobytes()
     data: bytes = message.SerializeToString(deterministic=True)
     return data
 

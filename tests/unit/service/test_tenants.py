@@ -10,6 +10,13 @@ from service.tenants import Client, serve, train_body
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.keys import Keys, add_key, list_keys, remove_key
 
+LOSS = {
+    "session_id": "S",
+    "custom_loss_seq_id": 0,
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {},
+}
+
 
 async def test_without_a_known_key_nothing_is_served(tmp_path: Path) -> None:
     async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
@@ -58,7 +65,9 @@ async def test_what_another_tenant_has_looks_as_if_it_did_not_exist(tmp_path: Pa
         ("save_weights", {"model_id": "M", "seq_id": 1, "path": "../up"}, 422, "path"),
         ("load_weights", {"model_id": "M", "seq_id": 1, "path": "/etc"}, 400, "not a checkpoint"),
         ("asample", {"prompt": {"chunks": []}, "sampling_session_id": "S"}, 404, "no sampling"),
-        ("create_custom_loss", {}, 400, "forward_backward_custom"),
+        ("create_custom_loss", {"session_id": "S"}, 422, "inputs"),
+        ("create_custom_loss", {**LOSS, "session_id": "other"}, 404, "session"),
+        ("create_custom_loss", {**LOSS, "graph": {"target": "forbidden"}}, 400, "'forbidden'"),
         ("retrieve_future", {"request_id": "req-0"}, 404, "no request"),
     ],
 )

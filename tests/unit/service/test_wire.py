@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from rookery.service.records import CustomLoss
 from rookery.service.refusals import Refusal
 from rookery.service.wire.body import inflate
 from rookery.service.wire.losses import output_arrays, output_metrics, train_request
@@ -40,11 +41,15 @@ def call_of(loss: str, **inputs: object) -> TrainCall:
     )
 
 
+def no_loss(loss_id: str) -> CustomLoss:
+    raise AssertionError(f"no custom loss is asked for, and {loss_id} was")
+
+
 def test_the_request_of_the_sdk_is_read() -> None:
     call, canonical = read_train_proto(REQUEST)
     assert (call.model_id, call.seq_id, call.loss) == ("S:train:0", 1, "cross_entropy")
     assert canonical == REQUEST
-    request = train_request(call, context_tokens=None)
+    request = train_request(call, context_tokens=None, custom=no_loss)
     [datum] = request.data
     assert datum.tokens == (1, 2, 3)
     assert datum.targets == (2, 3, 4)
@@ -83,7 +88,9 @@ def test_soft_targets_dense_and_sparse_are_one() -> None:
     assert targets.tolist() == [[2, 9], [0, 0], [3, 0]]
     weights = np.asarray([[0.5, 0.5], [0.0, 0.0], [1.0, 0.0]])
     request = train_request(
-        call_of("cross_entropy", target_tokens=targets, weights=weights), context_tokens=None
+        call_of("cross_entropy", target_tokens=targets, weights=weights),
+        context_tokens=None,
+        custom=no_loss,
     )
     [datum] = request.data
     assert datum.positions == (0, 0, 1, 1, 2, 2)
@@ -151,7 +158,7 @@ def test_a_zstd_bomb_is_refused_at_the_limit() -> None:
 )
 def test_wrong_data_get_a_sentence(loss: str, inputs: dict[str, object], sentence: str) -> None:
     with pytest.raises(Refusal, match=sentence) as refused:
-        train_request(call_of(loss, **inputs), context_tokens=None)
+        train_request(call_of(loss, **inputs), context_tokens=None, custom=no_loss)
     assert refused.value.status == 400
 
 
@@ -162,7 +169,7 @@ def test_thresholds_become_clips() -> None:
     call = TrainCall(
         model_id="m", seq_id=1, loss="ppo", options=options, forward_only=False, data=call.data
     )
-    request = train_request(call, context_tokens=None)
+    request = train_request(call, context_tokens=None, custom=no_loss)
     assert request.loss_options == {"clip_low": 0.25, "clip_high": 0.5}
     output = TrainOutput(metrics={"train/loss_sum": 1.0}, logprobs=((-9.0, -1.5, -1.5),))
     metrics = output_metrics(request, output)

@@ -22,7 +22,7 @@ from rookery.train.metrics import merged_metrics
 from rookery.types import Datum
 
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "ppo")
-POLICY = (*CLIPPED, "cispo", "importance_sampling", "reinforce")
+POLICY = (*CLIPPED, "cispo", "importance_sampling", "reinforce", "dro")
 CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 AVERAGES = {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "constant", "bnpo": "call"}
 
@@ -76,8 +76,10 @@ def expected_tokens(
         far = torch.clamp(ratio, max=options.get("max_ratio"), min=0.0)
         losses = -torch.min(far * advantages, near * advantages)
     elif name == "cispo":
-        bound = options.get("max_ratio", 5.0)
-        losses = -torch.clamp(ratio, max=bound).detach() * advantages * current
+        bounds = options.get("min_ratio", 0.0), options.get("max_ratio", 5.0)
+        losses = -torch.clamp(ratio, *bounds).detach() * advantages * current
+    elif name == "dro":
+        losses = options.get("beta", 0.05) / 2 * log_ratio**2 - advantages * current
     elif name == "reinforce":
         losses = -advantages * current
     else:
@@ -133,7 +135,11 @@ CASES = [
     pytest.param(name, options, id=f"{name}-{key}")
     for name in POLICY
     for key, options in OPTIONS.items()
-    if not (name == "reinforce" and options.get("ratio_to") == "old")  # it has no ratio
+    if (name, options.get("ratio_to")) not in (("reinforce", "old"), ("dro", "current"))
+]  # what has no ratio, or is not held to anything
+CASES += [
+    pytest.param("cispo", {"min_ratio": 0.95, "max_ratio": 1.05}, id="cispo-bounds"),
+    pytest.param("dro", {"beta": 0.7}, id="dro-beta"),
 ]
 
 
@@ -273,7 +279,7 @@ def test_options_that_do_not_exist_are_refused(
 def test_an_unknown_loss_names_all_there_are() -> None:
     with pytest.raises(TrainError, match=r"'grppo' is not a loss.*grpo.*reinforce"):
         make_loss("grppo", {})
-    assert set(LOSSES) == {"cross_entropy", *POLICY}
+    assert set(LOSSES) == {"cross_entropy", "custom", *POLICY}
 
 
 def test_a_loss_asks_for_the_columns_its_options_need() -> None:

@@ -112,9 +112,12 @@ async def _run(
 
 
 def _same_spending(config: EvolveConfig, evolution: SearchState) -> EvolveConfig:
-    """One island, and the tokens of the evolution where they are known."""
+    """One island, the tokens of the evolution where they are known, and as many hours again."""
     is_known = not evolution.spending.num_unreported and evolution.spending.tokens
-    budget = BudgetConfig(max_tokens=evolution.spending.tokens if is_known else None)
+    budget = BudgetConfig(
+        max_tokens=evolution.spending.tokens if is_known else None,
+        max_hours=config.rookery.budget.max_hours,
+    )
     database = config.database.model_copy(update={"num_islands": 1})
     own = config.rookery.model_copy(update={"budget": budget})
     return config.model_copy(

@@ -18,9 +18,10 @@ FLAGS = {
     "proto_compress_fwdbwd": True,
     "fwdbwd_max_chunk_len": 1024,
     "sample_use_retrieve_futures": True,
+    "custom_loss_server_side": True,
 }
-"""What clients are told to do: chunks of 1,024 data, compressed with zstd, and one poll for all
-samples of a session."""
+"""What clients are told to do: chunks of 1,024 data, compressed with zstd, one poll for all samples
+of a session, and losses of their own sent as graphs."""
 DYNAMIC_FLAGS = {
     "refresh_interval_sec": 300,
     "sample_cancel_enabled": True,

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from rookery.errors import ConfigError, TrainError
 from rookery.service.records import Model
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
@@ -13,6 +14,7 @@ from rookery.service.wire.body import PROTOBUF, inflate, parse_json
 from rookery.service.wire.losses import train_request
 from rookery.service.wire.requests import (
     CopyWeights,
+    CreateCustomLoss,
     CreateModel,
     GetInfo,
     LoadWeights,
@@ -87,8 +89,17 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
         }
 
     @router.post("/create_custom_loss")
-    async def create_custom_loss(_: Tenant) -> dict[str, Any]:
-        raise bad("Losses of your own are computed by the client: forward_backward_custom does it.")
+    async def create_custom_loss(body: CreateCustomLoss, tenant: Tenant) -> dict[str, Any]:
+        """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
+        gate.service.admission.check_rate(tenant)
+        desk.state.session(tenant, body.session_id)
+        options = body.model_dump(include={"inputs", "graph"})
+        trainees = next(iter(desk.backends.values())).trainees
+        try:
+            await trainees.check_loss("custom", options)
+        except (ConfigError, TrainError) as error:
+            raise bad(str(error)) from error
+        return await gate.service.change("create_custom_loss", tenant, body)
 
 
 def _add_gradients(router: APIRouter, gate: Gate) -> None:
@@ -108,7 +119,11 @@ def _add_gradients(router: APIRouter, gate: Gate) -> None:
             call, content = _read(body, is_proto=is_proto)
             model = desk.state.model(tenant, call.model_id)
             context = desk.backend(model.base_model).engine.context_tokens
-            train_request(call, context_tokens=context)
+            train_request(
+                call,
+                context_tokens=context,
+                custom=lambda loss_id: desk.state.loss(tenant, loss_id),
+            )
             return call, content
 
         is_short = len(raw) <= INLINE_BYTES and not encoding

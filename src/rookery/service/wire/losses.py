@@ -6,6 +6,7 @@
 | importance_sampling | target_tokens, logprobs, advantages |                            |
 | ppo, cispo, gspo    | the same                            | clip_low_/_high_threshold  |
 | dro                 | the same                            | beta                       |
+| custom              | target_tokens, and what it reads    | loss_id                    |
 
 Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are the trainer's clips
 of 0.2 and 0.2.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rookery.service.records import CustomLoss
 from rookery.service.refusals import bad
 from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import DatumArrays, TrainCall
@@ -45,9 +47,10 @@ def _clips(options: _Options) -> dict[str, Json]:
 
 
 def _cispo(options: _Options) -> dict[str, Json]:
-    if options.get("clip_low_threshold", 0.0) > 0.0:
-        raise bad("cispo is computed without a lower bound: leave clip_low_threshold out, or 0.")
-    return {"max_ratio": options.get("clip_high_threshold", 4.0)}
+    return {
+        "min_ratio": options.get("clip_low_threshold", 0.0),
+        "max_ratio": options.get("clip_high_threshold", 4.0),
+    }
 
 
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
@@ -61,13 +64,19 @@ LOSSES = {
 }
 
 
-def train_request(call: TrainCall, *, context_tokens: int | None) -> TrainRequest:
-    """The trainer's request, or a refusal that names the datum and the array."""
-    loss = LOSSES.get(call.loss)
-    if loss is None:
-        raise bad(f"{call.loss!r:.60} is not a loss here. There are: {', '.join(LOSSES)}.")
+def train_request(
+    call: TrainCall, *, context_tokens: int | None, custom: Callable[[str], CustomLoss]
+) -> TrainRequest:
+    """The trainer's request, or a refusal that names the datum and the array. `custom` finds the
+    losses that clients made."""
     if not call.data:
         raise bad("The request has no data; give at least one datum.")
+    if call.loss == "custom":
+        return _custom_request(call, context_tokens=context_tokens, custom=custom)
+    loss = LOSSES.get(call.loss)
+    if loss is None:
+        known = ", ".join((*LOSSES, "custom"))
+        raise bad(f"{call.loss!r:.60} is not a loss here. There are: {known}.")
     unknown = sorted(set(call.options) - set(loss.options))
     if unknown:
         allowed = ", ".join(loss.options) or "none"
@@ -83,6 +92,50 @@ def train_request(call: TrainCall, *, context_tokens: int | None) -> TrainReques
         ),
         loss=call.loss,
         loss_options=loss.translate(numbers),
+    )
+
+
+def _custom_request(
+    call: TrainCall, *, context_tokens: int | None, custom: Callable[[str], CustomLoss]
+) -> TrainRequest:
+    loss_id = call.options.get("loss_id")
+    if not isinstance(loss_id, str) or len(call.options) > 1:
+        raise bad("custom takes one option, loss_id: what create_custom_loss answered.")
+    loss = custom(loss_id)
+    return TrainRequest(
+        trainee=call.model_id,
+        data=tuple(
+            _custom_datum(datum, loss, place=place, context_tokens=context_tokens)
+            for place, datum in enumerate(call.data)
+        ),
+        loss="custom",
+        loss_options={"inputs": [*loss.inputs], "graph": loss.graph},
+    )
+
+
+def _custom_datum(
+    datum: DatumArrays, loss: CustomLoss, *, place: int, context_tokens: int | None
+) -> Datum:
+    inputs = dict(datum.inputs)
+    targets = _targets(datum, inputs, "custom", place=place, context_tokens=context_tokens)
+    read = {name: _take(datum.inputs, name, "custom", place) for name in loss.input_names}
+    for array, own in zip((targets, *read.values()), loss.inputs, strict=True):
+        # A scalar has no shape on the wire, as an array without one.
+        if array.ndim != (own["rank"] or 1) or (not own["rank"] and array.size != 1):
+            raise bad(
+                f"Datum {place}: {own['name']} has the shape {list(array.shape)}, and the loss "
+                f"{loss.name!r:.60} reads it with rank {own['rank']}."
+            )
+    scalars = [str(own["name"]) for own in loss.inputs if not own["rank"]]
+    return Datum(
+        tokens=tuple(datum.tokens.tolist()),
+        positions=_positions(targets),
+        targets=tuple(targets.reshape(-1).tolist()),
+        weights=(1.0,) * targets.size,
+        inputs={
+            name: array.item() if name in scalars else array.tolist()
+            for name, array in read.items()
+        },
     )
 
 
@@ -104,6 +157,9 @@ def output_metrics(request: TrainRequest, output: TrainOutput) -> dict[str, floa
     """
     metrics = {"loss:sum": output.metrics["train/loss_sum"]}
     for key, value in output.metrics.items():
+        if key.startswith("custom/"):
+            metrics[key] = value
+            continue
         name = key.removeprefix("train/")
         if name == "loss_sum":
             continue
@@ -135,29 +191,49 @@ def _drift(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
 
 
 def _datum(datum: DatumArrays, loss: str, *, place: int, context_tokens: int | None) -> Datum:
-    inputs, num_tokens = dict(datum.inputs), len(datum.tokens)
-    if context_tokens is not None and num_tokens > context_tokens:
-        raise bad(
-            f"Datum {place} has {num_tokens} tokens; this model reads at most {context_tokens}."
-        )
-    targets = _take(inputs, "target_tokens", loss, place)
-    if targets.shape[:1] != (num_tokens,) or targets.ndim > 2 or targets.dtype.kind != "i":
-        raise bad(
-            f"Datum {place}: target_tokens has the shape {list(targets.shape)} for {num_tokens} "
-            "tokens; it holds whole numbers, one row per token, [T] or [T, K]."
-        )
-    positions = np.repeat(np.arange(num_tokens), targets.size // num_tokens if num_tokens else 0)
+    inputs = dict(datum.inputs)
+    targets = _targets(datum, inputs, loss, place=place, context_tokens=context_tokens)
     columns = _columns(inputs, loss, targets, place)
     if inputs:
         raise bad(f"Datum {place}: {loss} takes no {sorted(inputs)[0]!r:.60}: leave it out.")
     return Datum(
         tokens=tuple(datum.tokens.tolist()),
-        positions=tuple(positions.tolist()),
+        positions=_positions(targets),
         targets=tuple(targets.reshape(-1).tolist()),
         weights=_flat(columns["weights"]),
         sampled_logprobs=_flat(columns.get("sampled_logprobs")),
         advantages=_flat(columns.get("advantages")),
     )
+
+
+def _targets(
+    datum: DatumArrays,
+    inputs: dict[str, Array],
+    loss: str,
+    *,
+    place: int,
+    context_tokens: int | None,
+) -> Array:
+    """Taken out of the inputs: [T] or [T, K]."""
+    num_tokens = len(datum.tokens)
+    if context_tokens is not None and num_tokens > context_tokens:
+        raise bad(
+            f"Datum {place} has {num_tokens} tokens; this model reads at most {context_tokens}."
+        )
+    targets = _take(inputs, "target_tokens", loss, place)
+    inputs.pop("target_tokens")
+    if targets.shape[:1] != (num_tokens,) or targets.ndim > 2 or targets.dtype.kind != "i":
+        raise bad(
+            f"Datum {place}: target_tokens has the shape {list(targets.shape)} for {num_tokens} "
+            "tokens; it holds whole numbers, one row per token, [T] or [T, K]."
+        )
+    return targets
+
+
+def _positions(targets: Array) -> tuple[int, ...]:
+    """Of each target: the row that it is in."""
+    num_rows = len(targets)
+    return tuple(np.repeat(np.arange(num_rows), targets.size // max(num_rows, 1)).tolist())
 
 
 def _flat(column: Array | None) -> tuple[float, ...]:
@@ -180,6 +256,7 @@ def _columns(inputs: dict[str, Array], loss: str, targets: Array, place: int) ->
 
 def _column(inputs: dict[str, Array], name: str, loss: str, targets: Array, place: int) -> Array:
     column = _take(inputs, name, loss, place)
+    inputs.pop(name)
     if column.shape != targets.shape:
         raise bad(
             f"Datum {place}: {name} has the shape {list(column.shape)} and target_tokens "
@@ -190,7 +267,7 @@ def _column(inputs: dict[str, Array], name: str, loss: str, targets: Array, plac
     return column.astype("<f4")
 
 
-def _take(inputs: dict[str, Array], name: str, loss: str, place: int) -> Array:
+def _take(inputs: Mapping[str, Array], name: str, loss: str, place: int) -> Array:
     if name not in inputs:
         raise bad(f"Datum {place}: {loss} needs {name!r} in loss_fn_inputs.")
-    return inputs.pop(name)
+    return inputs[name]

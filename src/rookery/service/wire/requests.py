@@ -11,6 +11,7 @@ __all__ = [
     "AdamParams",
     "CancelFuture",
     "CopyWeights",
+    "CreateCustomLoss",
     "CreateModel",
     "CreateSamplingSession",
     "CreateSession",
@@ -113,6 +114,23 @@ class AdamParams(_Request):
     eps: Finite = Field(default=1e-12, gt=0)
     weight_decay: Finite = Field(default=0.0, ge=0)
     grad_clip_norm: Finite = Field(default=0.0, ge=0)
+
+
+class CustomLossInput(_Request):
+    """One tensor that a custom loss reads."""
+
+    name: str = Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")
+    rank: int = Field(ge=0, le=2)
+
+
+class CreateCustomLoss(_Request):
+    """A loss of the client's own, as a graph of tensor operations."""
+
+    session_id: Id
+    custom_loss_seq_id: Seq
+    name: str = Field(default="", max_length=200)
+    inputs: list[CustomLossInput] = Field(min_length=1, max_length=16)
+    graph: Metadata
 
 
 class OptimStepRequest(_Request):

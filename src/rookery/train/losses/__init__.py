@@ -11,8 +11,10 @@ from rookery.train.losses.bnpo import Bnpo
 from rookery.train.losses.cispo import Cispo
 from rookery.train.losses.correction import CorrectionConfig
 from rookery.train.losses.cross_entropy import CrossEntropy
+from rookery.train.losses.custom import Custom
 from rookery.train.losses.dapo import Dapo
 from rookery.train.losses.dr_grpo import DrGrpo
+from rookery.train.losses.dro import Dro
 from rookery.train.losses.grpo import Grpo
 from rookery.train.losses.gspo import Gspo
 from rookery.train.losses.importance_sampling import ImportanceSampling
@@ -37,7 +39,7 @@ __all__ = [
     "make_loss",
 ]
 
-_Policy = Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce
+_Policy = Grpo | DrGrpo | Dapo | Bnpo | Gspo | Cispo | Ppo | ImportanceSampling | Reinforce | Dro
 
 PolicyLossConfig = Annotated[_Policy, Field(discriminator="type")]
 """Any loss of drawn tokens with its options, as a part of a config file."""
@@ -45,7 +47,7 @@ PolicyLossConfig = Annotated[_Policy, Field(discriminator="type")]
 LossConfig = Annotated[CrossEntropy | _Policy, Field(discriminator="type")]
 """Any loss with its options, as a part of a config file."""
 
-LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss]] = {
+LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss] | type[Custom]] = {
     "cross_entropy": CrossEntropy,
     "grpo": Grpo,
     "dr_grpo": DrGrpo,
@@ -56,6 +58,8 @@ LOSSES: dict[str, type[CrossEntropy] | type[PolicyLoss]] = {
     "ppo": Ppo,
     "importance_sampling": ImportanceSampling,
     "reinforce": Reinforce,
+    "dro": Dro,
+    "custom": Custom,
 }
 
 

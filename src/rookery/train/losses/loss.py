@@ -11,11 +11,13 @@ trainees add up to the sum over all their data, in any grouping. Who wants a mea
 weights beforehand: `averaged` does it for all data of a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+
+from rookery.types import Json
 
 __all__ = ["Column", "Loss", "LossOutput", "Targets"]
 
@@ -36,6 +38,10 @@ class Targets:
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
     advantages: torch.Tensor
+    num_rows: Sequence[int] = ()
+    """Of each datum, how many positions its targets are at."""
+    inputs: Sequence[Mapping[str, Json]] = ()
+    """Of each datum, what else it brings for a loss of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,9 @@ class LossOutput:
     Passes of sums 6 and 2 and weights 3 and 1 report 2."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Detached scalars, reported as `train/<key>_max`: the largest of all passes of a request."""
+    totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Detached scalars summed over data, reported by their own keys: those that end in `:mean`
+    divided by the number of data."""
 
 
 class Loss(Protocol):

@@ -340,6 +340,22 @@ async def test_baselines_spend_as_much(tmp_path: Path) -> None:
     assert all("2000 tokens allows no further" in row.note for row in report.baselines)
 
 
+async def test_a_baseline_has_as_many_hours(tmp_path: Path) -> None:
+    """Its calls come one after the other and its model never ends: the hours do."""
+
+    class Alone(CountingModel):
+        async def reply(self, request: TextRequest) -> TextReply:
+            answer = await super().reply(request)
+            if self.num_calls > 24:  # the evolution and what it had in flight are over
+                await asyncio.sleep(0.3)
+            return answer
+
+    own = {"baselines": ("sequential",), "budget": {"max_hours": 3 / 3600}}
+    report = (await evolve_toy(tmp_path, toy_config(rookery=own), model=Alone())).report
+    [row] = report.baselines
+    assert row.num_iterations < 20 and "hours" in row.note
+
+
 async def test_a_baseline_with_shorter_prompts_tries_more_for_as_many_tokens(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,167 @@
+"""Several tenants in one pass of the trainer, beside one after another.
+
+    python benchmarks/tink.py                        # SmolLM2 in float32, 8 tenants, 16 tokens each
+    python benchmarks/tink.py --tokens 64 --device cuda --tenants 32
+
+Tenants differ in rank, layers, loss, lengths and optimizer values. First a step of all together is
+compared with a step of each alone: on the CPU gradients and weights have the same bits. Then both
+take turns in one process on an otherwise idle machine; the median of several rounds each. About
+four minutes on two cores.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rookery.embedded import resolve_model
+from rookery.slots import SlottedModel, load_model
+from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
+from rookery.types import Adapter, Datum, LoraFactors, OptimStep, TrainRequest
+from rookery.weights import make_adapter
+
+RANKS = (1, 2, 4, 8, 16, 32, 8, 32)
+LOSSES = (
+    "cross_entropy", "importance_sampling", "ppo", "cispo",
+    "dro", "gspo", "cross_entropy", "importance_sampling",
+)  # fmt: skip
+STRETCH = (1.0, 0.5, 1.5, 0.75, 1.25, 1.0, 0.625, 1.375)
+"""Lengths of the tenants by the mean."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ((*ATTENTION, *MLP), ATTENTION, (*ATTENTION, *MLP, "lm_head"), MLP)
+MOST_GAP = 1e-5
+"""Of gradients on a GPU, relative to the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """What one of them asks for, again and again."""
+
+    start: Adapter
+    request: TrainRequest
+    step: OptimStep
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.request.data)
+
+
+def make_tenant(model: SlottedModel, number: int, *, tokens: int) -> Tenant:
+    kind = number % len(RANKS)
+    name, rank, loss = f"tenant{number}", RANKS[kind], LOSSES[kind]
+    config = LoraConfig(rank=rank, alpha=32.0, targets=TARGETS[kind % len(TARGETS)])
+    zero = initial_adapter(model, config, name=name, base="", seed=number)
+    generator = torch.Generator().manual_seed(number)
+    factors = {
+        layer: LoraFactors(
+            a=lora.a, b=torch.randn(lora.b.shape, generator=generator) * 0.02, scale=lora.scale
+        )
+        for layer, lora in zero.factors.items()
+    }
+    length = max(2, round(tokens * STRETCH[kind]))
+    ids = torch.randint(model.shape.vocab_size, (length + 1,), generator=generator).tolist()
+    is_policy = loss != "cross_entropy"
+    datum = Datum(
+        tokens=tuple(ids[:-1]),
+        positions=tuple(range(length)),
+        targets=tuple(ids[1:]),
+        weights=(1.0,) * length,
+        sampled_logprobs=(-11.0,) * length if is_policy else (),
+        advantages=tuple(1.0 - 0.5 * (i % 4) for i in range(length)) if is_policy else (),
+    )
+    return Tenant(
+        start=make_adapter(name, base="", factors=factors),
+        request=TrainRequest(trainee=name, data=(datum,), loss=loss),
+        step=OptimStep(trainee=name, learning_rate=1e-4 * (1 + kind), max_grad_norm=float(kind)),
+    )
+
+
+def open_trainer(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> LoraTrainer:
+    trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=pass_tokens))
+    for tenant in tenants:
+        trainer.add(tenant.request.trainee, tenant.start)
+    return trainer
+
+
+async def step_all(trainer: LoraTrainer, groups: Sequence[Sequence[Tenant]]) -> None:
+    """Gradients and a step of every tenant, the groups one after another."""
+    for group in groups:
+        outputs = await trainer.forward_backward([tenant.request for tenant in group])
+        stepped = await trainer.optim_step([tenant.step for tenant in group])
+        errors = [*(one.error for one in outputs), *(one.error for one in stepped)]
+        assert not any(errors), errors
+
+
+async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> float:
+    """How far gradients and weights are from those alone, relative to the largest; 0: same bits."""
+    together = open_trainer(model, tenants, pass_tokens)
+    await step_all(together, [tenants])
+    await together.forward_backward([tenant.request for tenant in tenants])
+    worst = 0.0
+    for tenant in tenants:
+        name = tenant.request.trainee
+        alone = open_trainer(model, [tenant], pass_tokens)
+        await step_all(alone, [[tenant]])
+        await alone.forward_backward([tenant.request])
+        both = [trainer.trainee(name) for trainer in (together, alone)]
+        pairs = zip(
+            *([*trainee.parameters, *(trainee.gradients or ())] for trainee in both), strict=True
+        )
+        for one, other in pairs:
+            largest = max(other.abs().max().item(), 1e-30)
+            worst = max(worst, (one - other).abs().max().item() / largest)
+    return worst
+
+
+async def measure(
+    model: SlottedModel, tenants: Sequence[Tenant], *, pass_tokens: int, rounds: int
+) -> tuple[float, float]:
+    """Tokens per second of all together, and one after another."""
+    trainer = open_trainer(model, tenants, pass_tokens)
+    plans: dict[str, list[Sequence[Tenant]]] = {
+        "together": [tenants],
+        "apart": [[tenant] for tenant in tenants],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds + 1):
+        for name, groups in plans.items():
+            started = time.perf_counter()
+            await step_all(trainer, groups)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+    num_tokens = sum(tenant.num_tokens for tenant in tenants)
+    rates = {name: num_tokens / statistics.median(own[1:]) for name, own in seconds.items()}
+    return rates["together"], rates["apart"]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16, help="mean of each tenant")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    folder: Path = resolve_model(options.model).path
+    model = load_model(folder, device=options.device, dtype="float32")
+    pass_tokens = max(1024, 2 * options.tenants * options.tokens)
+    tenants = [make_tenant(model, i, tokens=options.tokens) for i in range(options.tenants)]
+    gap = await compare(model, tenants, pass_tokens)
+    together, apart = await measure(model, tenants, pass_tokens=pass_tokens, rounds=options.rounds)
+    is_fine = gap == 0.0 if options.device == "cpu" else gap <= MOST_GAP
+    print(f"{options.tenants} tenants, {options.tokens} tokens each, {options.device}")
+    print(f"gap to each alone     {gap:.1e}   {'ok' if is_fine else 'TOO LARGE'}")
+    print(f"tokens/s together     {together:8.1f}")
+    print(f"tokens/s apart        {apart:8.1f}")
+    print(f"ratio                 {together / apart:8.2f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,102 @@
+"""One request on its way through a trainer: its passes, and what came of them so far."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import Generic, TypeVar
+
+import torch
+
+from rookery.errors import RookeryError, TrainError, boundary
+from rookery.slots import ModelShape
+from rookery.train.losses import Loss, LossOutput, Targets, make_loss
+from rookery.train.packing import COLUMNS, PackedPass, check_data, pack
+from rookery.train.part import Part
+from rookery.train.processes import Processes
+from rookery.train.trainee import Trainee
+from rookery.types import TrainRequest
+
+__all__ = ["Job"]
+
+Trained = TypeVar("Trained", bound=Trainee)
+
+
+class Job(Generic[Trained]):
+    """What this process computes of a request. Whatever goes wrong ends this request alone."""
+
+    def __init__(self, request: TrainRequest, trainee: Trained) -> None:
+        self.trainee = trainee
+        self.passes: list[PackedPass] = []
+        self.part = Part()
+        self.gradients: list[torch.Tensor] = []
+        """Of the trainee's parameters, summed over passes; none without gradients."""
+        self._request = request
+        self._loss: Loss
+        self._places: Sequence[int] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.part.error)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """An error inside the block is the result of this request; others may have gradients."""
+        remedy = "If memory is short lower pass_tokens or trunk_cache_gib."
+        what = f"Step {self.trainee.num_steps + 1}: the request failed"
+        try:
+            with boundary(TrainError, what, remedy={RuntimeError: remedy, MemoryError: remedy}):
+                yield
+        except RookeryError as error:
+            self.part = Part(error=str(error))
+            self.passes, self.gradients = [], []
+
+    def prepare(self, shape: ModelShape, *, pass_tokens: int, processes: Processes) -> None:
+        """Check the request and lay out its passes."""
+        request = self._request
+        with self.guard():
+            self._loss = make_loss(request.loss, request.loss_options)
+            check_data(request.data, shape=shape, needs=self._loss.needs)
+            self.part.num_data = len(request.data)
+            self._places = processes.share(request.data)
+            own = [request.data[place] for place in self._places]
+            self.passes = pack(own, pass_tokens=pass_tokens)
+            weights = [weight for packed in self.passes for weight in packed.weights]
+            self.part.weight = sum(weights)
+            self.part.num_tokens = sum(weight != 0.0 for weight in weights)
+            self.gradients = self.trainee.zeros() if torch.is_grad_enabled() else []
+
+    def loss(self, packed: PackedPass, logprobs: torch.Tensor) -> LossOutput | None:
+        """Of one pass; None when it has none, and the request has failed."""
+        with self.guard():
+            output = self._loss(logprobs, _targets(packed, logprobs.device))
+            self.trainee.require_finite("loss", output.loss)
+            return output
+        return None
+
+    def add(self, packed: PackedPass, logprobs: torch.Tensor, output: LossOutput) -> None:
+        """Count a pass that is done."""
+        part = self.part
+        part.loss_sum += output.loss.item()
+        part.sums.update({key: value.item() for key, value in output.sums.items()})
+        part.totals.update({key: value.item() for key, value in output.totals.items()})
+        for key, value in output.maxima.items():
+            part.maxima[key] = max(part.maxima.get(key, -inf), value.item())
+        counts = Counter(packed.datum)
+        values, start = logprobs.tolist(), 0
+        for number, place in enumerate(packed.places):
+            part.logprobs[self._places[place]] = tuple(values[start : start + counts[number]])
+            start += counts[number]
+
+
+def _targets(packed: PackedPass, device: torch.device) -> Targets:
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return Targets(
+        weights=column(packed.weights),
+        datum=torch.tensor(packed.datum, device=device),
+        num_rows=packed.num_rows,
+        inputs=packed.inputs,
+        **{name: column(packed.columns.get(name, [])) for name in COLUMNS},
+    )
