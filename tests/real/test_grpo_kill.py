@@ -59,7 +59,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("grpo")
     rows = [{"prompt": f"w{4 + i} w{5 + (i * 7) % 80}", "reference": "x"} for i in range(24)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Inputs(model=write_tiny_model(folder / "model"), tasks=folder / "tasks.jsonl")
+    return Inputs(model=write_tiny_model(folder / "tiny"), tasks=folder / "tasks.jsonl")
 
 
 @pytest.mark.timeout(1800)

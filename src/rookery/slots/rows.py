@@ -92,7 +92,7 @@ class SlotRows:
         # Queries, keys and values read the same x: in training also their gradients are one.
         if self._last is not None:
             seen, version, taken = self._last
-            if seen.data_ptr() == x.data_ptr() and seen.shape == x.shape and version == x._version:
+            if _is_same(seen, x) and version == x._version:
                 return taken
         taken = self._take(x)
         # Held together with x, so that no other tensor gets its memory.
@@ -127,6 +127,12 @@ class SlotRows:
             parts.append(parts[0].new_zeros(1, width))
         places = parts[0] if len(parts) == 1 else torch.cat(parts)
         out.add_(places.index_select(0, self._scatter))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are views of the same memory; also of tensors that have shapes and no data."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.shape == other.shape and one.storage_offset() == other.storage_offset()
 
 
 def _lay(segment: Segment, gather: list[int], places: dict[int, int]) -> list[int]:
