@@ -11,6 +11,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.1
 comma := ,
 WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(CURDIR)/.venv-openevolve/bin/python
 WITH_TRL := ROOKERY_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python
+WITH_ATROPOS := ROOKERY_ATROPOS_PYTHON=$(CURDIR)/.venv-atropos/bin/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-real check docs bench clean
@@ -37,7 +38,7 @@ test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.r
   .venv-tinker/.ready .venv-atropos/.ready .venv-verifiers/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
-	  ROOKERY_ATROPOS_PYTHON=$(CURDIR)/.venv-atropos/bin/python \
+	  $(WITH_ATROPOS) \
 	  ROOKERY_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
@@ -51,12 +52,13 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
+bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-atropos/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
 	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
+	$(WITH_ATROPOS) $(BIN)/python benchmarks/atropos.py
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-atropos .venv-verifiers \
