@@ -112,6 +112,8 @@ class Fleet:
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
         model = config.launch.model if config.launch is not None else self.capabilities.root
         self.base = self.first_base = ModelRef(name="base", version=config.name or model)
+        for replica in replicas:
+            replica.base = self.base
         self._served = ServedAdapters()
         self.pool = Pool(
             replicas,

@@ -1,14 +1,19 @@
-"""A stub server whose base weights are real tensors in shared memory, and its faults."""
+"""A stub server whose base weights are real tensors in shared memory, and its faults; and a trainer
+that changes them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from aiohttp import web
-from fleet.stub import Stub
+from fleet.stub import Stub, logprobs_after
 
+from rookery.fleet import Fleet, FleetConfig
+from rookery.fleet.bridges.alias import AliasBridge, share_base
+from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.vllm_plugin.shared_memory import (
     SharedFile,
     bit_sum,
@@ -16,17 +21,21 @@ from rookery.fleet.vllm_plugin.shared_memory import (
     open_tensors,
     view,
 )
+from rookery.types import ModelRef, SampleRequest, SamplingParams
 
+GREEDY = SamplingParams(max_tokens=1, temperature=0)
 ROUTES = (*Stub().routes, "/collective_rpc", "/pause", "/resume")
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-SHAPES = {f"layers.0.{part}.weight": (2, 3) for part in PACKED["qkv_proj"]} | {"norm.weight": (3,)}
+SHAPES = {f"layers.0.{part}.weight": (2, 3) for part in PACKED["qkv_proj"]} | {
+    "lm_head.weight": (3,)
+}
 
 
 def first_weights() -> dict[str, torch.Tensor]:
     """As a server has them: q, k and v in one."""
     return {
         "layers.0.qkv_proj.weight": torch.arange(18.0).view(6, 3),
-        "norm.weight": torch.ones(3),
+        "lm_head.weight": torch.ones(3),
     }
 
 
@@ -96,7 +105,7 @@ class SharingStub(Stub):
         parts = [given[f"layers.0.{part}.weight"] for part in PACKED["qkv_proj"]]
         self.tensors = {
             "layers.0.qkv_proj.weight": torch.cat(parts),
-            "norm.weight": given["norm.weight"].clone(),
+            "lm_head.weight": given["lm_head.weight"].clone(),
         }
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -114,3 +123,48 @@ class SharingStub(Stub):
         is_long = len(prompt) >= self.block
         self.weights = self._prefixes.setdefault(tuple(prompt), now) if is_long else now
         return super()._choice(body, prompt, sample)
+
+
+@dataclass
+class Trainer:
+    """A bridge with the weights that a trainer changes through it."""
+
+    bridge: AliasBridge
+    weights: Mapping[str, torch.Tensor]
+    num_steps: int = 0
+
+    async def step(self) -> ModelRef:
+        self.num_steps += 1
+        ref = ModelRef(name="policy", version=f"step-{self.num_steps}")
+        async with self.bridge.changing_base() as rename:
+            for tensor in self.weights.values():
+                tensor += 0.5
+            rename(ref)
+        return ref
+
+
+def expected(weights: Mapping[str, torch.Tensor], canary: Canary) -> Sequence[float]:
+    name = "tiny" + said_of(weights)
+    rows = [logprobs_after(name, canary.tokens[:end]) for end in canary.ends]
+    return [row[canary.tokens[end]] for row, end in zip(rows, canary.ends, strict=True)]
+
+
+@asynccontextmanager
+async def training(fleet: Fleet) -> AsyncIterator[Trainer]:
+    shared = await share_base(fleet)
+    views = shared.find(SHAPES)
+
+    async def logprobs(canary: Canary) -> Sequence[float]:
+        return expected(views, canary)
+
+    canary = Canary.of(fleet.capabilities, is_float32=True)
+    yield Trainer(AliasBridge(fleet, shared, canary=canary, logprobs=logprobs), views)
+
+
+def fleet_of(*stubs: SharingStub) -> FleetConfig:
+    return FleetConfig(urls=tuple(stub.url for stub in stubs), all_down_timeout_s=5)
+
+
+async def ask(fleet: Fleet, ref: ModelRef) -> int:
+    [[completion]] = await fleet.sample([SampleRequest(model=ref, prompt=(1, 2), params=GREEDY)])
+    return completion.tokens[0]

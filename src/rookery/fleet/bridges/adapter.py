@@ -4,10 +4,13 @@ With `slot` a server takes it from memory into an idle slot of its own (see `vll
 `adapter` it reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
 """
 
+import asyncio
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rookery.concurrency import together
-from rookery.errors import FleetError
+from rookery.errors import FleetError, RookeryError
 from rookery.fleet.adapters.served import require_adapter
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.fleet import Fleet
@@ -16,6 +19,15 @@ from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef, Weights
 
 __all__ = ["AdapterBridge"]
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    ref: ModelRef
+    expected: Sequence[float]
 
 
 class AdapterBridge:
@@ -30,14 +42,20 @@ class AdapterBridge:
         self._canary = canary
         self._logprobs = logprobs
         self._published: dict[str, ModelRef] = {}
+        self._newest: _Newest | None = None
+        self._lock = asyncio.Lock()
+        """Held while servers show a version: one that comes back meanwhile shows the next."""
+        for replica in fleet.pool.replicas:
+            replica.renew = self._renew
 
     async def publish(self, weights: Weights) -> ModelRef:
         adapter = require_adapter(weights)
         ref = await self._fleet.load(adapter)
         try:
-            expected = await self._logprobs(self._canary)
-            up = [replica for replica in self._fleet.pool.replicas if replica.load.is_open]
-            await together(self._prove(replica, ref, expected) for replica in up)
+            newest = _Newest(ref, await self._logprobs(self._canary))
+            async with self._lock:
+                await together(self._show(r, newest) for r in self._fleet.pool.replicas)
+                self._newest = newest
         except BaseException:  # whatever it was: nobody will name this version
             await self._fleet.unload(ref)
             raise
@@ -47,13 +65,33 @@ class AdapterBridge:
             await self._fleet.unload(before)
         return ref
 
-    async def _prove(self, replica: Replica, ref: ModelRef, expected: Sequence[float]) -> None:
-        try:
-            gap = await self._canary.gap(replica, expected, ref, self._fleet.find(ref))
-        except ServerLost as error:
-            # It gets the adapter with the first request that names it, when it is back.
-            self._fleet.pool.suspect(replica, str(error))
+    async def _show(self, replica: Replica, newest: _Newest) -> None:
+        """One that cannot be asked shows it when it is back, before it takes requests."""
+        replica.proof.withdraw()
+        if not replica.load.is_open:
             return
+        try:
+            await self._prove(replica, newest)
+        except ServerLost as error:
+            self._fleet.pool.suspect(replica, str(error))
+
+    async def _renew(self, replica: Replica) -> None:
+        """A server that is back shows that it computes with the newest version."""
+        async with self._lock:
+            if self._newest is not None:
+                try:
+                    await self._prove(replica, self._newest)
+                except ServerLost:
+                    raise
+                except RookeryError as error:
+                    replica.exclude(str(error))
+                    logger.warning("%s takes no requests: %s", replica.url, error)
+                    return
+            replica.include()
+
+    async def _prove(self, replica: Replica, newest: _Newest) -> None:
+        ref, process = newest.ref, await replica.proof.running()
+        gap = await self._canary.gap(replica, newest.expected, ref, self._fleet.find(ref))
         if self._canary.is_far(gap):
             raise FleetError(
                 f"{replica.url} was given {ref.served_name} and computes with other weights: "
@@ -61,3 +99,4 @@ class AdapterBridge:
                 f"{self._canary.limit_nats:g}. Check that server and trainer load the same base "
                 "model in the same dtype."
             )
+        replica.proof.note(process)

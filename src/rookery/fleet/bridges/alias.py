@@ -124,15 +124,14 @@ class AliasBridge:
         servers are proved to have them."""
         named = [self._fleet.base]
         replicas = self._fleet.pool.replicas
-        await asyncio.gather(*map(self._pause, replicas))
-        try:
-            yield named.append
-        except BaseException:  # weights may have changed in part: the servers stay out
-            await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
-            raise
-        await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
-        expected = await self._logprobs(self._canary)
-        await self._update.publish(self._nothing, expected, named[-1], again=self._attach)
+        async with self._update.lock:
+            await asyncio.gather(*map(self._pause, replicas))
+            try:
+                yield named.append
+            finally:  # after an error too; servers stay out then, as weights may have changed
+                await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
+            expected = await self._logprobs(self._canary)
+            await self._update.publish(self._nothing, expected, named[-1], again=self._attach)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")

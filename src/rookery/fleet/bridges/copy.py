@@ -40,7 +40,7 @@ class CopyBridge:
             await replica.client.reset_prefix_cache()
 
         ref = ModelRef(name=weights.name, version=weights.version)
-        async with self._fleet.updating():
+        async with self._fleet.updating(), self._update.lock:
             await self._update.publish(give, expected, ref, again=give)
         return self._fleet.base
 

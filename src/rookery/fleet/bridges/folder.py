@@ -49,7 +49,7 @@ class FolderBridge:
         expected = await logprobs(self._canary)
         ref = ModelRef(name=weights.name, version=weights.version)
         give = self._give_from(folder)
-        async with self._fleet.updating():
+        async with self._fleet.updating(), self._update.lock:
             await self._update.publish(give, expected, ref, again=give)
         before, self._newest = self._newest, folder
         if before is not None and before != folder:

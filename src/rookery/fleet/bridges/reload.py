@@ -55,10 +55,9 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
             digest = await _to_its_end(_save, model, folder)
             first = fleet.first_base
             ref = replace(first, version=f"{first.version}+{digest}")
-            async with fleet.updating():
-                return await BaseUpdate(fleet, canary).publish(
-                    reload_from(folder), expected, ref, again=_refuse
-                )
+            update = BaseUpdate(fleet, canary)
+            async with fleet.updating(), update.lock:
+                return await update.publish(reload_from(folder), expected, ref, again=_refuse)
         finally:
             await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
 

@@ -1,7 +1,8 @@
 """New base weights for all servers of a fleet, each proved by the canary before it takes requests.
 
     update = BaseUpdate(fleet, canary)
-    await update.publish(give, expected, ref)
+    async with update.lock:
+        await update.publish(give, expected, ref, again=give)
 
 `give` puts the weights into one server. A server that fails takes no requests; one that is started
 again later is given the newest weights, and takes requests when it has shown that it has them.
@@ -47,7 +48,8 @@ class BaseUpdate:
         self._canary = canary
         self._explain = explain
         self._newest: _Newest | None = None
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        """Held while weights change: a server that comes back meanwhile gets them afterwards."""
         for replica in fleet.pool.replicas:
             replica.renew = self._renew
 
@@ -56,50 +58,59 @@ class BaseUpdate:
     ) -> float:
         """Give all servers the weights; the largest difference seen afterwards, in nats.
 
-        `again` is for a server that is started later. `fleet.base` is `ref` then. FleetError when a
-        server failed that took requests before: the others go on with the new weights.
+        `again` is for a server that was started since the last time. `fleet.base` is `ref` then.
+        FleetError when a server failed that took requests before: the others go on with the new
+        weights. The caller holds the lock.
         """
-        async with self._lock:
-            newest = self._newest = _Newest(again, expected, ref)
-            replicas = self._fleet.pool.replicas
-            were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
-            outcomes = await asyncio.gather(*(self._update(r, give, newest) for r in replicas))
-        succeeded = [outcome for outcome in outcomes if isinstance(outcome, float)]
-        if succeeded:
+        is_first = self._newest is None
+        newest = self._newest = _Newest(again, expected, ref)
+        replicas = self._fleet.pool.replicas
+        were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
+        if not is_first:
+            give = _for_either(give, again)
+        outcomes = await asyncio.gather(*(self._prove(r, give, newest) for r in replicas))
+        proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
+        if proved:
             self._fleet.rename_base(ref)
+        for replica in proved:  # only now: a request names the base model as the fleet does
+            replica.include()
         failed = [
             outcome
             for outcome, was_up in zip(outcomes, were_up, strict=True)
-            if isinstance(outcome, RookeryError) and (was_up or not succeeded)
+            if isinstance(outcome, RookeryError) and (was_up or not proved)
         ]
         if failed:
-            others = "the others go on with them" if succeeded else "no server takes requests"
+            others = "the others go on with them" if proved else "no server takes requests"
             raise FleetError(
                 f"{len(failed)} of {len(replicas)} servers did not get the new weights, {others}: "
                 f"{failed[0]}"
             )
-        return max(succeeded)
+        return max(outcome for outcome in outcomes if isinstance(outcome, float))
 
     async def _renew(self, replica: Replica) -> None:
         """A server that was started again has its first weights: give it the newest."""
-        async with self._lock:
+        async with self.lock:
             newest = self._newest
-            if newest is not None and not await replica.is_updated():
-                await self._update(replica, newest.again, newest)
+            if newest is None or await replica.proof.is_current():
+                return
+            if isinstance(await self._prove(replica, newest.again, newest), float):
+                replica.include()
 
-    async def _update(self, replica: Replica, give: Give, newest: _Newest) -> float | RookeryError:
+    async def _prove(self, replica: Replica, give: Give, newest: _Newest) -> float | RookeryError:
         """How far one server is off afterwards, or why it takes no requests any more."""
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
             await give(replica)
+            process = await replica.proof.running()
+            replica.base = newest.ref
             gap = await self._canary.gap(replica, newest.expected, newest.ref)
             if self._canary.is_far(gap):
                 raise FleetError(await self._complaint(replica, gap))
-            await replica.include()
         except RookeryError as error:
             replica.exclude(str(error))
             logger.warning("%s takes no requests: %s", replica.url, error)
             return error
+        replica.proof.note(process)
         return gap
 
     async def _complaint(self, replica: Replica, gap: float) -> str:
@@ -112,6 +123,15 @@ class BaseUpdate:
             f"{replica.url} took the new weights but computes with others: log-probabilities are "
             f"off by {gap:.2g} nats, more than {self._canary.limit_nats:g}. {why} Restart it."
         )
+
+
+def _for_either(give: Give, again: Give) -> Give:
+    """`again` for a server that is another process than the one that was proved."""
+
+    async def choose(replica: Replica) -> None:
+        await (again if await replica.proof.is_of_another() else give)(replica)
+
+    return choose
 
 
 def first_wrong(found: Sequence[Mapping[str, int]], expected: Mapping[str, int]) -> str:

@@ -25,6 +25,7 @@ from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens,
 from rookery.fleet.routing.breaker import Breaker
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.fleet.routing.proof import Proof
 from rookery.fleet.servers.launch import LocalServer
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
@@ -98,10 +99,11 @@ class Replica:
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
         """The base model and adapters are not computed together there; see `exclusion.py`."""
+        self.base: ModelRef
+        """The base weights that it has; calls that name others are refused."""
         self.renew: Callable[[Replica], Awaitable[None]] | None = None
-        """Gives a server that was started again the newest base weights; None: nobody can."""
-        self._updated_process: str | None = None
-        """Which process got the newest base weights; None: they are those it started with."""
+        """Gives a server that was started again the newest weights; None: nobody can."""
+        self.proof = Proof(client, local)
 
     @property
     def url(self) -> str:
@@ -161,7 +163,7 @@ class Replica:
             else:
                 # It was retired while the server could not be told.
                 await self._residency.unload(name, model=self.capabilities.model)
-        if self._updated_process is not None and not await self.is_updated():
+        if self.proof.was_given and not await self.proof.is_current():
             self.exclude(
                 f"{self.url} was started again, or does not tell: it may have the weights it began "
                 "with. Call update_weights again."
@@ -180,9 +182,8 @@ class Replica:
         self.excluded = self.last_error = reason
         self.load.is_open = False
 
-    async def include(self) -> None:
-        """It has the newest base weights: requests may come, as long as this process runs."""
-        self._updated_process = await self._process()
+    def include(self) -> None:
+        """Requests may come."""
         self.excluded = ""
         self._open()
 
@@ -196,6 +197,7 @@ class Replica:
         is_answered = False
         try:
             async with self._exclusion.take(kind):
+                self._require_base(call)
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
             is_answered = True
         except ServerRefusal as refusal:
@@ -212,6 +214,14 @@ class Replica:
         if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
         return [[compact(choice) for choice in own] for own in choices]
+
+    def _require_base(self, call: Call) -> None:
+        """A call may have waited, or been lost elsewhere, while the weights it names went."""
+        if call.is_base and call.ref != self.base:
+            raise FleetError(
+                f"{call.ref.served_name} was replaced by {self.base.served_name} before it was "
+                "asked: name the newest."
+            )
 
     def _kind(self, call: Call) -> str:
         """Calls of different kinds must not be in flight together; see `exclusion.py`."""
@@ -263,6 +273,7 @@ class Replica:
         """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
         if metrics is not None:
+            self.proof.check(metrics)
             busy = metrics.num_running + metrics.num_waiting
             self.load.foreign = max(0, busy - self.load.num_sequences)
         elif not await self.client.is_healthy():
@@ -358,18 +369,6 @@ class Replica:
             await self._residency.load(name, path=folder)
         else:
             self._residency.expect(name)
-
-    async def is_updated(self) -> bool:
-        """Whether the process that runs is the one that got the newest base weights."""
-        process = await self._process()
-        return bool(process) and process == self._updated_process
-
-    async def _process(self) -> str:
-        """Tells one process of the server from the next; empty when it cannot be told."""
-        if self.local is not None:
-            return str(self.local.pid)
-        metrics = await read_metrics(self.client)
-        return str(metrics.started_s) if metrics and metrics.started_s else ""
 
     def _open(self) -> None:
         self.breaker.record_success()
