@@ -75,17 +75,22 @@ class Opened:
     """Where models may be put for servers; it goes with the run's process."""
 
 
-def bridged_engine(config: GrpoConfig) -> AnyEngineConfig:
-    """The engine as the bridge needs it: servers that are started here can be told."""
+def bridged_engine(config: GrpoConfig, *, gpu_share: float | None = None) -> AnyEngineConfig:
+    """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
+    what the trainer leaves to them of its GPU."""
     engine = config.engine
     if not isinstance(engine, FleetConfig):
         return engine
     update: dict[str, object] = {}
     if config.bridge == "adapter":
         update["peft_folders"] = True
-    if config.full is not None and engine.launch is not None:
-        # No adapter can be served beside weights that change.
-        changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+    if engine.launch is not None:
+        changed: dict[str, object] = {}
+        if config.full is not None:
+            # No adapter can be served beside weights that change.
+            changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if gpu_share is not None:
+            changed["gpu_memory_utilization"] = gpu_share
         update["launch"] = engine.launch.model_copy(update=changed)
     return engine.model_copy(update=update)
 
@@ -100,6 +105,9 @@ async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
         return Bridge(config.bridge, "as configured")
     if config.bridge == "auto" and config.publish_every > 1:
         return _choose_copy(engine, "publish_every is above 1")
+    launch = engine.config.launch
+    if config.bridge == "auto" and launch is not None and launch.spare_gpus:
+        return _choose_copy(engine, "the trainer has a GPU of its own (launch.spare_gpus)")
     try:
         shared = await share_base(engine)
     except FleetError as error:

@@ -7,8 +7,9 @@ Data are taken at their longest: the longest prompts with answers of `drawing.ma
 all that a game may draw (`environment.max_tokens`), as far as the model's context goes.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
+from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
@@ -30,7 +32,7 @@ from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, StepMemory, measure_step
 from rookery.types import Adapter
 
-__all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
+__all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo", "server_row", "server_share"]
 
 GIB = 2**30
 MOST_COPIES = 32
@@ -38,6 +40,11 @@ MOST_COPIES = 32
 less, also where the files have 16 bit."""
 MANY_TOKENS = 64
 """A pass of so many tokens holds less than MOST_COPIES of the weights."""
+SERVER = "vLLM"
+CUDA_PART = 0.08
+"""Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
+LEAST_CACHE = GIB
+"""For keys and values, below which a server is of no use."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """What a container may take."""
 
@@ -119,11 +126,11 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         lengths=_lengths(config, files),
         place=(device, dtype),
     )
-    rows = [
-        *_process_rows(device),
-        *_engine_rows(config, files, step, device),
-        *_trainer_rows(config, files, step),
-    ]
+    trainer = [*_process_rows(device), *_trainer_rows(config, files, step)]
+    if isinstance(config.engine, FleetConfig):
+        rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
+    else:
+        rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
     return MemoryPlan(
         device=device,
         rows=tuple(row for row in rows if row.num_bytes),
@@ -171,12 +178,8 @@ def _process_rows(device: str) -> Iterator[MemoryRow]:
 
 
 def _engine_rows(
-    config: GrpoConfig, files: GrpoFiles, step: StepMemory, device: str
+    config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
 ) -> Iterator[MemoryRow]:
-    engine = config.engine
-    if isinstance(engine, FleetConfig):
-        yield from _server_rows(engine, device)
-        return
     if not config.share:
         is_packed = can_pack(device=torch.device(device), dtype=step.dtype)
         yield MemoryRow(
@@ -221,24 +224,59 @@ def _kv_bytes(shape: ModelShape) -> int:
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
 
 
-def _server_rows(engine: FleetConfig, device: str) -> Iterator[MemoryRow]:
+def server_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+    """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
+    the config says it."""
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+        return None
+    if launch.gpu_memory_utilization is not None:
+        return None
+    plan = make_plan(config, files)
+    [row] = [row for row in plan.rows if row.name == SERVER]
+    return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
+
+
+def _is_beside(launch: LaunchConfig, device: str) -> bool:
+    """Whether servers compute on the trainer's GPU."""
+    return device != "cpu" and not launch.is_on_cpu and not launch.spare_gpus
+
+
+def _server_rows(
+    engine: FleetConfig, step: StepMemory, device: str, *, beside: Sequence[MemoryRow]
+) -> Iterator[MemoryRow]:
     """Servers that are started here; others have their own memory."""
     launch = engine.launch
-    if launch is None or launch.is_on_cpu != (device == "cpu"):
+    if launch is None:
         return
-    if launch.is_on_cpu:
+    if launch.is_on_cpu and device == "cpu":
         yield MemoryRow(
             name="server cache",
             num_bytes=launch.cpu_cache_gib * GIB,
             note="engine.launch.cpu_cache_gib; its weights come on top",
             remedy="lower engine.launch.cpu_cache_gib",
         )
-        return
-    yield MemoryRow(
-        name="vLLM",
-        num_bytes=int(launch.gpu_memory_utilization * memory_bytes(torch.device(device))),
-        note="engine.launch.gpu_memory_utilization of the GPU",
-        remedy="lower engine.launch.gpu_memory_utilization",
+    if _is_beside(launch, device):
+        total = memory_bytes(torch.device(device))
+        yield server_row(launch, step.weights, total=total, beside=beside)
+
+
+def server_row(
+    launch: LaunchConfig, weights: int, *, total: int, beside: Sequence[MemoryRow]
+) -> MemoryRow:
+    """What a server takes of a GPU with `total` bytes, `beside` a trainer there."""
+    if launch.gpu_memory_utilization is not None:
+        return MemoryRow(
+            name=SERVER,
+            num_bytes=int(launch.gpu_memory_utilization * total),
+            note="engine.launch.gpu_memory_utilization of the GPU",
+            remedy="lower engine.launch.gpu_memory_utilization",
+        )
+    left = int((1 - CUDA_PART) * total) - sum(row.num_bytes for row in beside)
+    return MemoryRow(
+        name=SERVER,
+        num_bytes=min(int(GPU_SHARE * total), max(left, weights + LEAST_CACHE)),
+        note="what the trainer leaves; weights and 1 GiB for keys and values at least",
     )
 
 

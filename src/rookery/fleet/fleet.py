@@ -195,9 +195,14 @@ class Fleet:
         answers = await self._send(entries)
         with boundary(FleetError, _UNREADABLE):
             return [
-                read_completions(request, choices)
+                read_completions(request, choices, has_versions=self._is_trained(request.model))
                 for request, choices in zip(requests, answers, strict=True)
             ]
+
+    def _is_trained(self, ref: ModelRef) -> bool:
+        """Whether these are base weights that were given to the servers here: names of others on a
+        server are not of this fleet's making."""
+        return self.base != self.first_base and self._served.find(ref) is None
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         plans = [plan_score(request, capabilities=self.capabilities) for request in requests]

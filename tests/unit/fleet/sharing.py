@@ -14,6 +14,7 @@ from fleet.stub import Stub, logprobs_after
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.alias import AliasBridge, share_base
 from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import VERSION
 from rookery.fleet.vllm_plugin.shared_memory import (
     SharedFile,
     bit_sum,
@@ -24,7 +25,7 @@ from rookery.fleet.vllm_plugin.shared_memory import (
 from rookery.types import ModelRef, SampleRequest, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
-ROUTES = (*Stub().routes, "/collective_rpc", "/pause", "/resume")
+ROUTES = (*Stub().routes, "/collective_rpc", "/pause", "/resume", VERSION)
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 SHAPES = {f"layers.0.{part}.weight": (2, 3) for part in PACKED["qkv_proj"]} | {
     "lm_head.weight": (3,)

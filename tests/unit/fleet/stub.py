@@ -83,6 +83,7 @@ class Stub:
     """The connection of every load is cut; it is back at once."""
     num_resets: int = 0
     num_pauses: int = 0
+    weight_version: str = ""
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -160,6 +161,7 @@ class Stub:
                 web.post("/collective_rpc", self._call_workers),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
+                web.post("/update_weight_version", self._name_weights),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -256,6 +258,11 @@ class Stub:
     async def _resume(self, _: web.Request) -> web.Response:
         self._running.set()
         return web.json_response({"status": "resumed"})
+
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        assert not any(self.in_flight.values()) or not self._running.is_set(), "a wrong name"
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]

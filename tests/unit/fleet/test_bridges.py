@@ -31,6 +31,7 @@ async def test_all_servers_compute_with_the_memory_of_the_trainer() -> None:
         for _ in range(5):
             ref = await trainer.step()
             assert fleet.base == ref
+            assert {stub.weight_version for stub in stubs} == {ref.version}
             row = logprobs_after("tiny" + said_of(trainer.weights), (1, 2))
             assert await ask(fleet, ref) == row.index(max(row))
         sums = {said_of(stub.tensors) for stub in stubs}

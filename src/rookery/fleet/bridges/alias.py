@@ -16,6 +16,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rookery.errors import FleetError, RookeryError, boundary
@@ -128,8 +129,11 @@ class AliasBridge:
             await asyncio.gather(*map(self._pause, replicas))
             try:
                 yield named.append
-            finally:  # after an error too; servers stay out then, as weights may have changed
+                resume = partial(self._name_and_resume, named[-1])
+                await asyncio.gather(*map(resume, replicas), return_exceptions=True)
+            except BaseException:  # weights may have changed in part: the servers stay out
                 await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
+                raise
             expected = await self._logprobs(self._canary)
             await self._update.publish(self._nothing, expected, named[-1], again=self._attach)
 
@@ -140,6 +144,11 @@ class AliasBridge:
         except RookeryError as error:
             # It computes nothing, or is looked after when it is back.
             replica.exclude(f"{replica.url} could not be paused for new weights: {error}")
+
+    async def _name_and_resume(self, ref: ModelRef, replica: Replica) -> None:
+        """What goes on can then say which weights drew which of its tokens."""
+        await self._update.name(replica, ref)
+        await self._resume(replica)
 
     async def _resume(self, replica: Replica) -> None:
         await replica.client.post("/resume", b"")

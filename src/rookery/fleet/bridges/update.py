@@ -19,9 +19,12 @@ from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef
 
-__all__ = ["BaseUpdate", "Give", "first_wrong"]
+__all__ = ["VERSION", "BaseUpdate", "Give", "first_wrong"]
 
 logger = logging.getLogger(__name__)
+
+VERSION = "/update_weight_version"
+"""Names the weights, on servers that tell which drew a token."""
 
 Give = Callable[[Replica], Awaitable[None]]
 """Puts the newest weights into one server."""
@@ -87,6 +90,12 @@ class BaseUpdate:
             )
         return max(outcome for outcome in outcomes if isinstance(outcome, float))
 
+    async def name(self, replica: Replica, ref: ModelRef) -> None:
+        """A server has these weights, and can say which of them drew a token."""
+        if VERSION in replica.capabilities.routes:
+            await replica.client.post_json(VERSION, {"new_version": ref.version})
+        replica.base = ref
+
     async def _renew(self, replica: Replica) -> None:
         """A server that was started again has its first weights: give it the newest."""
         async with self.lock:
@@ -102,7 +111,8 @@ class BaseUpdate:
         try:
             await give(replica)
             process = await replica.proof.running()
-            replica.base = newest.ref
+            if replica.base != newest.ref:
+                await self.name(replica, newest.ref)
             gap = await self._canary.gap(replica, newest.expected, newest.ref)
             if self._canary.is_far(gap):
                 raise FleetError(await self._complaint(replica, gap))

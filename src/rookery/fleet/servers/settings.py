@@ -29,6 +29,8 @@ __all__ = [
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
+GPU_SHARE = 0.9
+"""vLLM's own default of --gpu-memory-utilization in the versions that are supported."""
 PLUGIN_MODULE = "rookery_vllm_plugin"
 """What the servers' Python knows the copy of `vllm_plugin` by."""
 EXTENSION_CLASS = f"{PLUGIN_MODULE}.extension.WorkerExtension"
@@ -91,7 +93,9 @@ class LaunchConfig(Config):
     """Sequences computed together; by default vLLM's choice for the GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed in one step; by default vLLM's choice."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """The part of a GPU's memory that a server takes: by default 0.9, and beside a trainer on the
+    same GPU what that leaves."""
     cpu_cache_gib: int = Field(default=4, ge=1)
     """Key-value cache of a server on the CPU."""
     max_loras: int = Field(default=8, ge=0)
@@ -224,7 +228,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-cpu-loras"] = config.max_cpu_loras
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
-        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization or GPU_SHARE
     if config.has_whole_graphs:
         flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
@@ -289,6 +293,11 @@ def _own_gpus(config: LaunchConfig) -> tuple[str, ...]:
     """The GPUs that servers may use."""
     gpus = visible_gpus()
     return gpus[: max(0, len(gpus) - config.spare_gpus)]
+
+
+def first_spare_gpu(config: LaunchConfig) -> int:
+    """The first of the visible GPUs that servers leave to others; 0 when they leave none."""
+    return len(_own_gpus(config)) if config.spare_gpus else 0
 
 
 def gpus_each(config: LaunchConfig) -> int:

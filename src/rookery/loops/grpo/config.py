@@ -12,6 +12,7 @@ from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
 from rookery.environments.atropos import AtroposConfig
 from rookery.environments.verifiers import VerifiersConfig
+from rookery.fleet import FleetConfig
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -273,6 +274,12 @@ class GrpoConfig(ScheduleConfig):
             trained = "an adapter is" if self.full is None else "all weights are"
             raise ValueError(
                 f"bridge is {self.bridge}, and {trained} trained: write one of {', '.join(fitting)}"
+            )
+        launch = self.engine.launch if isinstance(self.engine, FleetConfig) else None
+        if self.bridge == "alias" and launch is not None and launch.spare_gpus:
+            raise ValueError(
+                f"bridge is alias and engine.launch.spare_gpus is {launch.spare_gpus}: one copy of "
+                "the weights is on one GPU. Leave out spare_gpus, or write bridge: copy"
             )
         if self.bridge == "alias" and self.publish_every > 1:
             raise ValueError(
