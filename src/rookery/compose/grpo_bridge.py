@@ -21,11 +21,12 @@ from typing import Protocol
 
 import torch
 
+from rookery.compose.torchrun import num_processes
 from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import AnyEngineConfig
-from rookery.errors import FleetError, TrainError
+from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
@@ -103,11 +104,11 @@ async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
         return _choose_for_adapters(config, engine)
     if config.bridge not in ("auto", "alias"):
         return Bridge(config.bridge, "as configured")
-    if config.bridge == "auto" and config.publish_every > 1:
-        return _choose_copy(engine, "publish_every is above 1")
-    launch = engine.config.launch
-    if config.bridge == "auto" and launch is not None and launch.spare_gpus:
-        return _choose_copy(engine, "the trainer has a GPU of its own (launch.spare_gpus)")
+    apart = _why_apart(config, engine)
+    if apart and config.bridge == "alias":
+        raise ConfigError(f"bridge is alias, and {apart}: write bridge: copy.")
+    if apart:
+        return _choose_copy(engine, apart)
     try:
         shared = await share_base(engine)
     except FleetError as error:
@@ -118,6 +119,16 @@ async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
         "as configured" if config.bridge == "alias" else "all weights can be views of the servers'"
     )
     return Bridge("alias", why, shared)
+
+
+def _why_apart(config: GrpoConfig, fleet: Fleet) -> str:
+    """Why trainer and servers cannot have one copy, whatever the servers are; empty: they can."""
+    launch = fleet.config.launch
+    if num_processes() > 1:
+        return f"each of {num_processes()} processes of torchrun has a part of the weights"
+    if launch is not None and launch.spare_gpus:
+        return "the trainer has a GPU of its own (launch.spare_gpus)"
+    return "publish_every is above 1" if config.publish_every > 1 else ""
 
 
 async def attach(folder: ModelFolder, shared: SharedBase, *, start: Path) -> SlottedModel:

@@ -3,9 +3,14 @@ environment."""
 
 import os
 
-__all__ = ["is_first_process"]
+__all__ = ["is_first_process", "num_processes"]
 
 
 def is_first_process() -> bool:
     """The first one owns the run and speaks; the others compute. True without torchrun."""
     return int(os.environ.get("RANK") or 0) == 0
+
+
+def num_processes() -> int:
+    """How many there are; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
