@@ -70,8 +70,8 @@ def serving(name: str, python: str, folder: str) -> Iterator[str]:
         words = [sys.executable, "-m", "rookery", "grpo", "gateway", str(config)]
     else:
         words = [str(Path(python).with_name("run-api")), "--host", "127.0.0.1", "--port", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(words, **quiet) as process:
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(words, stdout=silent, stderr=silent) as process:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -99,8 +99,8 @@ class Training:
         request = TrainRequest(trainee=POLICY, data=(canary.datum,))
         [output] = await self.trainer.forward([request])
         replicas = self.fleet.pool.replicas
-        gaps = [await canary.gap(r, output.logprobs[0], self.fleet.base) for r in replicas]
-        return max(gaps)
+        found = [await canary.read(replica, self.fleet.base) for replica in replicas]
+        return max(canary.gap(own, output.logprobs[0]) for own in found)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_plan import check_plan, server_share
+from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
@@ -157,7 +157,7 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
                 yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
             return
         share = await asyncio.to_thread(server_share, config, files)
-        used = bridged_engine(config, gpu_share=share)
+        used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
         async with open_engine(used, on_launch=on_launch) as engine:
             bridge = await choose_bridge(config, engine)
             if bridge.shared is None:

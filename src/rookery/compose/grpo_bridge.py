@@ -41,7 +41,7 @@ from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Publisher, Trainer
 from rookery.slots import CausalAttend, SlottedModel
 from rookery.slots.attaching import attach_model
-from rookery.train import AdapterPublisher, FullTrainer, ModelPublisher
+from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import read_model_weights, write_model_folder
 from rookery.types import ModelRef, ModelWeights, TrainRequest
 
@@ -76,15 +76,19 @@ class Opened:
     """Where models may be put for servers; it goes with the run's process."""
 
 
-def bridged_engine(config: GrpoConfig, *, gpu_share: float | None = None) -> AnyEngineConfig:
+def bridged_engine(
+    config: GrpoConfig, *, gpu_share: float | None = None, is_beside: bool = False
+) -> AnyEngineConfig:
     """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
-    what the trainer leaves to them of its GPU."""
+    what the trainer leaves to them of its GPU; `is_beside`: there is one, on the trainer's GPU."""
     engine = config.engine
     if not isinstance(engine, FleetConfig):
         return engine
     update: dict[str, object] = {}
     if config.bridge == "adapter":
         update["peft_folders"] = True
+    elif config.full is None and is_beside:
+        update["in_place"] = True
     if engine.launch is not None:
         changed: dict[str, object] = {}
         if config.full is not None:
@@ -165,10 +169,12 @@ def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
     return Bridge("slot", "all servers take adapters from memory")
 
 
-def adapter_publisher(engine: Engine, trainer: Trainer, *, dtype: torch.dtype) -> Publisher:
-    """Where an adapter in training goes."""
+def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, dtype: torch.dtype) -> Publisher:
+    """Where an adapter in training goes; it is read on the trainer's GPU where servers can."""
     if not isinstance(engine, Fleet):
         return AdapterPublisher(engine)
+    if engine.config.in_place:
+        trainer.publish_in_place()
     return AdapterBridge(
         engine, canary=_canary(engine, dtype), logprobs=partial(_trainer_logprobs, trainer)
     )

@@ -23,7 +23,7 @@ from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
-from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig
+from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
 from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
@@ -32,7 +32,15 @@ from rookery.train import FullConfig, LoraConfig
 from rookery.train.memory import Lengths, StepMemory, measure_step
 from rookery.types import Adapter
 
-__all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo", "server_row", "server_share"]
+__all__ = [
+    "MemoryPlan",
+    "MemoryRow",
+    "check_plan",
+    "has_one_gpu",
+    "plan_grpo",
+    "server_row",
+    "server_share",
+]
 
 GIB = 2**30
 MOST_COPIES = 32
@@ -235,6 +243,14 @@ def server_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
     plan = make_plan(config, files)
     [row] = [row for row in plan.rows if row.name == SERVER]
     return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
+
+
+def has_one_gpu(config: GrpoConfig) -> bool:
+    """Whether one server is started, on the trainer's GPU."""
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+        return False
+    return num_replicas(launch) == gpus_each(launch) == 1
 
 
 def _is_beside(launch: LaunchConfig, device: str) -> bool:

@@ -30,6 +30,12 @@ class _Newest:
     expected: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    process: str
+    logprobs: Sequence[float]
+
+
 class AdapterBridge:
     """A Publisher: every server shows that it has the new weights before the old ones are retired.
 
@@ -51,12 +57,17 @@ class AdapterBridge:
     async def publish(self, weights: Weights) -> ModelRef:
         adapter = require_adapter(weights)
         ref = await self._fleet.load(adapter)
+        computing = asyncio.create_task(self._logprobs(self._canary))
         try:
-            newest = _Newest(ref, await self._logprobs(self._canary))
             async with self._lock:
-                await together(self._show(r, newest) for r in self._fleet.pool.replicas)
-                self._newest = newest
+                replicas = self._fleet.pool.replicas
+                read = await together(self._read_if_open(replica, ref) for replica in replicas)
+                newest = self._newest = _Newest(ref, await computing)
+                for replica, own in zip(replicas, read, strict=True):
+                    if own is not None:
+                        self._judge(replica, own, newest)
         except BaseException:  # whatever it was: nobody will name this version
+            computing.cancel()
             await self._fleet.unload(ref)
             raise
         before = self._published.get(weights.name)
@@ -65,38 +76,43 @@ class AdapterBridge:
             await self._fleet.unload(before)
         return ref
 
-    async def _show(self, replica: Replica, newest: _Newest) -> None:
-        """One that cannot be asked shows it when it is back, before it takes requests."""
+    async def _read_if_open(self, replica: Replica, ref: ModelRef) -> _Read | None:
+        """None: it shows it when it is back, before it takes requests."""
         replica.proof.withdraw()
         if not replica.load.is_open:
-            return
+            return None
         try:
-            await self._prove(replica, newest)
+            return await self._read(replica, ref)
         except ServerLost as error:
             self._fleet.pool.suspect(replica, str(error))
+            return None
+
+    async def _read(self, replica: Replica, ref: ModelRef) -> _Read:
+        process = await replica.proof.running()
+        return _Read(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
 
     async def _renew(self, replica: Replica) -> None:
         """A server that is back shows that it computes with the newest version."""
         async with self._lock:
-            if self._newest is not None:
-                try:
-                    await self._prove(replica, self._newest)
-                except ServerLost:
-                    raise
-                except RookeryError as error:
-                    replica.exclude(str(error))
-                    logger.warning("%s takes no requests: %s", replica.url, error)
-                    return
-            replica.include()
+            newest = self._newest
+            try:
+                if newest is not None:
+                    self._judge(replica, await self._read(replica, newest.ref), newest)
+            except ServerLost:
+                raise
+            except RookeryError as error:
+                replica.exclude(str(error))
+                logger.warning("%s takes no requests: %s", replica.url, error)
+            else:
+                replica.include()
 
-    async def _prove(self, replica: Replica, newest: _Newest) -> None:
-        ref, process = newest.ref, await replica.proof.running()
-        gap = await self._canary.gap(replica, newest.expected, ref, self._fleet.find(ref))
+    def _judge(self, replica: Replica, read: _Read, newest: _Newest) -> None:
+        gap = self._canary.gap(read.logprobs, newest.expected)
         if self._canary.is_far(gap):
             raise FleetError(
-                f"{replica.url} was given {ref.served_name} and computes with other weights: "
-                f"log-probabilities are off by {gap:.2g} nats, more than "
+                f"{replica.url} was given {newest.ref.served_name} and computes with other "
+                f"weights: log-probabilities are off by {gap:.2g} nats, more than "
                 f"{self._canary.limit_nats:g}. Check that server and trainer load the same base "
                 "model in the same dtype."
             )
-        replica.proof.note(process)
+        replica.proof.note(read.process)

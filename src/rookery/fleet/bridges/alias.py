@@ -134,8 +134,7 @@ class AliasBridge:
             except BaseException:  # weights may have changed in part: the servers stay out
                 await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
                 raise
-            expected = await self._logprobs(self._canary)
-            await self._update.publish(self._nothing, expected, named[-1], again=self._attach)
+            await self._update.publish(self._nothing, self._logprobs, named[-1], again=self._attach)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")

@@ -2,8 +2,8 @@
 under the trainer's weights and under the server's must agree.
 
     canary = Canary.of(fleet.capabilities, is_float32=True)
-    expected = await logprobs(canary)                  # by whoever has the weights
-    gap = await canary.gap(replica, expected, ref)     # in nats
+    expected = await logprobs(canary)                             # by whoever has the weights
+    gap = canary.gap(await canary.read(replica, ref), expected)   # in nats
 
 The text is longer than two blocks of the prefix cache and the same every time: a server that still
 has keys and values of older weights shows it.
@@ -64,14 +64,10 @@ class Canary:
             weights=(0.0,) * len(targets),
         )
 
-    async def gap(
-        self,
-        replica: Replica,
-        expected: Sequence[float],
-        ref: ModelRef,
-        adapter: Adapter | None = None,
-    ) -> float:
-        """The largest difference on one server; without an adapter of its base model."""
+    async def read(
+        self, replica: Replica, ref: ModelRef, adapter: Adapter | None = None
+    ) -> Sequence[float]:
+        """What one server says at the places; without an adapter its base model."""
         targets = [self.tokens[end] for end in self.ends]
         call = Call(
             ref=ref,
@@ -83,7 +79,10 @@ class Canary:
         )
         choices = await replica.serve(call, adapter)
         rows = [read_reading(choice).after for [choice] in choices]
-        found = [row.get(token, float("inf")) for row, token in zip(rows, targets, strict=True)]
+        return [row.get(token, float("inf")) for row, token in zip(rows, targets, strict=True)]
+
+    def gap(self, found: Sequence[float], expected: Sequence[float]) -> float:
+        """The largest difference, in nats."""
         return max(abs(a - b) for a, b in zip(found, expected, strict=True))
 
     def is_far(self, gap: float) -> bool:

@@ -26,14 +26,12 @@ class CopyBridge:
 
     def __init__(self, fleet: Fleet, *, canary: Canary) -> None:
         self._fleet = fleet
-        self._canary = canary
         self._update = BaseUpdate(fleet, canary)
         self._file: SharedFile | None = None
 
     async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
         """Serve these weights in place of the base model; `logprobs` computes with them."""
         manifest = await asyncio.to_thread(self._write, weights)
-        expected = await logprobs(self._canary)
 
         async def give(replica: Replica) -> None:
             await replica.client.call_workers("rookery_load", manifest=manifest)
@@ -41,7 +39,7 @@ class CopyBridge:
 
         ref = ModelRef(name=weights.name, version=weights.version)
         async with self._fleet.updating(), self._update.lock:
-            await self._update.publish(give, expected, ref, again=give)
+            await self._update.publish(give, logprobs, ref, again=give)
         return self._fleet.base
 
     def _write(self, weights: ModelWeights) -> str:

@@ -34,7 +34,6 @@ class FolderBridge:
     ) -> None:
         """`folder` has room for two models: the newest stays for servers that are started again."""
         self._fleet = fleet
-        self._canary = canary
         self._update = BaseUpdate(fleet, canary)
         self._write = write
         self._folder = folder
@@ -46,11 +45,10 @@ class FolderBridge:
         folder = self._folder / f"served-{weights.version}"
         if folder != self._newest:
             await asyncio.to_thread(self._write_new, folder, weights)
-        expected = await logprobs(self._canary)
         ref = ModelRef(name=weights.name, version=weights.version)
         give = self._give_from(folder)
         async with self._fleet.updating(), self._update.lock:
-            await self._update.publish(give, expected, ref, again=give)
+            await self._update.publish(give, logprobs, ref, again=give)
         before, self._newest = self._newest, folder
         if before is not None and before != folder:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)

@@ -49,6 +49,10 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
     require_updates(fleet)
     canary = Canary.of(fleet.capabilities, is_float32=False)
     expected = await asyncio.to_thread(_logprobs, model, canary)
+
+    async def logprobs(_: Canary) -> list[float]:
+        return expected
+
     with claim_folder(fleet.config.adapter_folder or memory_folder()) as owner:
         folder = owner.folder / "weights"
         try:
@@ -57,7 +61,7 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
             ref = replace(first, version=f"{first.version}+{digest}")
             update = BaseUpdate(fleet, canary)
             async with fleet.updating(), update.lock:
-                return await update.publish(reload_from(folder), expected, ref, again=_refuse)
+                return await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
         finally:
             await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
 

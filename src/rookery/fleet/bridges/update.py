@@ -2,7 +2,7 @@
 
     update = BaseUpdate(fleet, canary)
     async with update.lock:
-        await update.publish(give, expected, ref, again=give)
+        await update.publish(give, logprobs, ref, again=give)
 
 `give` puts the weights into one server. A server that fails takes no requests; one that is started
 again later is given the newest weights, and takes requests when it has shown that it has them.
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rookery.errors import FleetError, RookeryError
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef
@@ -39,6 +39,12 @@ class _Newest:
     ref: ModelRef
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    process: str
+    logprobs: Sequence[float]
+
+
 async def _unexplained(_: Replica) -> str:
     return ""
 
@@ -56,22 +62,26 @@ class BaseUpdate:
         for replica in fleet.pool.replicas:
             replica.renew = self._renew
 
-    async def publish(
-        self, give: Give, expected: Sequence[float], ref: ModelRef, *, again: Give
-    ) -> float:
+    async def publish(self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give) -> float:
         """Give all servers the weights; the largest difference seen afterwards, in nats.
 
-        `again` is for a server that was started since the last time. `fleet.base` is `ref` then.
-        FleetError when a server failed that took requests before: the others go on with the new
-        weights. The caller holds the lock.
+        `logprobs` computes with them, while the servers do. `again` is for a server that was
+        started since the last time. `fleet.base` is `ref` then. FleetError when a server failed
+        that took requests before: the others go on with the new weights. The caller holds the lock.
         """
-        is_first = self._newest is None
-        newest = self._newest = _Newest(again, expected, ref)
         replicas = self._fleet.pool.replicas
         were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
-        if not is_first:
+        if self._newest is not None:
             give = _for_either(give, again)
-        outcomes = await asyncio.gather(*(self._prove(r, give, newest) for r in replicas))
+        computing = asyncio.create_task(logprobs(self._canary))
+        try:
+            read = await asyncio.gather(*(self._read(r, give, ref) for r in replicas))
+            newest = self._newest = _Newest(again, await computing, ref)
+        finally:
+            computing.cancel()
+        outcomes = await asyncio.gather(
+            *(self._judge(r, own, newest) for r, own in zip(replicas, read, strict=True))
+        )
         proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
         if proved:
             self._fleet.rename_base(ref)
@@ -102,25 +112,37 @@ class BaseUpdate:
             newest = self._newest
             if newest is None or await replica.proof.is_current():
                 return
-            if isinstance(await self._prove(replica, newest.again, newest), float):
+            read = await self._read(replica, newest.again, newest.ref)
+            if isinstance(await self._judge(replica, read, newest), float):
                 replica.include()
 
-    async def _prove(self, replica: Replica, give: Give, newest: _Newest) -> float | RookeryError:
-        """How far one server is off afterwards, or why it takes no requests any more."""
+    async def _read(self, replica: Replica, give: Give, ref: ModelRef) -> _Read | RookeryError:
+        """What one server says when it has been given the weights; it takes no requests."""
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
             await give(replica)
             process = await replica.proof.running()
-            if replica.base != newest.ref:
-                await self.name(replica, newest.ref)
-            gap = await self._canary.gap(replica, newest.expected, newest.ref)
+            if replica.base != ref:
+                await self.name(replica, ref)
+            return _Read(process, await self._canary.read(replica, ref))
+        except RookeryError as error:
+            return error
+
+    async def _judge(
+        self, replica: Replica, read: _Read | RookeryError, newest: _Newest
+    ) -> float | RookeryError:
+        """How far one server is off, or why it takes no requests any more."""
+        try:
+            if isinstance(read, RookeryError):
+                raise read
+            gap = self._canary.gap(read.logprobs, newest.expected)
             if self._canary.is_far(gap):
                 raise FleetError(await self._complaint(replica, gap))
         except RookeryError as error:
             replica.exclude(str(error))
             logger.warning("%s takes no requests: %s", replica.url, error)
             return error
-        replica.proof.note(process)
+        replica.proof.note(read.process)
         return gap
 
     async def _complaint(self, replica: Replica, gap: float) -> str:

@@ -346,7 +346,7 @@ class Replica:
         name = self._staging.wire_name(ref)
         if self.route == "extension":
             dtype = self.capabilities.lora_dtype or "float32"
-            if self._staging.in_place:
+            if self._staging.is_in_place(adapter):
                 # A few kernels: sooner done than handed to a thread.
                 folder = self._staging.buffer_folder(ref, adapter, dtype=dtype)
             else:
