@@ -4,35 +4,20 @@ ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_bridges.py
 """
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import bridge_training
 import pytest
 import torch
+from bridge_training import training
 from fleet.stub import until
 from tiny import write_tiny_model
-from tiny_training import make_batch
 
-from rookery.compose.grpo_bridge import (
-    Opened,
-    attach,
-    bridged_engine,
-    choose_bridge,
-    full_publisher,
-)
-from rookery.embedded.folders import ModelFolder
-from rookery.engines import find_model, open_engine
 from rookery.errors import FleetError
-from rookery.fleet import Fleet
 from rookery.fleet.bridges import alias
-from rookery.fleet.bridges.canary import Canary
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
-from rookery.slots import load_model
-from rookery.train import FullConfig, FullTrainer
-from rookery.types import OptimStep, TrainRequest
 
 PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
 pytestmark = [
@@ -54,69 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, bridge: str, **launch: Any) -> GrpoConfig:
-    engine = {
-        "type": "fleet",
-        "launch": {
-            "model": str(folder), "python": PYTHON, "replicas": 1, "device": "cpu",
-            "dtype": "float32", "max_model_len": 512, "cpu_cache_gib": 1, "enforce_eager": True,
-            "env": {"HF_HUB_OFFLINE": "1"}, **launch,
-        },
+    own = {
+        "model": str(folder), "python": PYTHON, "device": "cpu", "dtype": "float32",
+        "max_model_len": 512, "cpu_cache_gib": 1, "enforce_eager": True,
     }  # fmt: skip
-    return GrpoConfig.model_validate(
-        {
-            "engine": engine,
-            "bridge": bridge,
-            "full": True,
-            "tasksets": [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}],
-        }
-    )
-
-
-class Training:
-    """A trainer that publishes to servers."""
-
-    def __init__(self, opened: Opened, folder: ModelFolder, *, like: Path) -> None:
-        assert isinstance(opened.engine, Fleet)
-        self.fleet: Fleet = opened.engine
-        self.bridge = opened.bridge
-        self.model = opened.model
-        self.trainer = FullTrainer(
-            opened.model, name=POLICY, config=FullConfig(pass_tokens=256), like=like
-        )
-        self.others = full_publisher(opened, self.trainer, like=folder.path)
-
-    async def step(self) -> None:
-        data = tuple(make_batch((12, 9, 15)))
-        request = TrainRequest(trainee=POLICY, data=data)
-        [output] = await self.trainer.forward_backward([request])
-        assert not output.error
-        await self.trainer.optim_step([OptimStep(trainee=POLICY, learning_rate=1e-2)])
-        await self.trainer.publish(POLICY)
-
-    async def gap(self) -> float:
-        """The largest difference between the trainer and any server."""
-        canary = Canary.of(self.fleet.capabilities, is_float32=True)
-        request = TrainRequest(trainee=POLICY, data=(canary.datum,))
-        [output] = await self.trainer.forward([request])
-        replicas = self.fleet.pool.replicas
-        found = [await canary.read(replica, self.fleet.base) for replica in replicas]
-        return max(canary.gap(own, output.logprobs[0]) for own in found)
-
-
-@asynccontextmanager
-async def training(
-    config: GrpoConfig, tmp_path: Path, *, is_as_configured: bool = False
-) -> AsyncIterator[Training]:
-    found = find_model(config.engine, tokenizer="")
-    used = config.engine if is_as_configured else bridged_engine(config)
-    async with open_engine(used) as engine:
-        bridge = await choose_bridge(config, engine)
-        if bridge.shared is None:
-            model = load_model(found.path)
-        else:
-            model = await attach(found, bridge.shared, start=found.path)
-        opened = Opened(engine=engine, model=model, bridge=bridge, folder=tmp_path)
-        yield Training(opened, found, like=found.path)
+    return bridge_training.config_of(bridge, **{**own, **launch})
 
 
 @pytest.mark.parametrize("bridge", ["auto", "copy", "reload", "restart"])

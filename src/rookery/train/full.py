@@ -33,7 +33,7 @@ from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Processes
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.spreading import whole
+from rookery.train.spreading import own_part, whole
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
 from rookery.types import ModelRef, ModelWeights, OptimStep, StepOutput
@@ -98,9 +98,11 @@ class FullTrainee(Trainee):
 
     @torch.no_grad()
     def refresh_leaves(self) -> None:
-        for leaf, master in zip(self._leaves, self.parameters, strict=True):
-            if leaf is not master:
-                leaf.copy_(master)
+        """In one call: an engine may wait for it that computes with the leaves."""
+        pairs = zip(self._leaves, self.parameters, strict=True)
+        apart = [(own_part(leaf), own_part(m)) for leaf, m in pairs if leaf is not m]
+        if apart:
+            torch._foreach_copy_([leaf for leaf, _ in apart], [master for _, master in apart])
 
 
 class FullTrainer(SlottedTrainer[FullTrainee]):
