@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ from rookery.compose.gateway import GatewayConfig, serving_gateway
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.resuming import resume
+from rookery.environments.atropos.client import open_client
+from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
@@ -235,6 +238,24 @@ async def test_what_was_accepted_survives_a_killed_gateway(tmp_path: Path) -> No
         await ask(session, "POST", "/register", REGISTRATION)
         assert await ask(session, "GET", "/batch?after=0") == first
         assert await ask(session, "GET", "/batch?after=1") == {"batch": None}
+
+
+async def test_a_trainer_makes_itself_known_to_a_gateway_that_was_started_anew(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    config = GatewayConfig(port=port, folder=tmp_path / "gateway", vocab_size=97)
+    registration = TrainerRegistration.model_validate(REGISTRATION)
+    async with open_client(f"http://127.0.0.1:{port}") as client:
+        for number in range(2):
+            async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
+                if number == 0:
+                    await client.register(registration)
+                for _ in range(2):
+                    await ask(session, "POST", "/scored_data", make_document())
+                found, groups = await client.batch(after=number)
+                assert found == number + 1 and len(groups) == 2
 
 
 async def test_engine_routes_over_the_embedded_engine(tmp_path: Path) -> None:

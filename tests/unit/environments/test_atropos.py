@@ -191,6 +191,28 @@ async def test_a_trainer_elsewhere_is_given_a_batch_until_it_asks_for_the_next(
         assert await Delivery(gateway).next(2) == (3, [])
 
 
+async def test_a_batch_that_arrived_is_not_given_again_by_the_next_process(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        for score in range(1, 7):
+            await gateway.accept(make_group(scores=[0.0, float(score)]))
+        number, first = await Delivery(gateway).next(0)
+        assert number == 1 and [queued.seq for queued in first] == [1, 2]
+    with Run.open(run.path) as run:  # killed before the trainer asked for the next one
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        number, second = await Delivery(gateway).next(1)
+        assert number == 2 and [queued.seq for queued in second] == [3, 4]
+        assert trained_groups(run) == {1, 2}
+    with Run.open(run.path) as run:  # and the second one never arrived
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        number, again = await Delivery(gateway).next(1)
+        assert number == 2 and [queued.seq for queued in again] == [3, 4]
+
+
 async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)

@@ -36,14 +36,20 @@ class GatewayClient:
         self._url = url.rstrip("/")
         self._session = session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._registration: TrainerRegistration | None = None
 
     async def register(self, registration: TrainerRegistration) -> None:
+        self._registration = registration
         await self._ask("POST", "/register", registration.model_dump(mode="json"))
 
     async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
         """The batch that follows number `after`, waited for."""
         while True:
-            answer = await self._ask("GET", f"/batch?after={after}", None)
+            answer = await self._next(after)
+            if answer.get("status") == "error" and self._registration is not None:
+                # It was started anew, and does not know its trainer.
+                await self.register(self._registration)
+                answer = await self._next(after)
             if answer.get("status") == "error":
                 raise TaskError(f"{self._url} gives no batches: {answer.get('message')}")
             if answer.get("batch"):
@@ -54,6 +60,9 @@ class GatewayClient:
         except ValidationError as error:
             raise TaskError(f"{self._url} gave a batch that is none: {error}") from error
         return int(answer.get("batch_id", after + 1)), groups
+
+    async def _next(self, after: int) -> dict[str, Any]:
+        return await self._ask("GET", f"/batch?after={after}", None)
 
     async def _ask(self, method: str, path: str, document: Any) -> dict[str, Any]:
         async for attempt in stamina.retry_context(

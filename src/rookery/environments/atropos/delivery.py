@@ -2,6 +2,9 @@
 
 The Atropos API has no acknowledgement. A trainer that knows none acknowledges a batch by asking for
 the next one; Rookery's own names the last batch that it has (`/batch?after=3`).
+
+What a batch holds is durable before it is given: a trainer that has it may acknowledge it to the
+gateway's next process.
 """
 
 import asyncio
@@ -13,7 +16,8 @@ from rookery.runs import Run
 
 __all__ = ["Delivery", "trained_groups"]
 
-BATCH = "batch"
+BATCH, GIVEN = "batch", "given"
+"""Events: acknowledged, and given to a trainer."""
 
 
 def trained_groups(run: Run) -> set[int]:
@@ -30,6 +34,10 @@ class Delivery:
         self._number = 0 if last is None else int(last.key)
         """Of the newest batch that was acknowledged."""
         self._given: Sequence[QueuedGroup] = ()
+        given = gateway.run.last(GIVEN)
+        if given is not None and int(given.key) == self._number + 1:
+            self._given = gateway.queue.take_these(given.payload["groups"])
+        gateway.step = self._number + bool(self._given)
         self._lock = asyncio.Lock()
 
     async def next(self, after: int | None) -> tuple[int, Sequence[QueuedGroup]]:
@@ -41,9 +49,15 @@ class Delivery:
             if self._given and (after is None or after > self._number):
                 await self._acknowledge()
             if not self._given:
-                self._given = self._gateway.queue.take_now(trainer.batch_size)
-                self._gateway.step += bool(self._given)
+                await self._give(self._gateway.queue.take_now(trainer.batch_size))
             return self._number + 1, self._given
+
+    async def _give(self, batch: Sequence[QueuedGroup]) -> None:
+        if batch:
+            groups = [queued.seq for queued in batch]
+            await self._gateway.run.append(GIVEN, {"groups": groups}, key=str(self._number + 1))
+            self._gateway.step += 1
+        self._given = batch
 
     async def _acknowledge(self) -> None:
         self._number += 1

@@ -113,6 +113,16 @@ class GroupQueue:
         self._taken.update(queued.seq for queued in batch)
         return batch
 
+    def take_these(self, seqs: Sequence[int]) -> list[QueuedGroup]:
+        """Groups that wait, by their numbers: a batch that was given before a restart."""
+        wanted = set(seqs)
+        buffers = [self._waiting, *self._buffered.values()]
+        found = {q.seq: q for buffer in buffers for q in buffer if q.seq in wanted}
+        for buffer in buffers:
+            buffer[:] = [queued for queued in buffer if queued.seq not in wanted]
+        self._taken.update(found)
+        return [found[seq] for seq in seqs if seq in found]
+
     def take_rest(self) -> list[QueuedGroup]:
         """All that wait, whether or not they make a batch."""
         buffered = [queued for buffer in self._buffered.values() for queued in buffer]
