@@ -218,6 +218,18 @@ async def test_bad_requests_get_a_sentence_and_cost_nothing(tmp_path: Path) -> N
             assert await response.json() == {"status": "received"}
 
 
+async def test_a_second_trainer_is_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (session, url), open_client(url) as client:
+        await client.register(TrainerRegistration.model_validate(REGISTRATION))
+        other = await ask(session, "POST", "/register", REGISTRATION | {"batch_size": 8})
+        assert "uuid" in other, "nobody has asked for a batch yet"
+        with pytest.raises(TaskError, match="Another trainer has registered since"):
+            await client.batch(after=0)
+        assert await ask(session, "GET", "/batch") == {"batch": None}
+        refused = await ask(session, "POST", "/register", REGISTRATION)
+        assert "A trainer with batch_size 8 asked for a batch 0 s ago" in refused["error"]
+
+
 async def test_a_key_is_asked_for(tmp_path: Path) -> None:
     async with gateway(tmp_path, key="secret") as (session, url):
         async with session.get("/status") as response:

@@ -19,7 +19,7 @@ from fleet.stub import logprobs_after, serve
 
 from rookery.errors import FleetError
 from rookery.fleet import open_fleet
-from rookery.fleet.bridges.alias import share_base
+from rookery.fleet.bridges.alias import SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.copy import CopyBridge
 from rookery.types import ModelRef, ModelWeights
@@ -133,3 +133,9 @@ async def test_weights_are_copied_to_servers_and_proved() -> None:
         weights = ModelWeights(name="policy", tensors=tensors, version="last")
         with pytest.raises(FleetError, match=rf"1 of 2 servers .*{stubs[0].url}"):
             await bridge.replace_base(weights, logprobs)
+
+
+def test_the_memory_of_a_server_that_died_is_not_opened() -> None:
+    gone = {"packed": {}, "path": "/proc/4194305/fd/3", "bytes": 256, "tensors": {}}
+    with pytest.raises(FleetError, match=r"weights cannot be opened here.*bridge: copy"):
+        SharedBase(gone)

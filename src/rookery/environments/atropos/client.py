@@ -10,6 +10,7 @@ A gateway of Rookery gives a batch until the next question names it; a `run-api`
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,10 @@ POLL_S = 0.2
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 
+class _Busy(TaskError):
+    """Another trainer is at work there."""
+
+
 class GatewayClient:
     """One gateway by its URL."""
 
@@ -37,10 +42,18 @@ class GatewayClient:
         self._session = session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._registration: TrainerRegistration | None = None
+        self._number = ""
+        """Which trainer this is."""
 
     async def register(self, registration: TrainerRegistration) -> None:
+        """TaskError when another trainer is at work there, and still is after a while: the one that
+        this one goes on for may have been killed just now."""
         self._registration = registration
-        await self._ask("POST", "/register", registration.model_dump(mode="json"))
+        document = registration.model_dump(mode="json")
+        async for attempt in stamina.retry_context(on=_Busy, attempts=None, timeout=RETRY_S):
+            with attempt:
+                answer = await self._ask("POST", "/register", document)
+        self._number = str(answer.get("uuid", ""))
 
     async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
         """The batch that follows number `after`, waited for."""
@@ -62,7 +75,7 @@ class GatewayClient:
         return int(answer.get("batch_id", after + 1)), groups
 
     async def _next(self, after: int) -> dict[str, Any]:
-        return await self._ask("GET", f"/batch?after={after}", None)
+        return await self._ask("GET", f"/batch?after={after}&trainer={self._number}", None)
 
     async def _ask(self, method: str, path: str, document: Any) -> dict[str, Any]:
         async for attempt in stamina.retry_context(
@@ -78,7 +91,8 @@ class GatewayClient:
         ) as response:
             if response.status >= 400:
                 said = (await response.text())[:500]
-                raise TaskError(f"{self._url}{path} refused ({response.status}): {said}")
+                kind = _Busy if response.status == HTTPStatus.CONFLICT else TaskError
+                raise kind(f"{self._url}{path} refused ({response.status}): {said}")
             answer: dict[str, Any] = await response.json()
             return answer
 

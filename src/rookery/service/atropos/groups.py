@@ -1,7 +1,6 @@
 """The routes of `run-api`: who takes part, groups in, batches out."""
 
 import asyncio
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -52,9 +51,12 @@ def _add_taking_part(router: APIRouter, gateway: Gateway, delivery: Delivery | N
     async def register(trainer: TrainerRegistration) -> dict[str, int]:
         if delivery is None:
             raise Refusal(409, _OWN_TRAINER)
-        registry.trainer = trainer
+        try:
+            number = registry.enter(trainer)
+        except TaskError as error:
+            raise Refusal(409, str(error)) from error
         gateway.step = max(gateway.step, trainer.starting_step)
-        return {"uuid": uuid.uuid4().int}
+        return {"uuid": int(number)}
 
     @router.post("/register-env")
     async def register_env(registration: Registration) -> dict[str, Any]:
@@ -131,10 +133,14 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
 
 def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None) -> None:
     @router.get("/batch")
-    async def batch(after: int | None = None) -> dict[str, Any]:
+    async def batch(after: int | None = None, trainer: str = "") -> dict[str, Any]:
         if delivery is None or gateway.registry.trainer is None:
             said = _OWN_TRAINER if delivery is None else "Register first with /register."
             return {"status": "error", "message": said, "batch": []}
+        try:
+            gateway.registry.hear_trainer(trainer)
+        except TaskError as error:
+            raise Refusal(409, str(error)) from error
         gateway.is_started = True
         number, given = await delivery.next(after)
         if not given:
@@ -149,7 +155,8 @@ def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None)
         await delivery.drop_all()
         for environment in gateway.registry.environments:
             await gateway.disconnect_env(environment.id)
-        gateway.step, gateway.is_started, gateway.registry.trainer = 0, False, None
+        gateway.step, gateway.is_started = 0, False
+        gateway.registry.leave()
         return PlainTextResponse("Reset successful")
 
 
