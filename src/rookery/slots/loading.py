@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -97,10 +98,12 @@ def require_config(folder: Path) -> None:
 
 
 def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
-    """transformers would name all of the decoders that it has."""
+    """transformers would name all of the decoders that it has. What fills in masked words, as BERT
+    does, looks at the words behind too, unless its config says that it is a decoder."""
     if (
         getattr(config, "is_encoder_decoder", False)
         or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True))
     ):
         raise ModelError(
             f"{folder} is a model of the type {config.model_type}, which does not continue texts: "

@@ -9,7 +9,13 @@ from driving import Command, write_rows
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -161,15 +167,23 @@ def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path
     assert ended.code == 2 and "The data of reference changed" in ended.words
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path, command: str) -> None:
+@pytest.mark.parametrize(("command", "kind"), [("run", "t5"), ("plan", "t5"), ("run", "bert")])
+def test_a_model_without_a_decoder_is_refused(
+    rookery: Command, config: Path, command: str, kind: str
+) -> None:
     """In a sentence of ours: transformers names two hundred other types."""
-    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
-    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / "t5")
+    if kind == "t5":
+        sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
+        T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / kind)
+    else:
+        sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
+                 "num_attention_heads": 2, "intermediate_size": 32}  # fmt: skip
+        BertForMaskedLM(BertConfig(**sizes)).save_pretrained(config / kind)
     for path in (config / "tiny").glob("tokenizer*"):
-        shutil.copy(path, config / "t5")
-    ended = rookery("grpo", command, "g.yaml", "--engine.model", "t5")
-    assert ended.code == 2 and "a model of the type t5, which does not continue" in ended.words
+        shutil.copy(path, config / kind)
+    ended = rookery("grpo", command, "g.yaml", "--engine.model", kind)
+    assert ended.code == 2
+    assert f"a model of the type {kind}, which does not continue" in ended.words
     assert len(ended.words) < 600 and not (config / "runs").exists()
 
 
