@@ -11,6 +11,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.1
 comma := ,
 WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(CURDIR)/.venv-openevolve/bin/python
 WITH_TRL := ROOKERY_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python
+WITH_ATROPOS := ROOKERY_ATROPOS_PYTHON=$(CURDIR)/.venv-atropos/bin/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-real check docs bench clean
@@ -33,11 +34,13 @@ test: $(VENV)/.ready
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready \
-  .venv-megatron/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready \
+  .venv-tinker/.ready .venv-megatron/.ready .venv-atropos/.ready .venv-verifiers/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
 	  ROOKERY_MEGATRON_PYTHON=$(CURDIR)/.venv-megatron/bin/python \
+	  $(WITH_ATROPOS) \
+	  ROOKERY_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -50,15 +53,17 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
+bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-atropos/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
 	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
+	$(WITH_ATROPOS) $(BIN)/python benchmarks/atropos.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-megatron build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-megatron .venv-atropos \
+	  .venv-verifiers build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -115,4 +120,19 @@ $(VENV)/.ready: pyproject.toml
 	.venv-megatron/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-megatron/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-megatron/bin/python -m pip install --quiet "megatron-core>=0.16,<0.20" --editable ".[hf]"
+	@touch $@
+
+# Environments that grpo trains on; their dependencies are their own.
+.venv-atropos/.ready:
+	@echo "setting up .venv-atropos (once)"
+	test -x .venv-atropos/bin/python || $(PYTHON) -m venv .venv-atropos
+	.venv-atropos/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-atropos/bin/python -m pip install --quiet "atroposlib==0.4.0" latex2sympy2_extended reasoning-gym
+	@touch $@
+
+.venv-verifiers/.ready:
+	@echo "setting up .venv-verifiers (once)"
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-verifiers/bin/python -m pip install --quiet "verifiers==0.4.0"
 	@touch $@

@@ -31,6 +31,7 @@ from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.slots.attention import Attend
 from rookery.slots.linear import SlottedLinear
 from rookery.slots.probe import Probe, agree, gap
+from rookery.slots.rows import SlotFactors
 
 __all__ = ["ParallelModel", "load_parallel_model"]
 
@@ -179,21 +180,22 @@ class ParallelModel(SlottedModel):
 
     def _is_adapted(self, linears: Sequence[SlottedLinear]) -> bool:
         rows = self._active.rows
-        return any(linear.factors(own) is not None for own in rows for linear in linears)
+        return any(linear.banks(own) is not None for own in rows for linear in linears)
 
     def _product(self, x: torch.Tensor, linear: SlottedLinear, *, of_rows: bool) -> torch.Tensor:
         """B A x of this rank: with its rows of B, or with its columns of A."""
-        flat, size = x.flatten(0, 1), self._ranks.size
-        width = -(-linear.out_features // size) if of_rows else linear.out_features
+        flat = x.flatten(0, 1)
+        width = -(-linear.out_features // self._ranks.size) if of_rows else linear.out_features
         out = flat.new_zeros(len(flat), width)
         for rows in self._active.rows:
-            if (factors := linear.factors(rows)) is None:
-                continue
-            a, b = factors
-            if of_rows:
-                own = b[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
-                b = functional.pad(own, (0, 0, 0, width - own.shape[1]))
-            else:
-                a = a.chunk(size, dim=2)[self._ranks.rank]
-            rows.add(out, rows.take(flat), a, b)
+            if (banks := linear.banks(rows)) is not None:
+                part = self._rows_part if of_rows else self._columns_part
+                rows.add(out, rows.take(flat), [part(*bank, width) for bank in banks])
         return out
+
+    def _rows_part(self, a: torch.Tensor, b: torch.Tensor, width: int) -> SlotFactors:
+        own = b[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
+        return a, functional.pad(own, (0, 0, 0, width - own.shape[1]))
+
+    def _columns_part(self, a: torch.Tensor, b: torch.Tensor, _: int) -> SlotFactors:
+        return a.chunk(self._ranks.size, dim=2)[self._ranks.rank], b

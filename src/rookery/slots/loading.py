@@ -20,7 +20,7 @@ from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
-__all__ = ["load_model", "make_empty_model"]
+__all__ = ["finish_model", "load_model", "make_empty_model", "require_config"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -39,27 +39,34 @@ def load_model(
     `is_exact`, for an engine and a trainer on one model of the CPU that is not packed, a row has
     the same bits in a prompt, in decoding and in training; attention takes longer.
     """
-    _require_config(folder)
+    require_config(folder)
     kind: Any = dtype
     if dtype == "auto":
         kind = torch.float32 if device == "cpu" else "auto"
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder)
-        _require_decoder(config, folder)
+        _require_decoder(AutoConfig.from_pretrained(folder), folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, attn_implementation="eager"
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
+    slotted = finish_model(model, folder=folder, names=names)
+    slotted.is_exact = is_exact and slotted.device.type == "cpu"
+    return slotted
+
+
+def finish_model(
+    model: PreTrainedModel, *, folder: Path, names: frozenset[str] = frozenset()
+) -> SlottedModel:
+    """The slotted model of one that has its weights, if its layers can be driven from here."""
     _check_parts(model, folder)
-    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
+    own = getattr(model.config, "_name_or_path", "") or ""
+    known = {str(folder), str(folder.resolve()), own, *names}
     with boundary(
         ModelError,
         f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
         remedy={Exception: "Serve this model with vLLM."},
     ):
-        slotted = _slotted(model, names=model_names(*known), folder=folder)
-    slotted.is_exact = is_exact and slotted.device.type == "cpu"
-    return slotted
+        return _slotted(model, names=model_names(*known), folder=folder)
 
 
 def make_empty_model(
@@ -67,7 +74,7 @@ def make_empty_model(
 ) -> SlottedModel:
     """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
     memory: what it would compute is then known by its shapes."""
-    _require_config(folder)
+    require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
         config = AutoConfig.from_pretrained(folder)
         _require_decoder(config, folder)
@@ -86,7 +93,7 @@ def make_empty_model(
     return slotted
 
 
-def _require_config(folder: Path) -> None:
+def require_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a model folder: it has no config.json. Give a folder written by "

@@ -54,6 +54,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         processes: Processes = ALONE,
     ) -> None:
         super().__init__(model, config=config, publisher=publisher, processes=processes)
+        self._is_in_place = False
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
         self.parking = ParkingLot(
             device=model.device,
@@ -101,8 +102,13 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def wake(self, trainees: Sequence[LoraTrainee]) -> None:
         self.parking.wake(trainees)
 
+    def publish_in_place(self) -> None:
+        """Hand the publisher copies on the model's device, named by their steps. Call it before
+        anything else."""
+        self._is_in_place = True
+
     def weights_of(self, trainee: LoraTrainee, *, name: str) -> Adapter:  # noqa: ARG002
-        return trainee.adapter()
+        return trainee.snapshot() if self._is_in_place else trainee.adapter()
 
     def write_folder(self, trainee: LoraTrainee, folder: Path) -> None:
         """A PEFT folder."""

@@ -155,6 +155,10 @@ class SlottedTrainer(ABC, Generic[Trained]):
         state = self.trainee(trainee)
         await self._in_turn(lambda: self._load(state, trainee, path))
 
+    def publish_to(self, publisher: Publisher) -> None:
+        """Where `publish` hands weights from now on. Call it before anything else."""
+        self._publisher = publisher
+
     async def publish(self, trainee: str) -> ModelRef:
         if self._publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")

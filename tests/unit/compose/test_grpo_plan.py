@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import write_tiny_model
 
 from rookery import plan_grpo, run_grpo
 from rookery.compose import grpo_plan
+from rookery.compose.grpo_files import trainer_place
 from rookery.errors import ConfigError
+from rookery.fleet.servers.settings import LaunchConfig
+from rookery.loops.grpo import GrpoConfig
 from rookery.train import FullConfig, LoraConfig, TrainerConfig, memory
 from rookery.train.memory import Lengths, ModelPlace, measure_step
 
@@ -206,3 +210,36 @@ def test_a_plan_that_does_not_fit_names_the_key(
     with pytest.raises(ConfigError, match=r"lower trainer.pass_tokens .*checkpoint_layers: true"):
         run_grpo(config, name="big", runs_dir=tmp_path / "runs", **values)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_server_gets_what_the_trainer_leaves_of_its_gpu() -> None:
+    gib = 2**30
+    trainer = [grpo_plan.MemoryRow(name="masters", num_bytes=40 * gib, note="")]
+    own = LaunchConfig(model="m", device="cuda")
+    row = grpo_plan.server_row(own, 14 * gib, total=100 * gib, beside=trainer)
+    assert row.num_bytes == 52 * gib, "8 % stay free"
+    much = [grpo_plan.MemoryRow(name="masters", num_bytes=90 * gib, note="")]
+    row = grpo_plan.server_row(own, 14 * gib, total=100 * gib, beside=much)
+    assert row.num_bytes == 15 * gib and not row.remedy, "it must at least hold its weights"
+    given = own.model_copy(update={"gpu_memory_utilization": 0.3})
+    row = grpo_plan.server_row(given, 14 * gib, total=100 * gib, beside=much)
+    assert row.num_bytes == 30 * gib and "gpu_memory_utilization" in row.remedy
+
+
+def test_a_trainer_computes_on_the_gpu_that_servers_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    folder = write_tiny_model(tmp_path / "tiny")
+    tasksets = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
+    launch = {"model": str(folder), "device": "cuda"}
+    for num, device in ((0, "cuda"), (1, "cuda:2"), (2, "cuda:1")):
+        engine = {"type": "fleet", "launch": {**launch, "spare_gpus": num}}
+        config = GrpoConfig.model_validate({"engine": engine, "tasksets": tasksets})
+        assert trainer_place(config) == (device, "auto")
+    engine = {"type": "fleet", "launch": {**launch, "spare_gpus": 1}}
+    with pytest.raises(ValueError, match="spare_gpus is 1: one copy of the weights is on one GPU"):
+        GrpoConfig.model_validate(
+            {"engine": engine, "tasksets": tasksets, "full": True, "bridge": "alias"}
+        )

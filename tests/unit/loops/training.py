@@ -229,12 +229,12 @@ def _drawing(
     log: RolloutLog,
 ) -> tuple[GroupDrawer, Evaluator]:
     params = config.drawing.params(group_size=config.group_size)
-    if config.environment is None:
+    if config.game is None:
         return (
             GroupSampler(engine, template=template, tasksets=tasksets, params=params),
             TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
         )
-    game = Game(config.environment, template=template)
+    game = Game(config.game, template=template)
     return (
         GameSampler(game, engine=engine, params=params),
         GameEvaluator(game, sampler=engine, tasksets=tasksets, log=log),

@@ -27,6 +27,7 @@ from rookery.types import (
     SamplingParams,
     TokenIds,
     TopLogprobs,
+    VersionSpan,
 )
 
 __all__ = [
@@ -237,10 +238,15 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     )
 
 
-def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple[Completion, ...]:
-    """The completions of one request, `params.n` of them."""
+def read_completions(
+    request: SampleRequest, choices: Sequence[Choice], *, has_versions: bool = False
+) -> tuple[Completion, ...]:
+    """The completions of one request, `params.n` of them; with the versions that drew them, where
+    the server tells."""
     num_top = request.params.top_logprobs
     found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    if has_versions:
+        found = tuple(map(_with_versions, found, choices))
     if request.params.return_kept and request.params.is_cut:
         found = tuple(
             replace(completion, kept=read_kept(_tops(choice)))
@@ -248,6 +254,17 @@ def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple
         )
     # Greedy draws are all the same: the server made one.
     return found * request.params.n if len(found) == 1 else found
+
+
+def _with_versions(completion: Completion, choice: Choice) -> Completion:
+    spans = tuple(
+        VersionSpan(version=version, start=start, stop=stop)
+        for version, start, stop in choice.get("versions") or ()
+    )
+    if not spans:
+        return completion
+    model = replace(completion.model, version=spans[-1].version)
+    return replace(completion, model=model, version_spans=spans if len(spans) > 1 else ())
 
 
 def read_position(choice: Choice) -> dict[int, float]:
