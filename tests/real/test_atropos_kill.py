@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ async def check_groups(path: Path, *, num_steps: int) -> None:
     assert trained | waiting == set(range(1, max(trained | waiting) + 1)), "none is lost"
 
 
-def registry_of(registry: Registry, environments: list[dict[str, Any]]) -> Registry:
+def registry_of(registry: Registry, environments: Sequence[Mapping[str, Any]]) -> Registry:
     for payload in environments:
         registry.add(Registration.model_validate(payload))
     return registry
@@ -140,7 +140,7 @@ async def test_environments_that_are_killed_are_started_again(tmp_path: Path) ->
     outcome = await running
     assert len(killed) == 2 and len(outcome.report.steps) == STEPS
     with Run.view(outcome.path) as run:
-        assert len(run.events("environment")) == 3
+        assert len(list(run.events("environment"))) == 3
     await check_groups(outcome.path, num_steps=STEPS)
 
 
