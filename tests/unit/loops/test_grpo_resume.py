@@ -20,7 +20,7 @@ from loops import training
 from loops.training import Inputs, clockless, run_training
 
 from rookery.loops.grpo import GrpoResult
-from rookery.runs import Run
+from rookery.runs import Run, RunView
 from rookery.slots import SlottedModel
 from rookery.types import SampleRequest, ScoreRequest
 
@@ -90,7 +90,7 @@ def final_weights(run: Run) -> object:
     return last.payload["step"], last.payload["version"]
 
 
-def trained_positions(run: Run) -> list[list[int]]:
+def trained_positions(run: RunView) -> list[list[int]]:
     """The groups of every step as the events have them."""
     return [event.payload["positions"] for event in run.events("step")]
 
