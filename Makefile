@@ -33,9 +33,12 @@ test: $(VENV)/.ready
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready
+test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready .venv-tinker-0.24.1/.ready \
+  .venv-tinker-0.16.1/.ready .venv-schemathesis/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
+	  ROOKERY_TINKER_OLD_PYTHONS="$(CURDIR)/.venv-tinker-0.24.1/bin/python $(CURDIR)/.venv-tinker-0.16.1/bin/python" \
+	  ROOKERY_SCHEMATHESIS=$(CURDIR)/.venv-schemathesis/bin/st \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
@@ -56,7 +59,7 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-tinker-* .venv-schemathesis build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -104,4 +107,20 @@ $(VENV)/.ready: pyproject.toml
 	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
 	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0" "tinker-cookbook==0.5.8" \
 	  math-verify pylatexenc
+	@touch $@
+
+# The clients of the JSON time.
+.venv-tinker-%/.ready:
+	@echo "setting up .venv-tinker-$* (once)"
+	test -x .venv-tinker-$*/bin/python || $(PYTHON) -m venv .venv-tinker-$*
+	.venv-tinker-$*/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-tinker-$*/bin/python -m pip install --quiet "tinker==$*"
+	@touch $@
+
+# Makes requests from the service's own description of its routes.
+.venv-schemathesis/.ready:
+	@echo "setting up .venv-schemathesis (once)"
+	test -x .venv-schemathesis/bin/python || $(PYTHON) -m venv .venv-schemathesis
+	.venv-schemathesis/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-schemathesis/bin/python -m pip install --quiet "schemathesis>=4,<5"
 	@touch $@
