@@ -93,7 +93,7 @@ class StubCodec:
         return self.encode("".join(message.content for message in messages))
 
     def decode(self, tokens: TokenIds) -> str:
-        return "".join(map(chr, tokens))
+        return "".join(chr(token % 256) for token in tokens)
 
 
 def _backend(seconds_per_token: float, sample_s: float) -> Backend:

@@ -85,10 +85,7 @@ async def test_killed_at_every_point(
 @pytest.mark.filterwarnings("ignore")  # torch's compiler and torchao warn of their own code
 async def test_killed_with_moments_of_8_bit(inputs: Inputs, tmp_path: Path) -> None:
     pytest.importorskip("torchao.optim", reason="torchao (the extra optim) is not installed")
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-    }  # small weights keep 32 bit
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}  # less keeps 32 bit
     wide = replace(inputs, model=write_tiny_model(tmp_path / "wide", **sizes))
     changes = {**LONG, **FULL, "full": {"optimizer": "adamw_8bit"}}
     points = [("after optim_step", 3), ("after save", 1), ("after append checkpoint", 2)]

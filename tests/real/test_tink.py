@@ -14,22 +14,24 @@ CLIENT = Path(__file__).with_name("tinker_client.py")
 PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 RUN_S = 280.0
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36"
-)
+OLD_CLIENT = Path(__file__).with_name("tinker_old_client.py")
+OLD_PYTHONS = os.environ.get("ROOKERY_TINKER_OLD_PYTHONS", "").split()
 
 
-async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...] = ()) -> Any:
-    """What the client saw; the server is killed when it has told of these steps."""
-    environment = {
+def environment_of(server: ServerProcess) -> dict[str, str]:
+    return {
         **os.environ,
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": "tml-any",
         "TINKER_TELEMETRY": "0",
     }
+
+
+async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...] = ()) -> Any:
+    """What the client saw; the server is killed when it has told of these steps."""
     client = await asyncio.create_subprocess_exec(
         PYTHON, str(CLIENT), "tiny/model", str(steps),
-        env=environment, stdout=asyncio.subprocess.PIPE,
+        env=environment_of(server), stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert client.stdout is not None
     last: dict[str, Any] = {}
@@ -43,6 +45,7 @@ async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...
     return last
 
 
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36")
 @pytest.mark.timeout(900)
 async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
@@ -68,3 +71,26 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     await server.stop()
     assert killed["hash"] == plain["hash"]
     assert killed["saved"] == plain["saved"]
+
+
+@pytest.mark.skipif(not OLD_PYTHONS, reason="ROOKERY_TINKER_OLD_PYTHONS names no old SDKs")
+@pytest.mark.timeout(600)
+async def test_sdks_of_the_json_time_train_and_sample(tmp_path: Path) -> None:
+    tiny_folder = write_tiny_model(tmp_path / "tiny")
+    server = ServerProcess(tmp_path, {"tiny/model": str(tiny_folder)})
+    await server.start()
+    try:
+        for python in OLD_PYTHONS:
+            client = await asyncio.create_subprocess_exec(
+                python, str(OLD_CLIENT), "tiny/model",
+                env=environment_of(server), stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            output, _ = await asyncio.wait_for(client.communicate(), RUN_S)
+            assert client.returncode == 0, python
+            seen = json.loads(output.splitlines()[-1])
+            assert seen["losses"] == sorted(seen["losses"], reverse=True)
+            assert seen["again"] == seen["forward"], "resumed from what was saved"
+            assert seen["scores"] == pytest.approx(seen["forward"], abs=1e-4)
+            assert min(seen["num_drawn"]) >= 1
+    finally:
+        await server.stop()

@@ -18,6 +18,7 @@ from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import ChatMessage
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
+from rookery.service.wire.records import Token
 from rookery.types import Message
 
 __all__ = ["make_router"]
@@ -39,7 +40,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Token]
 
 
 class LoadLora(BaseModel):

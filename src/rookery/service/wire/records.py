@@ -29,6 +29,7 @@ __all__ = [
     "CheckLoss",
     "RecordCall",
     "ScoreBody",
+    "Token",
     "output_document",
     "read_output",
     "read_record_call",
