@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests with their coverage, and real parts that run on any CPU in minutes"
-	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL and tinker too (installs them into .venv-*)"
+	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL, tinker and Megatron too (installs them into .venv-*)"
 	@echo "make check      format, lint, types"
 	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
@@ -35,9 +35,10 @@ test: $(VENV)/.ready
 	$(BIN)/pytest tests/real $(ARGS)
 
 test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready \
-  .venv-tinker/.ready .venv-atropos/.ready .venv-verifiers/.ready
+  .venv-tinker/.ready .venv-megatron/.ready .venv-atropos/.ready .venv-verifiers/.ready
 	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
 	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
+	  ROOKERY_MEGATRON_PYTHON=$(CURDIR)/.venv-megatron/bin/python \
 	  $(WITH_ATROPOS) \
 	  ROOKERY_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python \
 	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
@@ -61,8 +62,8 @@ bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-atropos/.re
 	$(WITH_ATROPOS) $(BIN)/python benchmarks/atropos.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-atropos .venv-verifiers \
-	  build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-megatron .venv-atropos \
+	  .venv-verifiers build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -90,7 +91,7 @@ $(VENV)/.ready: pyproject.toml
 	@echo "setting up .venv-openevolve (once)"
 	test -x .venv-openevolve/bin/python || $(PYTHON) -m venv .venv-openevolve
 	.venv-openevolve/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0"
+	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0" scipy matplotlib
 	@touch $@
 
 # The reference that grpo is compared with; Rookery itself never imports it.
@@ -108,7 +109,17 @@ $(VENV)/.ready: pyproject.toml
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0"
+	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0" "tinker-cookbook==0.5.8" \
+	  math-verify pylatexenc
+	@touch $@
+
+# megatron-core 0.16 is for Python 3.11, 0.19 for 3.12; the server is Rookery itself beside it.
+.venv-megatron/.ready:
+	@echo "setting up .venv-megatron (once; a few minutes)"
+	test -x .venv-megatron/bin/python || $(PYTHON) -m venv .venv-megatron
+	.venv-megatron/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-megatron/bin/python -m pip install --quiet "torch==2.13.0"
+	.venv-megatron/bin/python -m pip install --quiet "megatron-core>=0.16,<0.20" --editable ".[hf]"
 	@touch $@
 
 # Environments that grpo trains on; their dependencies are their own.

@@ -1,6 +1,6 @@
 """A vLLM server from plain synchronous code: sampling, LoRA adapters, weight updates.
 
-    import rookery.vllm_backend as vllm_backend
+    import vllm_backend     # or: from rookery import vllm_backend
 
     vllm_backend.register_lora_adapter(adapter_id="poet", lora_path="/adapters/poet")
     [answer] = vllm_backend.generate_with_vllm(["Once upon a time"], adapter_id="poet")
@@ -9,33 +9,30 @@
 The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (seconds to wait for
 it), VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS,
 VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
-`VLLM_GROUP_PORT` is accepted and not needed: weights go through files in shared memory, not through
-a port.
+The server may be a Rookery service too: what is registered there is served to all programs of the
+same key. `VLLM_GROUP_PORT` is accepted and not needed: weights go through files in shared memory,
+not through a port.
 
 Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
 from any thread. A forked process has no connection: it calls `initialize_vllm_client` itself.
 """
 
-import asyncio
 import atexit
 import os
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field
-
-from rookery.config import Config, parse_config
+from rookery.config import parse_config
 from rookery.errors import FleetDownError, FleetError
-from rookery.fleet import Client, Fleet, FleetConfig, ServerLost, open_fleet, open_session
+from rookery.fleet import Fleet, ServerLost
 from rookery.fleet.adapters.staging import as_safetensors
 from rookery.fleet.bridges.reload import Model, require_torch, require_updates, update_weights
-from rookery.fleet.http.client import ClientConfig
+from rookery.fleet.http.service import ServiceServer
 from rookery.fleet.http.tokenize import tokenize
+from rookery.fleet.server import BackendConfig, open_server
 from rookery.loop_thread import LoopThread
 from rookery.seeding import stream_seed
 from rookery.types import Completion, ModelRef, SampleRequest, SamplingParams
@@ -56,54 +53,34 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
-RETRY_S = 0.25
-LEAST_S = 0.5
-"""What a server gets to answer in, however short the timeout."""
-
-
-class BackendConfig(Config):
-    """The server, as the environment describes it."""
-
-    base_url: str = ""
-    """Wins over host and port, unless it is the environment's and they are given explicitly."""
-    host: str = "localhost"
-    port: int = Field(default=8000, ge=1, le=65535)
-    group_port: int = 51216
-    timeout: float = Field(default=5.0, ge=0)
-    """Seconds to wait for the server to be reachable."""
-    request_s: float = Field(default=900.0, gt=0)
-    """Seconds that one request for completions may take; one without an answer is sent once more,
-    then the call ends with a ConnectionError."""
-    enable_lora: bool = True
-    max_loras: int = Field(default=4, ge=1)
-    max_lora_rank: int = Field(default=64, ge=1)
-    adapter_folder: Path | None = None
-    """A folder that this machine and the server see at the same path: adapters for a server on
-    another machine go there."""
-    resolver: bool = False
-    """The server searches adapter_folder by name (lora_filesystem_resolver)."""
-
-    @property
-    def url(self) -> str:
-        # A server that listens on every interface is reached at this machine's own.
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return self.base_url or f"http://{host}:{self.port}"
 
 
 @dataclass(slots=True)
 class _Backend:
-    """The fleet in its thread, and what was registered."""
+    """The server's client in its thread, and what was registered."""
 
     config: BackendConfig
-    client: LoopThread[Fleet]
-    fleet: Fleet
+    client: LoopThread[Fleet | ServiceServer]
+    server: Fleet | ServiceServer
     adapters: dict[str, tuple[str, ModelRef]] = field(default_factory=dict)
     is_communicating: bool = False
 
+    @property
+    def fleet(self) -> Fleet:
+        """FleetError when the server is a Rookery service, which cannot do what is asked."""
+        if isinstance(self.server, ServiceServer):
+            raise self.server.refuse_update()
+        return self.server
+
     def run(self, work: Callable[[Fleet], Awaitable[Result]]) -> Result:
-        """Run on the fleet's loop; a server that is gone is a ConnectionError, as documented."""
+        """Do something with the fleet, as `call`."""
+        fleet = self.fleet
+        return self.call(lambda: work(fleet))
+
+    def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Run on the client's loop; a server that is gone is a ConnectionError, as documented."""
         try:
-            return self.client.run(lambda: work(self.fleet))
+            return self.client.run(work)
         except (ServerLost, FleetDownError) as lost:
             if self.client.is_closed:  # by the program itself, not by the server
                 raise
@@ -111,7 +88,7 @@ class _Backend:
 
 
 _backend: _Backend | None = None
-_opening: LoopThread[Fleet] | None = None
+_opening: LoopThread[Fleet | ServiceServer] | None = None
 _inherited: list[_Backend] = []
 """Copies of a parent process's backend: of no use, but not to be destroyed in working order."""
 _lock = threading.RLock()
@@ -128,7 +105,7 @@ def initialize_vllm_client(config: Mapping[str, Any] | None = None) -> dict[str,
         shutdown_vllm_client()
         given = _settings(config or {})
         parsed = parse_config(BackendConfig, given, origin="the vLLM client's config")
-        _opening = LoopThread(_open(parsed), name="rookery-vllm")
+        _opening = LoopThread(open_server(parsed), name="rookery-vllm")
         try:
             _backend = _Backend(parsed, _opening, _opening.wait_open())
         except ServerLost as error:
@@ -173,7 +150,6 @@ def generate_with_vllm(
     """
     _check_prompts(prompts)
     backend = _connected()
-    ref = backend.fleet.base if adapter_id is None else _registered(backend, adapter_id)
     params = SamplingParams(
         n=n,
         max_tokens=max_tokens,
@@ -183,7 +159,13 @@ def generate_with_vllm(
         top_k=max(top_k, 0),
         min_p=min_p,
         stop=tuple(stop),
+        seed=seed,
     )
+    if isinstance(service := backend.server, ServiceServer):
+        answers = backend.call(lambda: service.generate(prompts, adapter_id, params))
+        named = [prompt for prompt in prompts for _ in range(n)]
+        return [_answer(*one) for one in zip(named, answers, strict=True)]
+    ref = backend.fleet.base if adapter_id is None else _registered(backend, adapter_id)
 
     async def generate(fleet: Fleet) -> list[tuple[Completion, ...]]:
         tokens = await tokenize(fleet.pool.replicas[0].client, prompts)
@@ -197,16 +179,17 @@ def generate_with_vllm(
         )
 
     return [
-        {
-            "prompt": prompt,
-            "text": completion.text,
-            "token_ids": list(completion.tokens),
-            "logprobs": list(completion.logprobs),
-            "finish_reason": completion.finish_reason,
-        }
+        _answer(prompt, (one.text, list(one.tokens), list(one.logprobs), one.finish_reason))
         for prompt, completions in zip(prompts, backend.run(generate), strict=True)
-        for completion in completions
+        for one in completions
     ]
+
+
+def _answer(
+    prompt: str | Sequence[int], drawn: tuple[str, list[int], list[float], str]
+) -> dict[str, Any]:
+    names = ("text", "token_ids", "logprobs", "finish_reason")
+    return {"prompt": prompt, **dict(zip(names, drawn, strict=True))}
 
 
 def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) -> bool:
@@ -221,6 +204,10 @@ def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) ->
     backend = _connected()
     if not backend.config.enable_lora:
         raise ValueError("LoRA adapters are switched off: set VLLM_ENABLE_LORA=true.")
+    if isinstance(service := backend.server, ServiceServer):
+        with as_safetensors(path) as folder:
+            backend.call(lambda: service.register(adapter_id, folder))
+        return True
     require_torch("cpu")
     # Imported here: only adapters need torch.
     from rookery.weights import read_adapter
@@ -239,6 +226,8 @@ def register_lora_adapter(adapter_id: str, lora_path: str | os.PathLike[str]) ->
 def unregister_lora_adapter(adapter_id: str) -> bool:
     """Forget an adapter after its last request; False when it was not registered."""
     backend = _connected()
+    if isinstance(service := backend.server, ServiceServer):
+        return backend.call(lambda: service.unregister(adapter_id))
     with _lock:
         known = backend.adapters.pop(adapter_id, None)
     if known is None:
@@ -249,7 +238,10 @@ def unregister_lora_adapter(adapter_id: str) -> bool:
 
 def list_lora_adapters() -> list[dict[str, str]]:
     """`[{"adapter_id": "poet", "lora_path": "/adapters/poet"}]`, in order of registration."""
-    adapters = _connected().adapters
+    backend = _connected()
+    if isinstance(service := backend.server, ServiceServer):
+        return backend.call(service.adapters)
+    adapters = backend.adapters
     return [{"adapter_id": name, "lora_path": path} for name, (path, _) in adapters.items()]
 
 
@@ -281,8 +273,10 @@ def update_model_weights(model: Model) -> None:
 
 
 def reset_prefix_cache() -> None:
-    """Make the server forget its cached prefixes."""
-    _connected().run(lambda fleet: fleet.reset_prefix_cache())
+    """Make the server forget its cached prefixes. A Rookery service has none that are stale."""
+    backend = _connected()
+    if not isinstance(backend.server, ServiceServer):
+        backend.run(lambda fleet: fleet.reset_prefix_cache())
 
 
 def get_client_info() -> dict[str, Any]:
@@ -291,6 +285,8 @@ def get_client_info() -> dict[str, Any]:
         backend = _backend
     if backend is None:
         return {"initialized": False}
+    if isinstance(service := backend.server, ServiceServer):
+        return {"initialized": True, "base_url": backend.config.url, **service.info}
     capabilities = backend.fleet.capabilities
     return {
         "initialized": True,
@@ -314,40 +310,6 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.keys() & {"host", "port"}:
         known.pop("base_url", None)
     return {**known, **config}
-
-
-@asynccontextmanager
-async def _open(config: BackendConfig) -> AsyncIterator[Fleet]:
-    await _wait_reachable(config)
-    settings = FleetConfig(
-        urls=(config.url,),
-        adapter_folder=config.adapter_folder,
-        resolver=config.resolver,
-        max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
-        all_down_timeout_s=config.timeout,
-        client=ClientConfig(request_s=config.request_s),
-    )
-    async with open_fleet(settings) as fleet:
-        yield fleet
-
-
-async def _wait_reachable(config: BackendConfig) -> None:
-    deadline = time.monotonic() + config.timeout
-    async with open_session() as session:
-        while True:
-            # One that accepts and never answers is not waited for longer than one that is away.
-            left_s = max(deadline - time.monotonic(), LEAST_S)
-            limits = ClientConfig(connect_s=left_s, control_s=left_s)
-            if await Client(config.url, session=session, config=limits).is_healthy():
-                return
-            if time.monotonic() >= deadline:
-                raise ConnectionError(
-                    f"The vLLM server can't be reached at {config.url}. Is it running? Start it "
-                    "with `rookery fleet up`, or `vllm serve MODEL --enable-lora` and "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-                )
-            await asyncio.sleep(RETRY_S)
 
 
 def _check_prompts(prompts: Sequence[str | Sequence[int]]) -> None:

@@ -3,68 +3,20 @@
 import asyncio
 import json
 import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
+from service.server_process import ServerProcess
 from tiny import write_tiny_model
 
 CLIENT = Path(__file__).with_name("tinker_client.py")
 PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
-START_S = 180.0
 RUN_S = 280.0
 
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36"
 )
-
-
-class ServerProcess:
-    """`rookery serve` on a port of its own; started again on the same folder."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._config = folder / "serve.yaml"
-        document = {
-            "port": self.port,
-            "anonymous": True,
-            "models": {"tiny/model": str(model)},
-            "folder": str(folder / "run"),
-        }
-        self._config.write_text(json.dumps(document))
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rookery", "serve", str(self._config),
-            stdout=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
-            while not await self._answers(http):
-                assert self._process.returncode is None, "the service ended"
-                await asyncio.sleep(0.2)
-
-    async def _answers(self, http: aiohttp.ClientSession) -> bool:
-        try:
-            async with http.get(f"{self.url}/api/v1/healthz") as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
-
-    async def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        await self._process.wait()
-
-    async def stop(self) -> int:
-        assert self._process is not None
-        self._process.terminate()
-        return await asyncio.wait_for(self._process.wait(), START_S)
 
 
 async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...] = ()) -> Any:
@@ -96,7 +48,7 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    server = ServerProcess(tmp_path / "a", tiny_folder)
+    server = ServerProcess(tmp_path / "a", {"tiny/model": str(tiny_folder)})
     await server.start()
     plain = await drive(server, steps=12)
     assert await server.stop() == 143
@@ -110,7 +62,7 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     assert plain["resumed"] == plain["saved"]
     assert "There are: cross_entropy" in plain["refusal"]
 
-    server = ServerProcess(tmp_path / "b", tiny_folder)
+    server = ServerProcess(tmp_path / "b", {"tiny/model": str(tiny_folder)})
     await server.start()
     killed = await drive(server, steps=12, kill_after=(2, 5, 9))
     await server.stop()

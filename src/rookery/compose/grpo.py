@@ -13,7 +13,7 @@ from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
+from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -27,12 +27,10 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import base_name
 from rookery.compose.torchrun import is_first_process
-from rookery.concurrency import run_in_thread
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
 from rookery.environments.atropos.feed import Feed
-from rookery.errors import ModelError, boundary
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
@@ -79,6 +77,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     quiet_libraries()
     files = read_files(config)
     check_plan(config, files)
+    open_run = on_same_inputs(open_run, _digests(files))
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
 
@@ -100,7 +99,6 @@ async def _train(
             if open_run.is_new and config.atropos is None:
                 await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
-                await run_in_thread(_require_same_files, run, files)
                 weights = make_policy(run)
                 async with _open_drawer(config, files, opened, run) as drawer:
                     inputs = GrpoInputs(
@@ -116,20 +114,17 @@ async def _train(
     return outcome
 
 
-def _require_same_files(run: Run, files: GrpoFiles) -> None:
-    """A run goes on with the tasks and the model that it was started on. An adapter to begin with
-    is in the run itself."""
+def _digests(files: GrpoFiles) -> dict[str, str]:
+    """Of the tasks and the models. An adapter to begin with is in the run itself."""
     models = {"the model": files.folder.path}
     if files.start != files.folder.path:
         models["init_from"] = files.start
     if isinstance(files.reference, Path):
         models["reference"] = files.reference
     tasks = {each.name: digest(each.tasks) for each in files.tasksets}
-    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
-        digests = {name: digest_model(folder) for name, folder in models.items()}
     if isinstance(files.reference, Adapter):
-        digests["reference"] = files.reference.version
-    require_same_inputs(run, tasks | digests)
+        tasks["reference"] = files.reference.version
+    return tasks | digest_models(models)
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ all that a game may draw (`environment.max_tokens`), as far as the model's conte
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_reference import has_reference_model, needs_reference
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
+from rookery.compose.torchrun import num_local_processes, num_processes
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
@@ -29,7 +30,7 @@ from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
-from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
 __all__ = [
@@ -132,9 +133,11 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         trained=_trained(config, files),
         trainer=config.trainer,
         lengths=_lengths(config, files),
-        place=(device, dtype),
+        place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
-    trainer = [*_process_rows(device), *_trainer_rows(config, files, step)]
+    # The processes of a machine share its memory; each has a GPU of its own.
+    many = num_local_processes() if device == "cpu" else 1
+    trainer = list(_times(many, [*_process_rows(device), *_trainer_rows(config, files, step)]))
     if isinstance(config.engine, FleetConfig):
         rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
     else:
@@ -144,6 +147,10 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         rows=tuple(row for row in rows if row.num_bytes),
         available_bytes=_memory(device),
     )
+
+
+def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:
+    return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
 
 
 def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
@@ -300,16 +307,20 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
-    # With alias they are the servers', and counted there.
-    weights = 0 if config.bridge == "alias" else step.weights
-    yield MemoryRow(name=name, num_bytes=weights, note=note, remedy="take a smaller model")
     is_full = config.full is not None
+    parts = num_processes() if is_full else 1  # each process keeps a part of a model
+    own = step.weights // parts
+    # With alias they are the servers', and counted there.
+    held = 0 if config.bridge == "alias" else own
+    yield MemoryRow(name=name, num_bytes=held, note=note, remedy="take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
-    yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
-    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
+    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    yield MemoryRow(
+        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
     if needs_reference(config):
         yield MemoryRow(
             name="reference",
@@ -324,11 +335,12 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
         remedy="lower trainer.trunk_cache_gib",
     )
     checkpointed = config.trainer.checkpoint_layers
+    # Gradients of a pass are cut as they are made; what is published is put together.
     published = step.weights if is_full and not config.share else 0
     yield MemoryRow(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
-        num_bytes=max(step.one_pass, step.one_step, published),
+        num_bytes=max(step.one_pass - step.weights + own, step.one_step // parts, published),
         note=f"activations of {config.trainer.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"

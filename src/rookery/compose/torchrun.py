@@ -3,7 +3,7 @@ environment."""
 
 import os
 
-__all__ = ["is_first_process", "num_processes"]
+__all__ = ["is_first_process", "num_local_processes", "num_processes"]
 
 
 def is_first_process() -> bool:
@@ -12,5 +12,10 @@ def is_first_process() -> bool:
 
 
 def num_processes() -> int:
-    """How many there are; 1 without torchrun."""
+    """On all machines; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def num_local_processes() -> int:
+    """On this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

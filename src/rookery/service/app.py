@@ -25,7 +25,9 @@ from rookery.service.routes import (
     sampling,
     sessions,
     training,
+    vllm,
 )
+from rookery.service.routes.gaps import fill_gap
 from rookery.service.routes.gate import Gate
 from rookery.service.service import Service
 from rookery.service.wire.body import too_large
@@ -44,7 +46,7 @@ def make_app(service: Service, *, keys: Keys | None) -> FastAPI:
         docs_url="/docs",
     )
     app.state.gate = gate
-    for module in (sessions, training, sampling, futures, checkpoints, plain, openai):
+    for module in (sessions, training, sampling, futures, checkpoints, plain, openai, vllm):
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)
@@ -96,23 +98,27 @@ class Passage:
             self._metrics.seconds.labels(path).observe(time.monotonic() - started)
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+async def _refused(request: Request, error: Exception) -> JSONResponse:
     status = 400
     if isinstance(error, Refusal):
         status = error.status
     elif isinstance(error, EngineDownError | FleetDownError):
         status = 503
+    if status not in (429, 503):  # those are sent again
+        await fill_gap(request, str(error))
     headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
     return JSONResponse(_document(str(error)), status_code=status, headers=headers)
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     lines = []
     for detail in error.errors():
         place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
         lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")
-    return JSONResponse(_document(f"{'; '.join(lines[:5])}."), status_code=422)
+    sentence = f"{'; '.join(lines[:5])}."
+    await fill_gap(request, sentence)
+    return JSONResponse(_document(sentence), status_code=422)
 
 
 def _document(sentence: str) -> dict[str, str]:

@@ -28,14 +28,17 @@ from rookery.service.wire.requests import (
     CreateCustomLoss,
     CreateSamplingSession,
     CreateSession,
+    GetInfo,
     JoinSamplingSession,
 )
 from rookery.service.work import Command
+from rookery.types import LoraShape
 
 __all__ = [
     "AdapterId",
     "CheckpointPath",
     "CheckpointTtl",
+    "EndSampler",
     "EndSession",
     "NewAdapter",
     "apply",
@@ -49,6 +52,12 @@ class EndSession(BaseModel):
     """A session that its client finished, or that had no heartbeat."""
 
     session_id: str
+
+
+class EndSampler(BaseModel):
+    """A sampling session that nobody draws from any more."""
+
+    sampling_session_id: str
 
 
 class CheckpointPath(BaseModel):
@@ -70,7 +79,12 @@ class NewAdapter(BaseModel):
     adapter_id: str
     base_model: str
     blob: str
+    size_bytes: int
     lora_path: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
 
 
 class AdapterId(BaseModel):
@@ -113,6 +127,16 @@ def _end_session(state: State, command: Command, request: EndSession) -> Reply:
         del state.samplers[sampler.id]
     for loss in [loss for loss in state.losses.values() if loss.session_id == session.id]:
         del state.losses[loss.id]
+    return {}
+
+
+def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
+    state.model(command.tenant, request.model_id).is_live = False
+    return {"type": "unload_model", "model_id": request.model_id}
+
+
+def _end_sampler(state: State, command: Command, request: EndSampler) -> Reply:
+    del state.samplers[state.sampler(command.tenant, request.sampling_session_id).id]
     return {}
 
 
@@ -222,21 +246,62 @@ def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
 
 
 def _register_adapter(state: State, command: Command, request: NewAdapter) -> Reply:
-    state.adapters[command.tenant, request.adapter_id] = RegisteredAdapter(
+    """Under its name to sample from, and as a checkpoint to train on."""
+    _forget_adapter(state, command.tenant, request.adapter_id)
+    model_id = f"adapter-{command.id.removeprefix('change-')}"
+    shape = LoraShape(
+        rank=request.rank,
+        seed=0,
+        train_attn=request.train_attn,
+        train_mlp=request.train_mlp,
+        train_unembed=request.train_unembed,
+    )
+    state.models[model_id] = Model(
+        id=model_id,
+        session_id="",
+        tenant=command.tenant,
+        base_model=request.base_model,
+        lora=shape,
+        created=command.time,
+        last_request=command.time,
+        is_live=False,
+    )
+    checkpoint = Checkpoint(
+        model_id=model_id,
+        kind="weights",
+        name=request.adapter_id,
+        tenant=command.tenant,
+        base_model=request.base_model,
+        lora=shape,
+        created=command.time,
+        blob=request.blob,
+        size_bytes=request.size_bytes,
+    )
+    state.checkpoints[checkpoint.path] = checkpoint
+    adapter = RegisteredAdapter(
         tenant=command.tenant,
         adapter_id=request.adapter_id,
         base_model=request.base_model,
         blob=request.blob,
         lora_path=request.lora_path,
         created=command.time,
+        tinker_path=checkpoint.path,
     )
-    return {"adapter_id": request.adapter_id, "lora_path": request.lora_path}
+    state.adapters[command.tenant, request.adapter_id] = adapter
+    return adapter.document()
 
 
 def _remove_adapter(state: State, command: Command, request: AdapterId) -> Reply:
     state.adapter(command.tenant, request.adapter_id)
-    del state.adapters[command.tenant, request.adapter_id]
+    _forget_adapter(state, command.tenant, request.adapter_id)
     return {}
+
+
+def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
+    known = state.adapters.pop((tenant, adapter_id), None)
+    checkpoint = state.checkpoints.pop(known.tinker_path, None) if known is not None else None
+    if checkpoint is not None:
+        state.models.pop(checkpoint.model_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +313,8 @@ class _Change:
 _CHANGES = {
     "create_session": _Change(CreateSession, _create_session),
     "end_session": _Change(EndSession, _end_session),
+    "unload_model": _Change(GetInfo, _end_model),
+    "end_sampler": _Change(EndSampler, _end_sampler),
     "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
     "create_custom_loss": _Change(CreateCustomLoss, _create_loss),
     "join_sampling_session": _Change(JoinSamplingSession, _join_sampler),

@@ -40,8 +40,11 @@ class ServiceConfig(Config):
     """A session without a heartbeat for this long ends, and its models with it."""
     result_s: float = Field(default=600.0, ge=60)
     """How long a result is kept after it was fetched: a client may ask again."""
+    pass_s: float = Field(default=0.5, gt=0)
+    """How long a pass of the trainer is meant to take: as many requests as fit share it, and who
+    comes meanwhile waits for its end. A request that is longer alone has a pass of its own."""
     pass_tokens: int = Field(default=65_536, ge=1)
-    """Tokens of all tenants that are trained on before the queue is looked at again."""
+    """Tokens of all tenants in a pass at most."""
     samples_in_flight: int = Field(default=64, ge=1)
     """Samples that the engine is given at the same time."""
     loaded_adapters: int = Field(default=64, ge=1)
@@ -49,7 +52,7 @@ class ServiceConfig(Config):
     snapshot_s: float = Field(default=60.0, gt=0)
     """Snapshots are taken after this much training, which is what a restart repeats at most."""
     journal_mib: float = Field(default=256.0, gt=0)
-    """Or when this much was written since the last one."""
+    """Or when this much was written since the last one, or half as much as the snapshots hold."""
     adapter_folders: tuple[Path, ...] = ()
     """Folders on this machine from which tenants may register adapters by path."""
     keep_last: int | None = Field(default=None, ge=1)

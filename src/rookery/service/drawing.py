@@ -8,12 +8,16 @@ import numpy as np
 from rookery.concurrency import task_group, together
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
+from rookery.service.records import SamplingSession
 from rookery.service.refusals import bad
 from rookery.service.residency import Residency
+from rookery.service.throughput import Throughput
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.turns import Turns
+from rookery.service.wire.records import ScoreBody
 from rookery.service.wire.samples import PromptScores
 from rookery.service.wire.tensors import Array
+from rookery.service.work import Command
 from rookery.types import (
     Completion,
     ModelRef,
@@ -46,6 +50,8 @@ class Draw:
     """[T - 1, K]: token ids to score after each prompt position, -1 for none."""
     alternatives: int = 0
     """Draws after each prompt position."""
+    has_text: bool = False
+    """Whether the texts are answered too."""
 
     @property
     def tokens(self) -> int:
@@ -60,26 +66,41 @@ class Drawing:
         self.turns = Turns(desk.config.samples_in_flight)
         self._residencies: dict[int, Residency] = {}
         """By the identity of the backend: names may share one."""
-        self.tokens_per_s = 0.0
+        self.throughput = Throughput()
+        """In tokens that were asked for: answers that end early make it higher."""
 
     async def draw(self, draw: Draw) -> tuple[tuple[Completion, ...], PromptScores]:
         """Wait for a turn, then for the engine."""
         params = draw.params
         async with (
             self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id),
-            self._model(draw) as model,
+            self._model(draw.base_model, draw.blob) as model,
         ):
             engine = self._desk.backend(draw.base_model).engine
             request = SampleRequest(model=model, prompt=draw.prompt, params=params)
-            async with task_group() as group:
-                sampling = group.create_task(engine.sample([request]))
-                scoring = group.create_task(self._scores(draw, model))
+            with self.throughput.running(draw.tokens):
+                async with task_group() as group:
+                    sampling = group.create_task(engine.sample([request]))
+                    scoring = group.create_task(self._scores(draw, model))
         [completions], scores = sampling.result(), scoring.result()
         num_drawn = sum(len(completion.tokens) for completion in completions)
         tokens = self._desk.metrics.tokens
         tokens.labels("sampled", draw.tenant).inc(num_drawn)
         tokens.labels("prompt", draw.tenant).inc(len(draw.prompt))
         return completions, scores
+
+    async def score(self, work: Command, sampler: SamplingSession, body: ScoreBody) -> Score:
+        """Log-probabilities of given tokens, in their turn."""
+        num_tokens = len(body.tokens)
+        async with (
+            self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id),
+            self._model(sampler.base_model, sampler.blob) as model,
+        ):
+            engine = self._desk.backend(sampler.base_model).engine
+            with self.throughput.running(num_tokens):
+                [score] = await engine.score([body.request(model)])
+        self._desk.metrics.tokens.labels("prompt", work.tenant).inc(num_tokens)
+        return score
 
     def max_tokens(self, base_model: str, *, asked: int | None, num_prompt: int) -> int:
         """How many tokens may follow the prompt; a refusal when none may."""
@@ -95,9 +116,9 @@ class Drawing:
             )
         return min(asked or context, context - num_prompt)
 
-    def _model(self, draw: Draw) -> AbstractAsyncContextManager[ModelRef]:
-        backend = self._desk.backend(draw.base_model)
-        if not draw.blob:
+    def _model(self, base_model: str, blob: str) -> AbstractAsyncContextManager[ModelRef]:
+        backend = self._desk.backend(base_model)
+        if not blob:
             return nullcontext(backend.engine.base)
         residency = self._residencies.get(id(backend))
         if residency is None:
@@ -107,7 +128,7 @@ class Drawing:
                 folder_of=lambda blob: blobs.path(blob) / ADAPTER,
                 limit=self._desk.config.loaded_adapters,
             )
-        return residency.use(draw.blob)
+        return residency.use(blob)
 
     async def _scores(self, draw: Draw, model: ModelRef) -> PromptScores:
         logprobs, top = None, None

@@ -50,6 +50,8 @@ class FairQueue(Generic[Item]):
         self._entered: dict[Item, tuple[str, int, int]] = {}
         """Tenant, number and tokens that had entered its line before it."""
         self._clock = 0.0
+        self._next: _Line[Item] = _Line(0.0)
+        """The line whose first item is next, as `head` found it."""
 
     def __len__(self) -> int:
         return len(self._entered)
@@ -75,6 +77,14 @@ class FairQueue(Generic[Item]):
 
     def take(self) -> Item | None:
         """The next item; None when there is none."""
+        item = self.head()
+        if item is not None:
+            self._pop()
+            del self._entered[item]
+        return item
+
+    def head(self) -> Item | None:
+        """What `take` would give."""
         while self._lines:
             tenant = min(self._lines, key=lambda name: self._lines[name].clock)
             line = self._lines[tenant]
@@ -82,18 +92,20 @@ class FairQueue(Generic[Item]):
                 # What it paid in advance is not owed by the others: their clocks are behind it.
                 del self._lines[tenant]
                 continue
-            self._clock = line.clock
-            item, tokens = line.items.popleft()
-            line.clock += tokens
-            line.tokens_out += tokens
-            line.num_out += 1
-            if self._entered.pop(item, None) is not None:
+            self._next = line
+            item, _ = line.items[0]
+            if item in self._entered:
                 return item
+            self._pop()
         return None
 
-    def peek(self) -> bool:
-        """Whether `take` would give something."""
-        return bool(self._entered)
+    def _pop(self) -> None:
+        line = self._next
+        self._clock = line.clock
+        _, tokens = line.items.popleft()
+        line.clock += tokens
+        line.tokens_out += tokens
+        line.num_out += 1
 
     def remove(self, item: Item) -> bool:
         """Take an item out of its line; False when it does not wait. It pays all the same."""

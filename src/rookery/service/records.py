@@ -54,6 +54,7 @@ class Model:
     """Why it could not be made."""
     snapshot: str = ""
     """Digest of its saved state; "" before the first."""
+    snapshot_bytes: int = 0
     snapshot_seq: int = 0
     """`next_seq` when the snapshot was taken."""
 
@@ -113,7 +114,7 @@ class CustomLoss:
 
 @dataclass(slots=True, kw_only=True)
 class RegisteredAdapter:
-    """A PEFT folder that a tenant registered to sample from."""
+    """A PEFT folder that a tenant registered to sample from or to train on."""
 
     tenant: str
     adapter_id: str
@@ -121,3 +122,13 @@ class RegisteredAdapter:
     blob: str
     lora_path: str
     created: float
+    tinker_path: str = ""
+    """The checkpoint that it is."""
+
+    def document(self) -> dict[str, str]:
+        """As its tenant sees it."""
+        return {
+            "adapter_id": self.adapter_id,
+            "lora_path": self.lora_path,
+            "tinker_path": self.tinker_path,
+        }

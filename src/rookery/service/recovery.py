@@ -31,7 +31,7 @@ async def take_snapshot(desk: Desk) -> None:
     """Save what has changed since the last one. No pass may be running."""
     for model in desk.state.models.values():
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
-            model.snapshot = await _save(desk, model)
+            model.snapshot, model.snapshot_bytes = await _save(desk, model)
             model.snapshot_seq = model.next_seq
     pending = [work.id for work in desk.pending]
     document = {
@@ -108,8 +108,11 @@ def _has_weights(model: Model) -> bool:
     return model.is_live and model.next_seq > 0 and not model.failure
 
 
-async def _save(desk: Desk, model: Model) -> str:
+async def _save(desk: Desk, model: Model) -> tuple[str, int]:
+    """The digest of its state, and how large it is."""
     blobs = desk.wal.run.blobs
     with blobs.stage() as folder:
-        await desk.backend(model.base_model).trainer.save(model.id, folder / STATE)
-        return await run_in_thread(blobs.put_folder, folder)
+        state = folder / STATE
+        await desk.backend(model.base_model).trainer.save(model.id, state)
+        num_bytes = (await asyncio.to_thread(state.stat)).st_size
+        return await run_in_thread(blobs.put_folder, folder), num_bytes

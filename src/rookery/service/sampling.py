@@ -1,4 +1,5 @@
-"""Accepted samples -> the engine -> results, each in a task of its own that waits for its turn."""
+"""Accepted samples and scores -> the engine -> results, each in a task of its own that waits for
+its turn."""
 
 import asyncio
 
@@ -6,6 +7,7 @@ from rookery.errors import EngineDownError, FleetDownError, RookeryError, Servic
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
 from rookery.service.drawing import Draw, Drawing
+from rookery.service.wire.records import ScoreBody, score_document
 from rookery.service.wire.requests import Sample
 from rookery.service.wire.samples import (
     encode_samples,
@@ -13,7 +15,7 @@ from rookery.service.wire.samples import (
     sampling_params,
     target_tokens,
 )
-from rookery.service.work import Command, Result, failed
+from rookery.service.work import Command, Result, failed, finished
 
 __all__ = ["Samples", "read_draw"]
 
@@ -46,23 +48,37 @@ class Samples:
         place = self._drawing.turns.place(work.id)
         if place is None:
             return "active", "It is being drawn."
-        sentence = f"Place {place.ahead + 1} of {self._drawing.turns.num_waiting} for samples."
-        return "paused_capacity" if place.ahead else "active", sentence
+        sentence = f"Place {place.ahead + 1} of {self._drawing.turns.num_waiting} for samples"
+        if per_s := self._drawing.throughput.per_s:
+            sentence += f", about {place.tokens_ahead / per_s:.0f} s"
+        return "paused_capacity" if place.ahead else "active", f"{sentence}."
 
     async def _answer(self, work: Command) -> None:
         try:
             with boundary(ServiceError, "Drawing the sample failed"):
-                draw = read_draw(self._desk, self._drawing, work)
-                completions, scores = await self._drawing.draw(draw)
-                payload = await asyncio.to_thread(
-                    encode_samples, completions, scores, top_k=draw.params.top_logprobs
-                )
-            result = Result(payload, form="proto")
+                result = await (self._score(work) if work.kind == "score" else self._draw(work))
         except (EngineDownError, FleetDownError) as error:
             result = failed(str(error), "server")
         except RookeryError as error:
             result = failed(str(error), "user")
         await self._finish(work, result)
+
+    async def _draw(self, work: Command) -> Result:
+        draw = read_draw(self._desk, self._drawing, work)
+        completions, scores = await self._drawing.draw(draw)
+        payload = await asyncio.to_thread(
+            encode_samples,
+            completions,
+            scores,
+            top_k=draw.params.top_logprobs,
+            has_text=draw.has_text,
+        )
+        return Result(payload, form="proto")
+
+    async def _score(self, work: Command) -> Result:
+        sampler = self._desk.state.sampler(work.tenant, work.owner)
+        body = ScoreBody.model_validate_json(work.body)
+        return finished(score_document(await self._drawing.score(work, sampler, body)))
 
     async def _finish(self, work: Command, result: Result) -> None:
         """Once: who comes second, the drawing or the cancelling, changes nothing."""
@@ -99,15 +115,10 @@ def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
         base_model=sampler.base_model,
         blob=sampler.blob,
         prompt=prompt,
-        params=sampling_params(
-            options,
-            n=request.num_samples,
-            seed=seed,
-            max_tokens=max_tokens,
-            top_logprobs=request.topk_sample_logprobs,
-        ),
+        params=sampling_params(request, seed=seed, max_tokens=max_tokens),
         scored=(request.prompt_logprobs_last_n or len(prompt)) if has_scores else 0,
         top_k=request.topk_prompt_logprobs,
         targets=target_tokens(request, num_prompt=len(prompt)),
         alternatives=request.prompt_alt_tokens_k,
+        has_text=request.return_text,
     )

@@ -38,13 +38,15 @@ from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
 from rookery.service.wal import Wal
-from rookery.service.wire.requests import CreateCustomLoss, CreateModel, Sample
-from rookery.service.work import Command, failed, finished
+from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
+from rookery.service.work import SAMPLING, Command, failed, finished
 from rookery.types import LoraShape
 
 __all__ = ["Service", "new_id", "open_service"]
 
 HOUSEKEEPING_S = 10.0
+SECRET = "secret"
+"""The kind of the event that holds what links are signed with."""
 
 
 def new_id(prefix: str) -> str:
@@ -54,8 +56,10 @@ def new_id(prefix: str) -> str:
 class Service:
     """What the routes call. Made by `open_service`."""
 
-    def __init__(self, desk: Desk, group: asyncio.TaskGroup) -> None:
+    def __init__(self, desk: Desk, group: asyncio.TaskGroup, *, link_secret: bytes) -> None:
         self.desk = desk
+        self.link_secret = link_secret
+        """What download links are signed with, also after a restart."""
         self.training = TrainingLoop(desk)
         self.drawing = Drawing(desk)
         self.samples = Samples(desk, self.drawing)
@@ -87,6 +91,11 @@ class Service:
         if command.kind == "create_custom_loss":
             session_id = CreateCustomLoss.model_validate_json(command.body).session_id
             return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
+        if command.kind == "unload_model":
+            model_id = GetInfo.model_validate_json(command.body).model_id
+            reply = apply(self.desk.state, command)
+            self._end_model(model_id)
+            return self._finish_at_once(command, reply, owner=model_id)
         if command.kind != "end_session":
             return apply(self.desk.state, command)
         session_id = EndSession.model_validate_json(command.body).session_id
@@ -128,6 +137,8 @@ class Service:
             digest=command.digest,
             owner=command.owner,
             reply=_reply(command),
+            # Nobody asks for the result of a refusal: its client was told at once.
+            fetched=time.monotonic() if command.kind == "refused" else None,
         )
         self.desk.futures.add(future)
         self.queue(command)
@@ -138,7 +149,7 @@ class Service:
         if command.kind == "create_model" and command.owner not in self.desk.state.models:
             self.desk.state.models[command.owner] = _new_model(command)
         self.desk.pending.add(command)
-        if command.kind != "sample":
+        if command.kind not in SAMPLING:
             self.training.add(command)
         elif self._is_open:
             self.samples.add(command, self._group)
@@ -147,7 +158,7 @@ class Service:
         """Draw those that were accepted before a restart, now that it is known which are done."""
         self._is_open = True
         for work in self.desk.pending:
-            if work.kind == "sample":
+            if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
 
     def describe(self, future: Future) -> tuple[str, str]:
@@ -155,13 +166,13 @@ class Service:
         work = self.desk.pending.get(future.id)
         if work is None:
             return "active", "It is being stored."
-        return (self.samples if work.kind == "sample" else self.training).describe(work)
+        return (self.samples if work.kind in SAMPLING else self.training).describe(work)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Give a sample up; requests of other kinds are done all the same."""
         future = self.desk.futures.get(request_id, tenant=tenant)
         work = self.desk.pending.get(future.id)
-        if work is not None and work.kind == "sample":
+        if work is not None and work.kind in SAMPLING:
             await self.samples.cancel(work)
 
     def heartbeat(self, tenant: str, session_id: str) -> None:
@@ -214,14 +225,17 @@ class Service:
         for sampler_id in samplers:
             self.desk.futures.end_owner(sampler_id)
         for model in self.desk.state.models_of(session_id):
-            for work in self.training.end_model(model.id):
-                self.desk.pending.remove(work.id)
-                sentence = "The session ended before an earlier request of this model came."
-                self.desk.futures.finish(work.id, failed(sentence, "user"))
-            self.desk.futures.end_owner(model.id)
+            self._end_model(model.id)
+
+    def _end_model(self, model_id: str) -> None:
+        for work in self.training.end_model(model_id):
+            self.desk.pending.remove(work.id)
+            sentence = "The session ended before an earlier request of this model came."
+            self.desk.futures.finish(work.id, failed(sentence, "user"))
+        self.desk.futures.end_owner(model_id)
 
     def _check_number(self, command: Command) -> None:
-        if command.kind == "sample":
+        if command.kind in SAMPLING:
             return
         expected = self.training.lane(command.owner).next_seq
         if command.seq < expected:
@@ -252,8 +266,9 @@ async def open_service(
     """The service, running inside the block, with all that was accepted before a restart."""
     wal = await run_in_thread(Wal, run)
     desk = Desk(config=config, backends=backends, wal=wal, metrics=Metrics())
+    secret = await _link_secret(run)
     async with task_group() as group:
-        service = Service(desk, group)
+        service = Service(desk, group, link_secret=secret)
         await recover(service)
         training = group.create_task(service.training.run(service.snapshot), name="training")
         others = [
@@ -271,11 +286,22 @@ async def open_service(
     await take_snapshot(desk)
 
 
+async def _link_secret(run: Run) -> bytes:
+    known = run.get(SECRET, "links")
+    if known is not None:
+        return bytes.fromhex(str(known.payload["hex"]))
+    secret = secrets.token_bytes(32)
+    await run.append(SECRET, {"hex": secret.hex()}, key="links")
+    return secret
+
+
 def _reply(command: Command) -> dict[str, Any]:
     """What the client is told when its request is accepted."""
     reply: dict[str, Any] = {"request_id": command.id}
-    if command.kind != "sample":
+    if command.kind not in SAMPLING:
         return {**reply, "model_id": command.owner}
+    if command.kind == "score":
+        return reply
     request = Sample.model_validate_json(command.body)
     names = [f"{command.owner}:{command.seq}:{place}" for place in range(request.num_samples)]
     return {**reply, "sample_sequence_ids": names}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rookery.service.outcomes import Outcome, PassRecord
 from rookery.service.records import Model
 from rookery.service.refusals import Refusal
 from rookery.service.wire.losses import output_arrays, output_metrics, train_request
+from rookery.service.wire.records import RecordCall, output_document
 from rookery.service.wire.requests import (
     AdamParams,
     LoadWeights,
@@ -36,6 +38,8 @@ __all__ = ["ADAPTER", "STATE", "TrainerCalls", "read_call"]
 STATE, ADAPTER = "state", "adapter"
 """What a checkpoint is made of: the trainer's state as a file, the weights as a PEFT folder."""
 
+VERSION_DIGITS = 16
+"""Of a content hash, to tell weights apart."""
 _KINDS = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
@@ -43,7 +47,7 @@ _KINDS = {
 }
 
 
-def read_call(work: Command) -> TrainCall:
+def read_call(work: Command) -> TrainCall | RecordCall:
     """The forward_backward or forward of a work."""
     if work.form == "proto":
         return read_train_proto(work.body)[0]
@@ -59,18 +63,22 @@ class TrainerCalls:
     def sort_out(
         self, works: Sequence[Command], record: PassRecord | None
     ) -> tuple[list[Command], list[Outcome]]:
-        """The works that can be computed, and outcomes of the others: failed before the restart,
-        or of a model that is gone."""
+        """The works that can be computed, and outcomes of the others: refused when they came,
+        failed before the restart, or of a model that is gone."""
         doable: list[Command] = []
         outcomes: list[Outcome] = []
         for work in works:
             model = self._desk.state.models[work.owner]
             if record is not None and work.id in record.failures:
                 outcomes.append(Outcome.failure(work, *record.failures[work.id]))
+            elif work.kind == "refused":
+                outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
             elif not model.is_live and record is None:
-                outcomes.append(Outcome.failure(work, "The session of this model ended.", "user"))
+                outcomes.append(
+                    Outcome.failure(work, "This model was unloaded, or its session ended.", "user")
+                )
             elif model.failure:
                 sentence = f"The model could not be made: {model.failure}"
                 outcomes.append(Outcome.failure(work, sentence, "user"))
@@ -96,22 +104,19 @@ class TrainerCalls:
         backend = self._desk.backend(works[0].base_model)
         context = backend.engine.context_tokens
 
-        def read() -> list[TrainRequest]:
-            return [
-                train_request(
-                    read_call(work),
-                    context_tokens=context,
-                    custom=partial(self._desk.state.loss, work.tenant),
-                )
-                for work in works
-            ]
+        def read(work: Command) -> _Trained:
+            call = read_call(work)
+            custom = partial(self._desk.state.loss, work.tenant)
+            request = train_request(call, context_tokens=context, custom=custom)
+            return _Trained(work, request, is_record=isinstance(call, RecordCall))
 
-        requests = await asyncio.to_thread(read)
+        read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
+        requests = [one.request for one in read_works]
         trainer = backend.trainer
         is_forward = works[0].kind == "forward"
         outputs = await (trainer.forward if is_forward else trainer.forward_backward)(requests)
         return await asyncio.to_thread(
-            lambda: [_trained(*three) for three in zip(works, requests, outputs, strict=True)]
+            lambda: [one.outcome(own) for one, own in zip(read_works, outputs, strict=True)]
         )
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
@@ -199,11 +204,22 @@ class TrainerCalls:
         return self._desk.state.models[work.owner]
 
 
-def _trained(work: Command, request: TrainRequest, output: TrainOutput) -> Outcome:
-    if output.error:
-        return Outcome.failure(work, output.error, "user")
-    payload = encode_outputs(output_arrays(request, output), output_metrics(request, output))
-    return Outcome(work=work, result=Result(payload, form="proto"))
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A work in the trainer."""
+
+    work: Command
+    request: TrainRequest
+    is_record: bool
+    """Whether it came as the trainer's own record, and is answered as one."""
+
+    def outcome(self, output: TrainOutput) -> Outcome:
+        if output.error:
+            return Outcome.failure(self.work, output.error, "user")
+        if self.is_record:
+            return Outcome(work=self.work, result=finished(output_document(output)))
+        arrays, metrics = output_arrays(self.request, output), output_metrics(self.request, output)
+        return Outcome(work=self.work, result=Result(encode_outputs(arrays, metrics), form="proto"))
 
 
 def _optim_step(work: Command) -> OptimStep:
@@ -250,6 +266,7 @@ def _saved(work: Command, effect: Any) -> Outcome:
     document: dict[str, Any] = {"type": work.kind}
     if (sampler := effect.get("sampler")) is not None:
         document["sampling_session_id"] = sampler["id"]
+        document["version"] = sampler["blob"][:VERSION_DIGITS]
     else:
         row = effect["checkpoint"]
         document["path"] = f"tinker://{work.owner}/{row['kind']}/{row['name']}"

@@ -21,13 +21,16 @@ from rookery.service.fair_queue import FairQueue
 from rookery.service.ordering import Lane
 from rookery.service.outcomes import Outcome, PassRecord, finish_pass
 from rookery.service.passes import stages
+from rookery.service.throughput import Throughput
 from rookery.service.trainer_calls import TrainerCalls
 from rookery.service.work import Command
 
 __all__ = ["TrainingLoop"]
 
-RATE_DECAY = 0.8
-"""How much of the measured tokens per second stays from one pass to the next."""
+FIRST_PASS_TOKENS = 1024
+"""Of the first pass, before it is known how many are computed in a second."""
+LEAST_JOURNAL_BYTES = 8 << 20
+"""The journal may become half as large as the snapshots, and this large in any case."""
 
 
 class TrainingLoop:
@@ -43,7 +46,7 @@ class TrainingLoop:
         self._removals: list[str] = []
         self._running: frozenset[str] = frozenset()
         self._is_stopping = False
-        self.tokens_per_s = 0.0
+        self.throughput = Throughput()
         self.trained_s = 0.0
         """Seconds in the trainer since the last snapshot."""
 
@@ -78,14 +81,15 @@ class TrainingLoop:
                 if self.is_snapshot_due:
                     await snapshot()
                     self.trained_s = 0.0
-                if not self._queue.peek():
+                if self._queue.head() is None:
                     break
 
     @property
     def is_snapshot_due(self) -> bool:
-        config = self._desk.config
-        is_long = self._desk.wal.num_bytes > config.journal_mib * 2**20
-        return self.trained_s > config.snapshot_s or is_long
+        config, models = self._desk.config, self._desk.state.models.values()
+        held = sum(model.snapshot_bytes for model in models if model.is_live)
+        limit = min(config.journal_mib * 2**20, max(held // 2, LEAST_JOURNAL_BYTES))
+        return self.trained_s > config.snapshot_s or self._desk.wal.num_bytes > limit
 
     def wake(self) -> None:
         """See whether a snapshot is due, also when nothing is trained."""
@@ -112,8 +116,8 @@ class TrainingLoop:
             number = self.lane(work.owner).next_seq
             return "active", f"It waits for request {number} of this model, which has not come."
         sentence = f"Place {place.ahead + 1} of {len(self._queue)} in the training queue"
-        if self.tokens_per_s:
-            sentence += f", about {place.tokens_ahead / self.tokens_per_s:.0f} s"
+        if self.throughput.per_s:
+            sentence += f", about {place.tokens_ahead / self.throughput.per_s:.0f} s"
         return "paused_capacity" if place.ahead else "active", f"{sentence}."
 
     @property
@@ -121,13 +125,8 @@ class TrainingLoop:
         return len(self._queue)
 
     async def _cycle(self) -> None:
-        """Take works up to the token limit, in fair order, and compute them in stages."""
-        works: list[Command] = []
-        tokens = 0
-        while tokens < self._desk.config.pass_tokens and (work_id := self._queue.take()):
-            work = self._desk.pending[work_id]
-            works.append(work)
-            tokens += work.tokens
+        """Compute some works in stages."""
+        works = self._take()
         self._running = frozenset(work.id for work in works)
         for stage in stages(works):
             if self._is_stopping:
@@ -135,12 +134,29 @@ class TrainingLoop:
             await self._perform(stage, None)
         self._running = frozenset()
 
+    def _take(self) -> list[Command]:
+        """Works in fair order for a pass of `pass_s` seconds; at least one. Who comes now waits for
+        no more than that, however much others have queued."""
+        config, works, tokens = self._desk.config, list[Command](), 0
+        room = min(config.pass_tokens, config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS)
+        while (work_id := self._queue.head()) is not None:
+            work = self._desk.pending[work_id]
+            if works and tokens + work.tokens > room:
+                break
+            self._queue.take()
+            works.append(work)
+            tokens += work.tokens
+        return works
+
     async def _perform(self, works: Sequence[Command], record: PassRecord | None) -> None:
         started = time.monotonic()
-        outcomes = await self._outcomes(works, record)
-        seconds = time.monotonic() - started
-        self.trained_s += seconds
-        self._measure(works, seconds)
+        if works[0].kind == "forward_backward":
+            with self.throughput.running(sum(work.tokens for work in works)):
+                outcomes = await self._outcomes(works, record)
+        else:
+            outcomes = await self._outcomes(works, record)
+        self.trained_s += time.monotonic() - started
+        self._count(works)
         await finish_pass(self._desk, outcomes, is_replay=record is not None)
 
     async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
@@ -155,16 +171,12 @@ class TrainingLoop:
         by_id = {outcome.work.id: outcome for outcome in outcomes}
         return [by_id[work.id] for work in works]
 
-    def _measure(self, works: Sequence[Command], seconds: float) -> None:
-        tokens = sum(work.tokens for work in works)
+    def _count(self, works: Sequence[Command]) -> None:
         metrics, call = self._desk.metrics, works[0].kind
         metrics.passes.labels(call).inc()
         metrics.pass_requests.labels(call).inc(len(works))
         for work in works:
             metrics.tokens.labels("trained", work.tenant).inc(work.tokens)
-        if call == "forward_backward" and seconds > 0:
-            before = self.tokens_per_s or tokens / seconds
-            self.tokens_per_s = RATE_DECAY * before + (1 - RATE_DECAY) * tokens / seconds
 
     async def _remove_models(self) -> None:
         while self._removals:

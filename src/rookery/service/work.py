@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Category", "Command", "Form", "Result", "failed", "finished"]
+__all__ = ["SAMPLING", "Category", "Command", "Form", "Result", "failed", "finished"]
 
 Form = Literal["json", "proto"]
+SAMPLING = ("sample", "score")
+"""Kinds of requests of sampling sessions, done in any order; the others are of models."""
 Category = Literal["user", "server", "unknown"]
 
 

@@ -69,7 +69,9 @@ def finish_model(
         return _slotted(model, names=model_names(*known), folder=folder)
 
 
-def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> SlottedModel:
+def make_empty_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "auto", is_exact: bool = False
+) -> SlottedModel:
     """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
     memory: what it would compute is then known by its shapes."""
     require_config(folder)
@@ -86,7 +88,9 @@ def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") 
         model = model.eval().requires_grad_(requires_grad=False)
     _check_parts(model, folder)
     declared: int = model.config.get_text_config().max_position_embeddings
-    return SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted = SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted.is_exact = is_exact and device == "cpu"
+    return slotted
 
 
 def require_config(folder: Path) -> None:
@@ -98,13 +102,12 @@ def require_config(folder: Path) -> None:
 
 
 def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
-    """transformers would name all of the decoders that it has. What fills in masked words, as BERT
-    does, looks at the words behind too, unless its config says that it is a decoder."""
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", True))
-    ):
+    """transformers would name all of the decoders that it has. It has a head for encoders such as
+    BERT too, which are decoders only where their config says so."""
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False)
+    )
+    if getattr(config, "is_encoder_decoder", False) or not is_decoder:
         raise ModelError(
             f"{folder} is a model of the type {config.model_type}, which does not continue texts: "
             "take a decoder model, such as one of the Llama, Qwen, Gemma, Mistral or Phi kind."

@@ -28,10 +28,10 @@ from rookery.ports import Publisher
 from rookery.slots import SlottedModel, load_model
 from rookery.slots.model import decoder_layer
 from rookery.train.head import target_logprobs
-from rookery.train.job import Job
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Processes
+from rookery.train.running_request import RunningRequest
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.spreading import own_part, whole
 from rookery.train.trainee import Trainee
@@ -187,17 +187,17 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self.tell("weights_of", self._name)
         return _content_hash(self._whole_weights())
 
-    def compute(self, turns: Sequence[tuple[Job[FullTrainee], PackedPass]]) -> None:
-        [(job, packed)] = turns
+    def compute(self, turns: Sequence[tuple[RunningRequest[FullTrainee], PackedPass]]) -> None:
+        [(running, packed)] = turns
         logprobs = self.logprobs(packed)
-        output = job.loss(packed, logprobs) if packed.places else None
-        if job.has_failed:
+        output = running.loss(packed, logprobs) if packed.places else None
+        if running.has_failed:
             return
         if torch.is_grad_enabled():
             loss = 0.0 * logprobs.sum() if output is None else output.loss
-            self.add_gradients(job.gradients, loss, job.trainee.leaves)
+            self.add_gradients(running.gradients, loss, running.trainee.leaves)
         if output is not None:
-            job.add(packed, logprobs, output)
+            running.add(packed, logprobs, output)
 
     def probe(self, packed: PackedPass, trainee: FullTrainee) -> object:
         loss = self.logprobs(packed).sum()

@@ -18,7 +18,7 @@ from rookery.errors import ConfigError
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.loops.grpo import GrpoConfig
 from rookery.train import FullConfig, LoraConfig, TrainerConfig, memory
-from rookery.train.memory import Lengths, measure_step
+from rookery.train.memory import Lengths, ModelPlace, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
 SIZES: dict[str, Any] = {
@@ -46,8 +46,8 @@ def peak():
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-model = load_model(folder)
-if kind == "lora":
+model = load_model(folder, is_exact=kind == "exact")
+if kind != "full":
     trainer = LoraTrainer(model, config=TrainerConfig(**options))
     trainer.add("p", initial_adapter(model, LoraConfig(), name="p", base="", seed=0))
 else:
@@ -79,6 +79,7 @@ print(json.dumps({"before": before, "peak": peak()}))
         ("lora", {"pass_tokens": 4096}),
         ("lora", {"pass_tokens": 8192, "checkpoint_layers": True}),
         ("full", {"pass_tokens": 4096}),
+        ("exact", {"pass_tokens": 4096}),
     ],
 )
 def test_a_planned_pass_is_the_measured_one(
@@ -94,9 +95,10 @@ def test_a_planned_pass_is_the_measured_one(
     measured = json.loads(ended.stdout.splitlines()[-1])
     planned = measure_step(
         folder,
-        trained=LoraConfig() if kind == "lora" else FullConfig(**options),
-        trainer=TrainerConfig(**options) if kind == "lora" else FullConfig(**options),
+        trained=FullConfig(**options) if kind == "full" else LoraConfig(),
+        trainer=TrainerConfig(**options),
         lengths=Lengths(prompt_tokens=64, answer_tokens=64, num_data=64),
+        place=ModelPlace(is_exact=kind == "exact"),
     )
     found = measured["peak"] - measured["before"]
     expected = planned.one_pass + planned.gradients
@@ -114,7 +116,10 @@ def test_huge_passes_are_planned_from_smaller_ones(
     def one_pass(num_data: int) -> int:
         trainer = TrainerConfig(pass_tokens=10**9, **options)
         lengths = Lengths(prompt_tokens=8, answer_tokens=25, num_data=num_data)
-        return measure_step(folder, trained=LoraConfig(), trainer=trainer, lengths=lengths).one_pass
+        held = measure_step(
+            folder, trained=LoraConfig(), trainer=trainer, lengths=lengths, place=ModelPlace()
+        )
+        return held.one_pass
 
     whole = one_pass(512)
     monkeypatch.setattr(memory, "MEASURED_TOKENS", 4096)
@@ -155,6 +160,27 @@ def test_each_part_is_a_row(config: dict[str, Any]) -> None:
     assert "masters" not in full  # a float32 model is trained in place
     checkpointed = plan_grpo(config, trainer={"checkpoint_layers": True})
     assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_processes_share_a_model_and_its_training(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """An adapter is in each of them; the memory of this machine is that of all."""
+
+    def planned() -> dict[str, int]:
+        rows = plan_grpo(config, full=full, steps=1).rows
+        return {row.name: row.num_bytes for row in rows if row.name != "this process"}
+
+    alone = planned()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    many = planned()
+    share = 2 / 8 if full else 2
+    for name in ("trainer weights", "gradients", "moments"):
+        assert many[name] == share * alone[name]
+    assert many["engine weights"] == alone["engine weights"]
+    assert many["one pass"] <= 2 * alone["one pass"]
 
 
 def test_a_game_is_planned_with_all_that_it_may_draw(

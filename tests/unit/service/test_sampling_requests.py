@@ -139,9 +139,12 @@ async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> Non
             "adapter_config": {"r": 4},
             "adapter_model": base64.b64encode(b"weights").decode(),
         }
-        await ada.post("adapters", upload, status=201)
+        registered = await ada.post("adapters", upload, status=201)
         listed = (await ada.send("GET", "/api/v1/adapters")).json()
-        assert listed == [{"adapter_id": "poet", "lora_path": "upload"}]
+        assert listed == [registered]
+        assert (registered["adapter_id"], registered["lora_path"]) == ("poet", "upload")
+        info = await ada.post("weights_info", {"tinker_path": registered["tinker_path"]})
+        assert info["lora_rank"] == 4
         body = {"prompts": ["5 6"], "sampling_params": {"max_tokens": 4, "seed": 2}}
         poet = await ada.post("sample", {**body, "model_id": "poet"})
         assert poet["completions"] != (await ada.post("sample", body))["completions"]
@@ -150,6 +153,7 @@ async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> Non
         assert "operator lists" in outside["error"]
         assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
         await ada.post("sample", {**body, "model_id": "poet"}, status=404)
+        await ada.post("weights_info", {"tinker_path": registered["tinker_path"]}, status=404)
 
 
 async def test_openai_clients_are_served(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Training over HTTP: order, exactly once, one pass for many models, failures."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from service.tenants import fake_backend, serve, train_body
+from service.tenants import crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.backend import Backend
+from rookery.service.config import ServiceConfig
 from rookery.testing import FakeTrainer
+from rookery.types import TrainOutput, TrainRequest
 
 
 def trainer_of(backend: Backend) -> FakeTrainer:
@@ -142,3 +145,49 @@ async def test_old_clients_speak_json(tmp_path: Path) -> None:
         body = {"model_id": model, "forward_input": inner}
         forward = await ada.result(await ada.post("forward", body))
         assert forward["loss_fn_outputs"] == document["loss_fn_outputs"]
+
+
+async def test_a_refused_request_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.train(train_body(model, 1, loss="stable_reinforce"), status=400)
+        await ada.train(train_body(model, 1, loss="stable_reinforce"), status=400)
+        wrong = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": -1}}
+        await ada.post("optim_step", wrong, status=422)
+        gone = {"model_id": model, "seq_id": 3, "path": f"tinker://{model}/weights/none"}
+        await ada.post("load_weights", gone, status=404)
+        await ada.outputs(await ada.train(train_body(model, 4)))
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        ada = served.client()
+        assert (await ada.result(await ada.step(model, 5)))["metrics"]["value:mean"] == 3.0
+
+
+async def test_who_comes_last_waits_for_one_pass(tmp_path: Path) -> None:
+    backend = fake_backend()
+    trainer, begun, go = trainer_of(backend), asyncio.Event(), asyncio.Event()
+    compute, passes = trainer.forward_backward, list[list[str]]()
+
+    async def slow(requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        passes.append([request.trainee for request in requests])
+        begun.set()
+        await go.wait()
+        return await compute(requests)
+
+    trainer.forward_backward = slow  # type: ignore[method-assign]
+    config = ServiceConfig(poll_s=20.0, pass_tokens=6)
+    keys = tmp_path / "keys.json"
+    async with serve(tmp_path / "run", backend=backend, config=config, key_file=keys) as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        model = await ada.model(await ada.session())
+        other = await bob.model(await bob.session())
+        replies = [await ada.train(train_body(model, seq)) for seq in range(1, 11)]
+        await begun.wait()
+        late = await bob.train(train_body(other, 1))
+        go.set()
+        await bob.outputs(late)
+        for reply in replies:
+            await ada.outputs(reply)
+    assert [len(one) for one in passes[:3]] == [1, 2, 2], "six tokens are two requests"
+    assert other in passes[1]

@@ -9,11 +9,12 @@ A body carries many prompts, but one set of parameters: equal `Fields` may share
     completion = read_completion(choices[0][0], model=request.model, num_top=0)
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from rookery.errors import FleetError
 from rookery.fleet.http.capabilities import Capabilities
@@ -52,7 +53,6 @@ _FLOOR = -9999.0
 _MAX_SEED = 2**63 - 1
 """vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
 
-_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 Choice = Mapping[str, Any]
 
@@ -141,7 +141,7 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "return_tokens_as_token_ids": True,
         **_parameters(fields),
     }
-    return _to_json(body).encode()
+    return to_json(body)
 
 
 def encode_tokens(
@@ -149,7 +149,7 @@ def encode_tokens(
 ) -> bytes:
     """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
     body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
-    return _to_json(body).encode()
+    return to_json(body)
 
 
 def _parameters(fields: Fields) -> dict[str, Any]:

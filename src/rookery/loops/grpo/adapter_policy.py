@@ -11,7 +11,7 @@ from rookery.train import LoraTrainer
 from rookery.types import Adapter, ModelRef
 from rookery.weights import read_adapter
 
-__all__ = ["AdapterPolicy"]
+__all__ = ["AdapterPolicy", "measure_adapters"]
 
 
 class AdapterPolicy:
@@ -45,20 +45,27 @@ class AdapterPolicy:
         await self.trainer.export(POLICY, folder)
 
     async def measure(self, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate) -> None:
-        loaded: list[ModelRef] = []
-        refs: dict[str, ModelRef] = {}
-        try:
-            for name, weights in saved.items():
-                if weights is None:
-                    refs[name] = self._engine.base
-                    continue
-                adapter = await asyncio.to_thread(_read, weights)
-                refs[name] = await self._engine.load(adapter)
-                loaded.append(refs[name])
-            await evaluate(refs)
-        finally:
-            for ref in loaded:
-                await self._engine.unload(ref)
+        await measure_adapters(self._engine, saved, evaluate)
+
+
+async def measure_adapters(
+    engine: Engine, saved: Mapping[str, SavedWeights | None], evaluate: Evaluate
+) -> None:
+    """All at the same time, beside the base model."""
+    loaded: list[ModelRef] = []
+    refs: dict[str, ModelRef] = {}
+    try:
+        for name, weights in saved.items():
+            if weights is None:
+                refs[name] = engine.base
+                continue
+            adapter = await asyncio.to_thread(_read, weights)
+            refs[name] = await engine.load(adapter)
+            loaded.append(refs[name])
+        await evaluate(refs)
+    finally:
+        for ref in loaded:
+            await engine.unload(ref)
 
 
 def _read(saved: SavedWeights) -> Adapter:

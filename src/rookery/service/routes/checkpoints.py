@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import hmac
-import secrets
+import os
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 from starlette.background import BackgroundTask
 
+from rookery.errors import RunError
 from rookery.service.commands import CheckpointPath, CheckpointTtl
 from rookery.service.exports import write_archive
 from rookery.service.records import Checkpoint, Model
@@ -38,7 +39,7 @@ def make_router(gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
     _add_lists(router, gate)
     _add_changes(router, gate)
-    _add_downloads(router, gate, Links(secrets.token_bytes(32)))
+    _add_downloads(router, gate, Links(gate.service.link_secret))
     return router
 
 
@@ -102,6 +103,12 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
     def found(tenant: str, run_id: str, kind: str, name: str) -> Checkpoint:
         return gate.state.checkpoint(tenant, _path(run_id, kind, name), now=gate.now())
 
+    def linked(token: str) -> Path:
+        try:
+            return gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER
+        except RunError as error:
+            raise Refusal(404, "What this link is of has been deleted.") from error
+
     @router.get(f"{_ITEM}/external_weights_urls")
     async def urls(
         run_id: str, kind: str, name: str, request: Request, tenant: Tenant
@@ -130,9 +137,8 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
 
     @router.get("/download/{token}/archive.tar", name="download_archive")
     async def download_archive(token: str) -> Response:
-        folder = gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER
-        scratch = Path(tempfile.mkstemp(suffix=".tar")[1])
-        await asyncio.to_thread(write_archive, folder, scratch)
+        folder = linked(token)
+        scratch = await asyncio.to_thread(_archive, folder)
         return FileResponse(
             scratch, filename="adapter.tar", background=BackgroundTask(scratch.unlink)
         )
@@ -143,7 +149,7 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
 
     @router.get("/download/{token}/{file:path}")
     async def download_file(token: str, file: str) -> Response:
-        folder = (gate.service.desk.wal.run.blobs.path(links.blob(token)) / ADAPTER).resolve()
+        folder = linked(token).resolve()
         path = (folder / file).resolve()
         if not path.is_relative_to(folder) or not path.is_file():
             raise missing("file", file)
@@ -165,12 +171,24 @@ class Links:
         is_real = len(parts) == 3 and hmac.compare_digest(
             parts[2].encode(), self._signature(parts[0], parts[1]).encode()
         )
-        if not is_real or int(parts[1]) < time.time():
+        if not is_real or int(parts[1]) < time.time():  # signed: a number
             raise Refusal(404, "This download link is not good any more: ask for a new one.")
         return parts[0]
 
     def _signature(self, blob: str, expires: str) -> str:
         return hmac.new(self._secret, f"{blob}-{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _archive(folder: Path) -> Path:
+    """A tar of the folder in a new file, which the caller removes."""
+    handle, name = tempfile.mkstemp(suffix=".tar")
+    os.close(handle)
+    try:
+        write_archive(folder, Path(name))
+    except OSError as error:
+        Path(name).unlink()
+        raise Refusal(503, f"The archive cannot be written: {error}.") from error
+    return Path(name)
 
 
 def _path(run_id: str, kind: str, name: str) -> str:

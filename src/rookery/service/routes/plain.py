@@ -9,8 +9,9 @@ DELETE /api/v1/adapters/poet
 import base64
 import binascii
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +20,7 @@ from rookery.concurrency import run_in_thread, together
 from rookery.seeding import stream_seed
 from rookery.service.commands import AdapterId, NewAdapter
 from rookery.service.drawing import Draw
+from rookery.service.peft_config import read_shape
 from rookery.service.refusals import Refusal, bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source
@@ -26,12 +28,15 @@ from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import Finite, Prompt
 from rookery.service.wire.samples import PromptScores
-from rookery.types import Completion, SamplingParams, TokenIds
+from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
-__all__ = ["make_router"]
+__all__ = ["AdapterName", "AdapterUpload", "make_router", "register_adapter"]
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_PROMPTS = 1024
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
 
 
 class PlainOptions(BaseModel):
@@ -69,7 +74,7 @@ class PlainSample(BaseModel):
 class AdapterUpload(BaseModel):
     """A PEFT folder: a path on the server under a folder the operator lists, or its two files."""
 
-    adapter_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    adapter_id: AdapterName
     lora_path: str | None = None
     adapter_config: dict[str, Any] | None = None
     adapter_model: str | None = None
@@ -101,31 +106,11 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.post("/adapters", status_code=201)
     async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
-        gate.service.admission.check_rate(tenant)
-        gate.service.admission.check_checkpoints(tenant)
-        base_model = body.base_model or next(iter(gate.service.desk.backends))
-        backend = gate.service.desk.backend(base_model)
-        blobs = gate.service.desk.wal.run.blobs
-        async with gate.service.blob_lock:
-            blob = await run_in_thread(_store, gate, body)
-            # Loaded once to see that it fits; samples load it again when they need it.
-            ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
-            await backend.folders.unload(ref)
-            adapter = NewAdapter(
-                adapter_id=body.adapter_id,
-                base_model=base_model,
-                blob=blob,
-                lora_path=body.lora_path or "upload",
-            )
-            return await gate.service.change("register_adapter", tenant, adapter)
+        return await register_adapter(gate, tenant, body)
 
     @router.get("/adapters")
     async def adapters(tenant: Tenant) -> list[dict[str, str]]:
-        return [
-            {"adapter_id": one.adapter_id, "lora_path": one.lora_path}
-            for one in gate.state.adapters.values()
-            if one.tenant == tenant
-        ]
+        return [one.document() for one in gate.state.adapters.values() if one.tenant == tenant]
 
     @router.delete("/adapters/{adapter_id}", status_code=204)
     async def unregister(adapter_id: str, tenant: Tenant) -> Response:
@@ -133,6 +118,29 @@ def make_router(gate: Gate) -> APIRouter:
         return Response(status_code=204)
 
     return router
+
+
+async def register_adapter(gate: Gate, tenant: str, body: AdapterUpload) -> dict[str, Any]:
+    """Store an adapter, see that it fits, and serve it under its name; its document."""
+    gate.service.admission.check_rate(tenant)
+    gate.service.admission.check_checkpoints(tenant)
+    base_model = body.base_model or next(iter(gate.service.desk.backends))
+    backend = gate.service.desk.backend(base_model)
+    blobs = gate.service.desk.wal.run.blobs
+    async with gate.service.blob_lock:
+        blob, size_bytes, shape = await run_in_thread(_store, gate, body)
+        # Loaded once to see that it fits; samples load it again when they need it.
+        ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")
+        await backend.folders.unload(ref)
+        adapter = NewAdapter(
+            adapter_id=body.adapter_id,
+            base_model=base_model,
+            blob=blob,
+            size_bytes=size_bytes,
+            lora_path=body.lora_path or "upload",
+            **asdict(shape),
+        )
+        return await gate.service.change("register_adapter", tenant, adapter)
 
 
 def _draw(
@@ -188,17 +196,18 @@ def _answer(answers: list[tuple[tuple[Completion, ...], PromptScores]]) -> dict[
     }
 
 
-def _store(gate: Gate, body: AdapterUpload) -> str:
-    """The digest of its files. Waits for the disk."""
+def _store(gate: Gate, body: AdapterUpload) -> tuple[str, int, LoraShape]:
+    """The digest of its files, their size and what they hold. Waits for the disk."""
     if (body.lora_path is None) == (body.adapter_model is None):
         raise bad("Give lora_path, or adapter_config and adapter_model, and not both.")
     files = _read_path(gate, body.lora_path) if body.lora_path else _read_upload(body)
+    shape = read_shape(files[FILES[0]])
     blobs = gate.service.desk.wal.run.blobs
     with blobs.stage() as staged:
         (staged / ADAPTER).mkdir()
         for name, data in files.items():
             (staged / ADAPTER / name).write_bytes(data)
-        return blobs.put_folder(staged)
+        return blobs.put_folder(staged), sum(map(len, files.values())), shape
 
 
 def _read_path(gate: Gate, lora_path: str) -> dict[str, bytes]:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
+from rookery.service.commands import EndSampler
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant
 from rookery.service.sampling import read_draw
+from rookery.service.wire.records import ScoreBody
 from rookery.service.wire.requests import CreateSamplingSession, JoinSamplingSession, Sample
 
 __all__ = ["make_router"]
@@ -38,6 +40,29 @@ def make_router(gate: Gate) -> APIRouter:
             "base_model": tokenizer,
             "model_path": sampler.path or None,
         }
+
+    @router.delete("/samplers/{sampler_id}", status_code=204)
+    async def end_sampler(sampler_id: str, tenant: Tenant) -> Response:
+        """Let the weights of a sampling session go; what waits for it fails."""
+        ended = EndSampler(sampling_session_id=sampler_id)
+        await service.change("end_sampler", tenant, ended)
+        return Response(status_code=204)
+
+    @router.post("/score")
+    async def score(body: ScoreBody, tenant: Tenant) -> dict[str, Any]:
+        """Log-probabilities of given tokens and of labels behind them."""
+        service.admission.check_rate(tenant)
+        sampler = desk.state.sampler(tenant, body.sampling_session_id)
+        context = desk.backend(sampler.base_model).engine.context_tokens
+        if body.start > len(body.tokens) or (context is not None and len(body.tokens) > context):
+            raise bad(
+                f"There are {len(body.tokens)} tokens, scored from {body.start}: this model reads "
+                f"at most {context}, and start is at most their number."
+            )
+        content = Body(body.model_dump_json().encode(), base_model=sampler.base_model)
+        seq = gate.sample_number(body.seq_id)
+        command = gate.work("score", tenant, content, owner=sampler.id, seq=seq)
+        return await service.accept(command)
 
     @router.post("/asample")
     async def asample(body: Sample, tenant: Tenant) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from rookery.service.backend import Backend
 from rookery.service.commands import EndSession
 from rookery.service.refusals import missing
 from rookery.service.routes.gate import Gate, Tenant
@@ -62,11 +63,28 @@ def _add_facts(router: APIRouter, gate: Gate) -> None:
         ]
         return {"supported_models": models}
 
+    @router.get("/engines")
+    async def engines(_: Tenant) -> dict[str, Any]:
+        """What Rookery's own client must know of each base model."""
+        return {name: _facts(backend) for name, backend in gate.service.desk.backends.items()}
+
     @router.post("/telemetry")
     async def telemetry(request: Request, tenant: Tenant) -> dict[str, str]:
         body = await request.body()
         logger.debug("telemetry of %s: %d bytes", tenant, len(body))
         return {"status": "accepted"}
+
+
+def _facts(backend: Backend) -> dict[str, Any]:
+    engine = backend.engine
+    return {
+        "name": engine.base.name,
+        "version": engine.base.version,
+        "linear_layers": dict(engine.linear_layers),
+        "max_rank": engine.max_rank,
+        "context_tokens": engine.context_tokens,
+        "tokenizer": backend.tokenizer,
+    }
 
 
 def _add_sessions(router: APIRouter, gate: Gate) -> None:

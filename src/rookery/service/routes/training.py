@@ -1,9 +1,10 @@
 """Training: models, gradients, optimizer steps, saving and loading."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from rookery.errors import ConfigError, TrainError
@@ -12,6 +13,7 @@ from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
 from rookery.service.wire.body import PROTOBUF, inflate, parse_json
 from rookery.service.wire.losses import train_request
+from rookery.service.wire.records import CheckLoss, RecordCall
 from rookery.service.wire.requests import (
     CopyWeights,
     CreateCustomLoss,
@@ -25,6 +27,7 @@ from rookery.service.wire.requests import (
     WeightsInfo,
 )
 from rookery.service.wire.training import TrainCall, read_train_json, read_train_proto
+from rookery.types import Json
 
 __all__ = ["make_router"]
 
@@ -74,6 +77,11 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
             "model_name": model.base_model,
         }
 
+    @router.post("/unload_model")
+    async def unload_model(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
+        """End the training of a model; its checkpoints stay."""
+        return await gate.service.change("unload_model", tenant, body)
+
     @router.post("/weights_info")
     async def weights_info(body: WeightsInfo, tenant: Tenant) -> dict[str, Any]:
         now = gate.now()
@@ -88,17 +96,19 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
             "optimizer_config": {"type": "adamw"},
         }
 
+    @router.post("/check_loss", status_code=204)
+    async def check_loss(body: CheckLoss, tenant: Tenant) -> Response:
+        """Whether the trainer has a loss with these options."""
+        gate.service.admission.check_rate(tenant)
+        await _check_loss(gate, body.loss, body.options)
+        return Response(status_code=204)
+
     @router.post("/create_custom_loss")
     async def create_custom_loss(body: CreateCustomLoss, tenant: Tenant) -> dict[str, Any]:
         """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
         gate.service.admission.check_rate(tenant)
         desk.state.session(tenant, body.session_id)
-        options = body.model_dump(include={"inputs", "graph"})
-        trainees = next(iter(desk.backends.values())).trainees
-        try:
-            await trainees.check_loss("custom", options)
-        except (ConfigError, TrainError) as error:
-            raise bad(str(error)) from error
+        await _check_loss(gate, "custom", body.model_dump(include={"inputs", "graph"}))
         return await gate.service.change("create_custom_loss", tenant, body)
 
 
@@ -114,7 +124,7 @@ def _add_gradients(router: APIRouter, gate: Gate) -> None:
         encoding = request.headers.get("content-encoding", "")
         is_proto = request.headers.get("content-type", "").startswith(PROTOBUF)
 
-        def read() -> tuple[TrainCall, Body]:
+        def read() -> tuple[TrainCall | RecordCall, Body]:
             body = inflate(raw, encoding=encoding, limit_bytes=gate.body_bytes)
             call, content = _read(body, is_proto=is_proto)
             model = desk.state.model(tenant, call.model_id)
@@ -128,6 +138,8 @@ def _add_gradients(router: APIRouter, gate: Gate) -> None:
 
         is_short = len(raw) <= INLINE_BYTES and not encoding
         call, content = read() if is_short else await asyncio.to_thread(read)
+        if isinstance(call, RecordCall):
+            await _check_loss(gate, call.request.loss, call.request.loss_options)
         seq = gate.number(call.model_id, call.seq_id)
         kind = "forward" if call.forward_only else "forward_backward"
         command = gate.work(kind, tenant, content, owner=call.model_id, seq=seq)
@@ -183,7 +195,16 @@ async def _accept(gate: Gate, kind: str, tenant: str, body: BaseModel) -> dict[s
     return await gate.service.accept(gate.command(kind, tenant, body, owner=model.id, seq=seq))
 
 
-def _read(body: bytes, *, is_proto: bool) -> tuple[TrainCall, Body]:
+async def _check_loss(gate: Gate, loss: str, options: Mapping[str, Json]) -> None:
+    trainees = next(iter(gate.service.desk.backends.values())).trainees
+    try:
+        await trainees.check_loss(loss, options)
+    except (ConfigError, TrainError) as error:
+        raise bad(str(error)) from error
+
+
+def _read(body: bytes, *, is_proto: bool) -> tuple[TrainCall | RecordCall, Body]:
+    call: TrainCall | RecordCall
     if is_proto:
         call, canonical = read_train_proto(body)
         digest = digest_of(canonical)

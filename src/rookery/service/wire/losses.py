@@ -19,6 +19,7 @@ import numpy as np
 
 from rookery.service.records import CustomLoss
 from rookery.service.refusals import bad
+from rookery.service.wire.records import RecordCall
 from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import DatumArrays, TrainCall
 from rookery.types import Datum, Json, TrainOutput, TrainRequest
@@ -65,10 +66,17 @@ LOSSES = {
 
 
 def train_request(
-    call: TrainCall, *, context_tokens: int | None, custom: Callable[[str], CustomLoss]
+    call: TrainCall | RecordCall,
+    *,
+    context_tokens: int | None,
+    custom: Callable[[str], CustomLoss],
 ) -> TrainRequest:
     """The trainer's request, or a refusal that names the datum and the array. `custom` finds the
     losses that clients made."""
+    if isinstance(call, RecordCall):
+        for place, datum in enumerate(call.request.data):
+            _check_length(len(datum.tokens), place=place, context_tokens=context_tokens)
+        return call.request
     if not call.data:
         raise bad("The request has no data; give at least one datum.")
     if call.loss == "custom":
@@ -216,10 +224,7 @@ def _targets(
 ) -> Array:
     """Taken out of the inputs: [T] or [T, K]."""
     num_tokens = len(datum.tokens)
-    if context_tokens is not None and num_tokens > context_tokens:
-        raise bad(
-            f"Datum {place} has {num_tokens} tokens; this model reads at most {context_tokens}."
-        )
+    _check_length(num_tokens, place=place, context_tokens=context_tokens)
     targets = _take(inputs, "target_tokens", loss, place)
     inputs.pop("target_tokens")
     if targets.shape[:1] != (num_tokens,) or targets.ndim > 2 or targets.dtype.kind != "i":
@@ -228,6 +233,13 @@ def _targets(
             "tokens; it holds whole numbers, one row per token, [T] or [T, K]."
         )
     return targets
+
+
+def _check_length(num_tokens: int, *, place: int, context_tokens: int | None) -> None:
+    if context_tokens is not None and num_tokens > context_tokens:
+        raise bad(
+            f"Datum {place} has {num_tokens} tokens; this model reads at most {context_tokens}."
+        )
 
 
 def _positions(targets: Array) -> tuple[int, ...]:

@@ -235,6 +235,10 @@ class SamplingOptions(_Request):
     temperature: Finite = Field(default=1.0, ge=0)
     top_k: int = Field(default=-1, ge=-1)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    stop_tokens: list[int] = []
+    """Besides `stop`, and besides the model's own."""
+    ignore_eos: bool = False
 
 
 class Sample(_Request):
@@ -253,6 +257,10 @@ class Sample(_Request):
     topk_sample_logprobs: int = Field(default=0, ge=0, le=1000)
     target_prompt_logprobs: Metadata | None = None
     prompt_alt_tokens_k: int = Field(default=0, ge=0, le=1000)
+    return_text: bool = False
+    """Answer with texts beside the tokens, for clients without a tokenizer."""
+    return_kept: bool = False
+    """Answer with the tokens that top_p, top_k and min_p left, to train on what was drawn."""
 
 
 class RetrieveFuture(_Request):

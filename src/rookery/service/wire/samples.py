@@ -7,15 +7,24 @@ from typing import Any
 import numpy as np
 
 from rookery.service.refusals import bad
-from rookery.service.wire.requests import Sample, SamplingOptions
+from rookery.service.wire.requests import Sample
 from rookery.service.wire.schema import DTYPES, STOP_REASONS, SampleResponse
 from rookery.service.wire.tensors import Array, json_tensor
-from rookery.types import Completion, SamplingParams, TokenIds, TopLogprobs
+from rookery.types import (
+    Completion,
+    FinishReason,
+    KeptTokens,
+    ModelRef,
+    SamplingParams,
+    TokenIds,
+    TopLogprobs,
+)
 
 __all__ = [
     "PromptScores",
     "encode_samples",
     "prompt_tokens",
+    "read_completions",
     "samples_as_json",
     "sampling_params",
     "target_tokens",
@@ -51,10 +60,9 @@ def prompt_tokens(request: Sample) -> TokenIds:
     return tokens
 
 
-def sampling_params(
-    options: SamplingOptions, *, n: int, seed: int, max_tokens: int, top_logprobs: int = 0
-) -> SamplingParams:
+def sampling_params(request: Sample, *, seed: int, max_tokens: int) -> SamplingParams:
     """The engine's parameters. An empty list of stops means none, not even the end of text."""
+    options = request.sampling_params
     stop = options.stop
     texts, tokens = (), ()  # type: tuple[str, ...], tuple[int, ...]
     if isinstance(stop, str):
@@ -69,12 +77,14 @@ def sampling_params(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=max(options.top_k, 0),
+        min_p=options.min_p,
         stop=texts,
-        stop_tokens=tokens,
-        ignore_eos=isinstance(stop, list) and not stop,
+        stop_tokens=(*tokens, *options.stop_tokens),
+        ignore_eos=options.ignore_eos or (isinstance(stop, list) and not stop),
         seed=seed,
-        n=n,
-        top_logprobs=top_logprobs,
+        n=request.num_samples,
+        top_logprobs=request.topk_sample_logprobs,
+        return_kept=request.return_kept,
     )
 
 
@@ -92,7 +102,11 @@ def target_tokens(request: Sample, *, num_prompt: int) -> Array | None:
 
 
 def encode_samples(
-    completions: Sequence[Completion], scores: PromptScores, *, top_k: int = 0
+    completions: Sequence[Completion],
+    scores: PromptScores,
+    *,
+    top_k: int = 0,
+    has_text: bool = False,
 ) -> bytes:
     """A SampleResponse."""
     message = SampleResponse()
@@ -104,6 +118,9 @@ def encode_samples(
         )
         if top_k:
             _put_top(sequence.topk_sampled_logprobs, completion.top_logprobs, top_k)
+        if has_text:
+            sequence.text = completion.text
+        sequence.kept.extend(np.asarray(row, dtype="<i4").tobytes() for row in completion.kept)
     if scores.logprobs is not None:
         values = [np.nan if value is None else value for value in scores.logprobs]
         message.prompt_logprobs = np.asarray(values, dtype="<f4").tobytes()
@@ -117,6 +134,30 @@ def encode_samples(
         _put_tensor(message.prompt_alt_tokens.logprobs, logprobs, "float32")
     data: bytes = message.SerializeToString(deterministic=True)
     return data
+
+
+def read_completions(payload: bytes, *, model: ModelRef) -> tuple[Completion, ...]:
+    """What Rookery's own client makes of a SampleResponse with texts."""
+    names: dict[int, FinishReason] = {0: "stop", 1: "length"}
+    return tuple(
+        Completion(
+            model=model,
+            tokens=tuple(np.frombuffer(sequence.tokens, dtype="<i4").tolist()),
+            logprobs=tuple(np.frombuffer(sequence.logprobs, dtype="<f4").tolist()),
+            text=sequence.text,
+            finish_reason=names[sequence.stop_reason],
+            top_logprobs=_read_top(sequence.topk_sampled_logprobs),
+            kept=KeptTokens.of([np.frombuffer(row, dtype="<i4").tolist() for row in sequence.kept])
+            if sequence.kept
+            else (),
+        )
+        for sequence in SampleResponse.FromString(payload).sequences
+    )
+
+
+def _read_top(table: Any) -> tuple[TopLogprobs, ...]:
+    rows = _top_rows(table) if table.length else []
+    return tuple(tuple((int(token), lp) for token, lp in row or ()) for row in rows)
 
 
 def samples_as_json(payload: bytes) -> dict[str, Any]:

@@ -31,6 +31,7 @@ ENUMS = {
         "DTYPE_BFLOAT16": 4,
     },
 }
+# Numbers from 1001 are Rookery's own: the SDK skips what it does not know.
 # A field is `[repeated|optional|map|oneof NAME] TYPE NAME NUMBER`; maps have text keys.
 MESSAGES = {
     "ForwardBackwardRequest": """
@@ -102,7 +103,9 @@ MESSAGES = {
         StopReason stop_reason 1
         bytes tokens 2
         optional bytes logprobs 3
-        optional TopkLogprobs topk_sampled_logprobs 4""",
+        optional TopkLogprobs topk_sampled_logprobs 4
+        optional string text 1001
+        repeated bytes kept 1002""",
     "TopkLogprobs": """
         bytes token_ids 1
         bytes logprobs 2

@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from rookery.service.refusals import bad
+from rookery.service.wire.records import RecordCall, read_record_call
 from rookery.service.wire.schema import DTYPES, ForwardBackwardOutput, ForwardBackwardRequest
 from rookery.service.wire.tensors import Array, json_tensor, proto_tensor
 
@@ -70,8 +71,11 @@ def read_train_proto(body: bytes) -> tuple[TrainCall, bytes]:
     return call, message.SerializeToString(deterministic=True)
 
 
-def read_train_json(document: Any) -> TrainCall:
-    """A body of SDKs up to 0.24: the input is under forward_input or forward_backward_input."""
+def read_train_json(document: Any) -> TrainCall | RecordCall:
+    """A body of SDKs up to 0.24, with the input under forward_input or forward_backward_input; or
+    one of Rookery's own client, with a train_request."""
+    if isinstance(document, dict) and "train_request" in document:
+        return read_record_call(document)
     forward_only = isinstance(document, dict) and "forward_input" in document
     key = "forward_input" if forward_only else "forward_backward_input"
     if not isinstance(document, dict) or not isinstance(document.get(key), dict):

@@ -1,0 +1,144 @@
+"""A service whose engine and trainer cost a given time and nothing else, in a process of its own.
+
+    async with stub_service(folder, seconds_per_token=0.0005) as url: ...
+
+A sample whose prompt begins with token 1 is never answered: it waits as long as it is asked.
+"""
+
+import asyncio
+import multiprocessing
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import uvicorn
+
+from rookery.runs import Run
+from rookery.service.app import make_app
+from rookery.service.backend import Backend
+from rookery.service.config import ServiceConfig
+from rookery.service.keys import Keys
+from rookery.service.service import open_service
+from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
+from rookery.types import (
+    Completion,
+    Message,
+    ModelRef,
+    SampleRequest,
+    TokenIds,
+    TrainOutput,
+    TrainRequest,
+)
+
+BLOCKED = 1
+"""The first token of prompts that are never answered."""
+NAME = "stub"
+START_S = 300.0
+
+
+class StubEngine(FakeSampler, FakeAdapters):
+    """Every sample takes the same time."""
+
+    base = BASE
+    linear_layers: Mapping[str, tuple[int, int]] = {}
+    max_rank = 64
+    context_tokens = 8192
+    is_remote = False
+    token_counts: Mapping[str, int] = {}
+
+    def __init__(self, sample_s: float) -> None:
+        FakeSampler.__init__(self)
+        FakeAdapters.__init__(self)
+        self._sample_s = sample_s
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        if any(request.prompt[0] == BLOCKED for request in requests):
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._sample_s)
+        return await super().sample(requests)
+
+
+class StubTrainer(FakeTrainer):
+    """A pass takes as long as its tokens say."""
+
+    def __init__(self, seconds_per_token: float) -> None:
+        super().__init__("unused")
+        self._seconds_per_token = seconds_per_token
+
+    async def forward_backward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        tokens = sum(len(datum.tokens) for request in requests for datum in request.data)
+        await asyncio.sleep(tokens * self._seconds_per_token)
+        return await super().forward_backward(requests)
+
+
+class StubFolders:
+    """No adapters."""
+
+    async def load(self, folder: Path, *, name: str) -> ModelRef:
+        return ModelRef(name=name, version=folder.name)
+
+    async def unload(self, ref: ModelRef) -> None:
+        """Nothing was loaded."""
+
+
+class StubCodec:
+    """Texts are their characters."""
+
+    def encode(self, text: str) -> TokenIds:
+        return tuple(map(ord, text))
+
+    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
+        return self.encode("".join(message.content for message in messages))
+
+    def decode(self, tokens: TokenIds) -> str:
+        return "".join(map(chr, tokens))
+
+
+def _backend(seconds_per_token: float, sample_s: float) -> Backend:
+    trainer = StubTrainer(seconds_per_token)
+    return Backend(
+        engine=StubEngine(sample_s),
+        trainer=trainer,
+        trainees=trainer,
+        folders=StubFolders(),
+        codec=StubCodec(),
+        tokenizer=NAME,
+    )
+
+
+def _serve(
+    folder: Path, keys: Path, seconds_per_token: float, sample_s: float, pipe: Connection
+) -> None:
+    async def run() -> None:
+        run = Run.create(folder.parent, kind="serve", name=folder.name, config={})
+        backends = {NAME: _backend(seconds_per_token, sample_s)}
+        with run, socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+            async with open_service(run, backends, ServiceConfig()) as service:
+                app = make_app(service, keys=Keys(keys))
+                settings = uvicorn.Config(app, log_level="warning", access_log=False)
+                pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+                await uvicorn.Server(settings).serve(sockets=[listener])
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def stub_service(
+    folder: Path, *, keys: Path, seconds_per_token: float = 0.0, sample_s: float = 0.0
+) -> AsyncIterator[str]:
+    """Its address, inside the block."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(
+        target=_serve, args=(folder, keys, seconds_per_token, sample_s, theirs), daemon=True
+    )
+    process.start()
+    try:
+        if not await asyncio.to_thread(ours.poll, START_S):
+            raise RuntimeError("the stub service did not start")
+        yield ours.recv()
+    finally:
+        process.kill()  # thousands of requests still wait
+        process.join()

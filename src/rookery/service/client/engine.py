@@ -1,0 +1,182 @@
+"""The models of a service as an Engine."""
+
+import asyncio
+import base64
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rookery.concurrency import together
+from rookery.errors import EngineError
+from rookery.service.client.connection import Answer, Connection
+from rookery.service.client.samplers import Samplers
+from rookery.service.wire.body import PROTOBUF
+from rookery.service.wire.records import read_score
+from rookery.service.wire.samples import read_completions
+from rookery.types import (
+    Adapter,
+    Completion,
+    ModelRef,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+)
+
+__all__ = ["EngineFacts", "ServiceEngine", "read_facts", "upload"]
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """One base model of a service, as the service tells."""
+
+    base_model: str
+    """The name that clients call it by."""
+    base: ModelRef
+    linear_layers: Mapping[str, tuple[int, int]]
+    max_rank: int
+    context_tokens: int | None
+
+
+async def read_facts(connection: Connection, base_model: str) -> EngineFacts:
+    """Those of a base model; "": the service's first."""
+    known = (await connection.request("GET", "engines")).document()
+    name = base_model or next(iter(known), "")
+    if name not in known:
+        raise EngineError(f"The service has no base model {name!r}. It has: {', '.join(known)}.")
+    facts = known[name]
+    layers = {layer: (shape[0], shape[1]) for layer, shape in facts["linear_layers"].items()}
+    return EngineFacts(
+        base_model=name,
+        base=ModelRef(name=facts["name"], version=facts["version"]),
+        linear_layers=layers,
+        max_rank=facts["max_rank"],
+        context_tokens=facts["context_tokens"],
+    )
+
+
+class ServiceEngine:
+    """Samples, scores and adapters over HTTP; equal requests get equal answers, as seeds travel
+    with them."""
+
+    is_remote = True
+    token_counts: Mapping[str, int] = {}
+
+    def __init__(self, connection: Connection, samplers: Samplers, facts: EngineFacts) -> None:
+        self._connection = connection
+        self._samplers = samplers
+        self._facts = facts
+
+    @property
+    def base(self) -> ModelRef:
+        return self._facts.base
+
+    @property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
+        return self._facts.linear_layers
+
+    @property
+    def max_rank(self) -> int:
+        return self._facts.max_rank
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self._facts.context_tokens
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        return await together(self._sample(request) for request in requests)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await together(self._score(request) for request in requests)
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        ref = ModelRef(name=adapter.name, version=adapter.version)
+        if self._samplers.hold(ref):
+            return ref
+        with tempfile.TemporaryDirectory(prefix="rookery-adapter-") as scratch:
+            folder = Path(scratch) / "adapter"
+            await asyncio.to_thread(_write, adapter, folder)
+            adapter_id = f"{re.sub(r'[^A-Za-z0-9]', '-', adapter.name)[:40]}-{adapter.version}"
+            adapter_id = f"{adapter_id.lstrip('-')}-{self._connection.next_number()}"
+            path = await upload(self._connection, folder, adapter_id, self._facts.base_model)
+        await self._samplers.add_path(ref, path, adapter_id=adapter_id)
+        return ref
+
+    async def unload(self, ref: ModelRef) -> None:
+        await self._samplers.drop(ref)
+
+    async def _sample(self, request: SampleRequest) -> tuple[Completion, ...]:
+        async with self._connection.turns, self._samplers.use(request.model) as sampler_id:
+            body = _sample_body(request, sampler_id, self._connection.next_number())
+            answer = await self._connection.submit("asample", body, accept=PROTOBUF)
+        if answer.content_type == PROTOBUF:
+            return read_completions(answer.content, model=request.model)
+        raise _failure(answer)
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        async with self._connection.turns, self._samplers.use(request.model) as sampler_id:
+            body = {
+                "sampling_session_id": sampler_id,
+                "seq_id": self._connection.next_number(),
+                "tokens": request.tokens,
+                "start": request.start,
+                "labels": request.labels,
+                "top_logprobs": request.top_logprobs,
+            }
+            answer = await self._connection.submit("score", body)
+        document = answer.document()
+        if "error" in document:
+            raise _failure(answer)
+        return read_score(document, model=request.model)
+
+
+async def upload(connection: Connection, folder: Path, adapter_id: str, base_model: str) -> str:
+    """Register a PEFT folder; its tinker:// path."""
+    config, weights = [await asyncio.to_thread((folder / name).read_bytes) for name in FILES]
+    body = {
+        "adapter_id": adapter_id,
+        "adapter_config": json.loads(config),
+        "adapter_model": base64.b64encode(weights).decode(),
+        "base_model": base_model,
+    }
+    return str((await connection.post("adapters", body))["tinker_path"])
+
+
+def _sample_body(request: SampleRequest, sampler_id: str, seq: int) -> dict[str, Any]:
+    params = request.params
+    return {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": request.prompt}]},
+        "num_samples": params.n,
+        "topk_sample_logprobs": params.top_logprobs,
+        "return_text": True,
+        "return_kept": params.return_kept,
+        "sampling_params": {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "stop": params.stop or None,
+            "stop_tokens": params.stop_tokens,
+            "ignore_eos": params.ignore_eos,
+            "seed": params.seed,
+        },
+    }
+
+
+def _failure(answer: Answer) -> EngineError:
+    return EngineError(str(answer.document().get("error", "The service answered no sample.")))
+
+
+def _write(adapter: Adapter, folder: Path) -> None:
+    # Imported here: only who has an adapter's tensors has torch.
+    from rookery.weights import write_adapter
+
+    write_adapter(adapter, folder)

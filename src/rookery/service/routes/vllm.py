@@ -1,0 +1,119 @@
+"""Routes of a vLLM server that its clients ask for besides `/v1`: health, tokens, adapters.
+
+A client of vLLM may be pointed at the service: what it registers is served under its name, also to
+the other programs of its tenant.
+"""
+
+from importlib.metadata import version as version_of
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict
+
+from rookery.errors import TaskError
+from rookery.service.commands import AdapterId
+from rookery.service.refusals import bad
+from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.models import find_source
+from rookery.service.routes.openai import ChatMessage
+from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
+from rookery.types import Message
+
+__all__ = ["make_router"]
+
+
+class TokenizeRequest(BaseModel):
+    """A text or a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] = []
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class LoadLora(BaseModel):
+    """A PEFT folder on the service's machine, under one of the folders that the operator lists."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    lora_name: AdapterName
+    lora_path: str
+
+
+class LoraName(BaseModel):
+    """Which adapter."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    lora_name: str
+
+
+def make_router(gate: Gate) -> APIRouter:
+    router = APIRouter(tags=["vllm"])
+    _add_facts(router)
+    _add_tokens(router, gate)
+
+    @router.post("/v1/load_lora_adapter")
+    async def load_lora(body: LoadLora, tenant: Tenant) -> PlainTextResponse:
+        upload = AdapterUpload(adapter_id=body.lora_name, lora_path=body.lora_path)
+        await register_adapter(gate, tenant, upload)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora(body: LoraName, tenant: Tenant) -> PlainTextResponse:
+        adapter = AdapterId(adapter_id=body.lora_name)
+        await gate.service.change("remove_adapter", tenant, adapter)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router
+
+
+def _add_facts(router: APIRouter) -> None:
+    @router.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": version_of("rookery"), "server": "rookery"}
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(_: Tenant) -> Response:
+        """Nothing to do: every version of weights has prefixes of its own."""
+        return Response()
+
+
+def _add_tokens(router: APIRouter, gate: Gate) -> None:
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, tenant: Tenant) -> dict[str, Any]:
+        backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
+        if (body.prompt is None) == (not body.messages):
+            raise bad("Give a prompt or messages, and not both.")
+        try:
+            tokens = (
+                backend.codec.encode(body.prompt)
+                if body.prompt is not None
+                else backend.codec.encode_chat(
+                    tuple(Message(role=m.role, content=m.content) for m in body.messages)
+                )
+            )
+        except TaskError as error:
+            raise bad(str(error)) from error
+        context = backend.engine.context_tokens
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
+        backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
+        return {"prompt": backend.codec.decode(tuple(body.tokens))}

@@ -1,0 +1,164 @@
+"""Recipes of the tinker cookbook and the `tinker` command, as they are, offline, over SmolLM2."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from service.server_process import ServerProcess
+
+from rookery.embedded import resolve_model
+
+PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
+NAME = "Qwen/Qwen3-8B-Base"
+"""The cookbook looks its renderer up by this name; it needs no special tokens."""
+RECIPE_S = 1500.0
+
+
+def _has_cookbook() -> bool:
+    code = "import tinker_cookbook, math_verify"
+    return (
+        bool(PYTHON)
+        and not subprocess.run([PYTHON, "-c", code], capture_output=True, check=False).returncode
+    )
+
+
+pytestmark = [
+    pytest.mark.skipif(
+        "ROOKERY_LONG" not in os.environ or not _has_cookbook(),
+        reason="ROOKERY_LONG is not set, or ROOKERY_TINKER_PYTHON has no tinker-cookbook",
+    ),
+    pytest.mark.timeout(3600),
+]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    process = ServerProcess(tmp_path, {NAME: "smollm2"})
+    await process.start()
+    yield process
+    await process.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where recipes run: names of models and datasets are folders in it."""
+    folder = tmp_path / "work"
+    (folder / "Qwen").mkdir(parents=True)
+    (folder / NAME).symlink_to(resolve_model("smollm2").path)
+    turns = [{"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi!"}]
+    rows = [{"prompt": "Say hi.", "prompt_id": str(i), "messages": turns, "category": "x"}
+            for i in range(12)]  # fmt: skip
+    write_dataset(folder / "HuggingFaceH4" / "no_robots", rows)
+    start = "\n\nHuman: Say hi.\n\nAssistant:"
+    pairs = [{"chosen": f"{start} Hi!", "rejected": f"{start} No, {i}."} for i in range(8)]
+    write_dataset(folder / "Anthropic" / "hh-rlhf", pairs)
+    return folder
+
+
+def write_dataset(folder: Path, rows: list[dict[str, object]]) -> None:
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines)
+    files = "".join(f"  - {{split: {s}, path: {s}.jsonl}}\n" for s in ("train", "test"))
+    header = f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
+    (folder / "README.md").write_text(header)
+
+
+async def run(server: ServerProcess, folder: Path, *command: str) -> str:
+    """Its output; it must end well."""
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": "tml-any",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+    environment.pop("PYTHONPATH", None)
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=folder, env=environment,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
+    text = output.decode()
+    assert process.returncode == 0, text[-3000:]
+    return text
+
+
+def recipe(name: str, log: Path, *options: str) -> list[str]:
+    return [
+        PYTHON, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"log_path={log}",
+        *options,
+    ]  # fmt: skip
+
+
+def metrics(log: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+RECIPES = {
+    "chat_sl.train": [
+        "dataset=conversations.jsonl", "renderer_name=role_colon", "batch_size=8", "max_steps=2",
+        "lora_rank=8", "eval_every=0",
+    ],
+    "math_rl.train": [
+        "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=4", "max_steps=2",
+        "lora_rank=8", "eval_every=0",
+    ],
+    "multiplayer_rl.guess_number.train": [
+        "renderer_name=role_colon", "batch_size=2", "group_size=2", "max_tokens=6", "max_steps=1",
+        "eval_every=0",
+    ],
+    "preference.shorter.train": [
+        "renderer_name=role_colon", "batch_size=2", "group_size=2", "max_tokens=6", "max_steps=1",
+        "eval_every=0",
+    ],
+    "preference.dpo.train": [
+        "dataset=hhh", "renderer_name=role_colon", "batch_size=4", "max_steps=2",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+async def test_a_recipe_runs_as_it_is(name: str, server: ServerProcess, folder: Path) -> None:
+    shipped = await run(
+        server, folder, PYTHON, "-c",
+        "import tinker_cookbook as c; print(list(c.__path__)[0])",
+    )  # fmt: skip
+    source = Path(shipped.strip().splitlines()[-1]) / "example_data" / "conversations.jsonl"
+    (folder / "conversations.jsonl").symlink_to(source)
+    log = folder / "log"
+    options = [*RECIPES[name], "behavior_if_log_dir_exists=delete"]
+    await run(server, folder, *recipe(name, log, *options))
+    assert metrics(log)
+
+
+async def test_a_loop_goes_on_in_a_second_process(server: ServerProcess, folder: Path) -> None:
+    log = folder / "log"
+    options = ["batch_size=4", "lora_rank=8", "save_every=1"]
+    await run(server, folder, *recipe("sl_loop", log, *options, "max_steps=1"))
+    assert len(metrics(log)) == 1
+    text = await run(server, folder, *recipe("sl_loop", log, *options))
+    assert "Resum" in text or "resum" in text
+    assert len(metrics(log)) == 3
+
+
+async def test_the_command_line_lists_and_downloads(server: ServerProcess, folder: Path) -> None:
+    log = folder / "log"
+    await run(server, folder, *recipe("sl_loop", log, "batch_size=4", "max_steps=1"))
+    tinker = str(Path(PYTHON).with_name("tinker"))
+    assert NAME in await run(server, folder, tinker, "-f", "json", "model", "list")
+    runs = json.loads(await run(server, folder, tinker, "-f", "json", "run", "list"))
+    listed = await run(server, folder, tinker, "-f", "json", "checkpoint", "list")
+    path = next(part for part in listed.split('"') if part.startswith("tinker://"))
+    assert runs
+    await run(
+        server, folder, tinker, "checkpoint", "download", path, "--output", str(folder / "out")
+    )
+    found = [file.name for file in (folder / "out").rglob("*") if file.is_file()]
+    assert "adapter_config.json" in found

@@ -1,0 +1,179 @@
+"""Two tenants against each other: whatever one sends, the other keeps what it has, and the answer
+is a sentence, never a 500."""
+
+import base64
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from service.tenants import PROTO, Client, crashed_copy, serve, train_body
+
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+UPLOAD = {
+    "adapter_id": "poet",
+    "adapter_config": {"r": 4},
+    "adapter_model": base64.b64encode(b"weights").decode(),
+}
+
+
+async def belongings(ada: Client) -> dict[str, str]:
+    """One of everything, by the letter that the attacks name it with."""
+    session = await ada.session()
+    model = await ada.model(session)
+    save = {"model_id": model, "seq_id": 1, "path": "ck"}
+    path = (await ada.result(await ada.post("save_weights", save)))["path"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+    sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+    body = {"prompt": PROMPT, "sampling_session_id": sampler_id, "seq_id": 0}
+    request = await ada.post("asample", {**body, "sampling_params": {"max_tokens": 2}})
+    adapter = await ada.post("adapters", UPLOAD, status=201)
+    return {
+        "$session": session,
+        "$model": model,
+        "$path": path,
+        "$sampler": sampler_id,
+        "$request": request["request_id"],
+        "$adapter": adapter["tinker_path"],
+        "$item": f"training_runs/{model}/checkpoints/weights/ck",
+    }
+
+
+def fill(value: Any, names: dict[str, str]) -> Any:
+    text = json.dumps(value)
+    for name, real in names.items():
+        text = text.replace(name, real)
+    return json.loads(text)
+
+
+FOREIGN: list[tuple[str, str, Any]] = [
+    ("POST", "session_heartbeat", {"session_id": "$session"}),
+    ("POST", "sessions/$session/finish", {}),
+    ("GET", "sessions/$session", None),
+    ("POST", "create_model", {"session_id": "$session", "model_seq_id": 1, "base_model": "fake"}),
+    ("POST", "get_info", {"model_id": "$model"}),
+    ("POST", "unload_model", {"model_id": "$model"}),
+    ("POST", "optim_step", {"model_id": "$model", "seq_id": 2, "adam_params": {}}),
+    ("POST", "save_weights", {"model_id": "$model", "seq_id": 2, "path": "mine"}),
+    ("POST", "save_weights_for_sampler", {"model_id": "$model", "seq_id": 2, "path": "mine"}),
+    ("POST", "save_weights_external", {"model_id": "$model", "seq_id": 2, "path": "mine"}),
+    ("POST", "weights_info", {"tinker_path": "$path"}),
+    ("POST", "weights_info", {"tinker_path": "$adapter"}),
+    ("POST", "copy_weights", {"source_path": "$path", "session_id": "$own", "model_seq_id": 7}),
+    ("POST", "load_weights", {"model_id": "$mine", "seq_id": 1, "path": "$path"}),
+    ("GET", "samplers/$sampler", None),
+    ("DELETE", "samplers/$sampler", None),
+    ("POST", "join_sampling_session", {"sampling_session_id": "$sampler"}),
+    ("POST", "asample", {"prompt": PROMPT, "sampling_session_id": "$sampler", "seq_id": 1}),
+    ("POST", "score", {"sampling_session_id": "$sampler", "tokens": [5, 6]}),
+    ("POST", "retrieve_future", {"request_id": "$request"}),
+    ("POST", "retrieve_futures", {"target": {"sampling_session_id": "$sampler"}}),
+    ("POST", "cancel_future", {"request_id": "$request"}),
+    ("GET", "training_runs/$model", None),
+    ("GET", "training_runs/$model/checkpoints", None),
+    ("DELETE", "$item", None),
+    ("POST", "$item/publish", None),
+    ("PUT", "$item/ttl", {"ttl_seconds": 3600}),
+    ("GET", "$item/archive", None),
+    ("GET", "$item/external_weights_urls", None),
+    ("DELETE", "adapters/poet", None),
+    ("POST", "sample", {"prompts": ["5"], "model_id": "poet"}),
+    ("POST", "sample", {"prompts": ["5"], "model_id": "$path"}),
+]
+
+
+async def test_nothing_of_another_tenant_is_reached(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        names = await belongings(ada)
+        own = await bob.session()
+        names |= {"$own": own, "$mine": await bob.model(own)}
+        for method, path, body in FOREIGN:
+            response = await bob.send(
+                method, f"/api/v1/{fill(path, names)}", json=fill(body, names)
+            )
+            assert response.status_code == 404, (method, path, response.text)
+        assert (await ada.send("GET", f"/api/v1/{names['$item']}/archive")).status_code == 302
+        assert (await ada.retrieve(names["$request"])).status_code == 200
+        stepped = await ada.result(await ada.step(names["$model"], 2))
+        assert stepped["metrics"] == {"value:mean": 0.0}, "nobody trained it meanwhile"
+
+
+async def test_links_are_good_after_a_restart_and_cannot_be_forged(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        names = await belongings(ada)
+        item = f"/api/v1/{names['$item']}"
+        urls = (await ada.send("GET", f"{item}/external_weights_urls")).json()["urls"]
+        link = urls["value.json"]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        ada = served.client()
+        assert (await ada.send("GET", link)).text == "0.0"
+        token = link.split("/")[-2]
+        digest, expires, signature = token.split("-")
+        for forged in (
+            f"{digest}-{int(expires) + 9}-{signature}",
+            f"{'0' * 64}-{expires}-{signature}",
+            f"{digest}-{expires}-{signature[:-1]}x",
+            "x",
+            "--",
+        ):
+            assert (await ada.send("GET", link.replace(token, forged))).status_code == 404
+        for file in ("../state", "..%2fstate", "%2e%2e/state", "/etc/passwd", "adapter"):
+            answer = await ada.send("GET", link.replace("value.json", file))
+            assert answer.status_code == 404, file
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (pickle.dumps({"model_id": "x"}), {"content-type": "application/python-pickle"}),
+        (pickle.dumps([1, 2]), PROTO),
+        (b"\xff" * 100, PROTO),
+        (b"[" * 100_000, {"content-type": "application/json"}),
+        (b'{"model_id": NaN}', {"content-type": "application/json"}),
+        (b"null", {"content-type": "application/json"}),
+        (b'{"train_request": {"data": [{}]}, "model_id": 3}', {"content-type": "application/json"}),
+        (b"\x28\xb5\x2f\xfd\xff\xff\xff", {**PROTO, "content-encoding": "zstd"}),
+        (b"", {**PROTO, "content-encoding": "gzip"}),
+        (
+            zstandard.ZstdCompressor().compress(pickle.dumps(3)),
+            {**PROTO, "content-encoding": "zstd"},
+        ),
+    ],
+)
+async def test_bodies_that_are_nothing_are_refused(
+    tmp_path: Path, content: bytes, headers: dict[str, str]
+) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        for path in ("forward_backward", "forward", "optim_step", "asample", "create_session"):
+            response = await ada.send("POST", f"/api/v1/{path}", content=content, headers=headers)
+            is_refused = 400 <= response.status_code < 500
+            assert is_refused or path == "create_session", (path, response.text)
+            assert response.status_code < 500
+        assert (await ada.session()).startswith("session-")
+
+
+async def test_a_bomb_costs_no_more_than_the_limit(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        layers = zstandard.ZstdCompressor().compress(b"\0" * (200 << 20))
+        assert len(layers) < 1 << 16
+        answer = await ada.train(layers, status=413, **{"content-encoding": "zstd"})
+        assert "larger than" in answer["error"]
+
+
+@pytest.mark.parametrize("seq", [-1, 0, 2**63, 2**70, "1", 1.5, None, [1]])
+async def test_odd_numbers_do_not_harm_a_model(tmp_path: Path, seq: Any) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1.0}}
+        response = await ada.send("POST", "/api/v1/optim_step", json=body)
+        taken = response.status_code == 200  # without a number it is the next one
+        assert taken or 400 <= response.status_code < 500, response.text
+        await ada.outputs(await ada.train(train_body(model, 2 if taken else 1)))
