@@ -9,7 +9,7 @@ all that a game may draw (`environment.max_tokens`), as far as the model's conte
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     )
     # The processes of a machine share its memory; each has a GPU of its own.
     many = num_local_processes() if device == "cpu" else 1
-    own = _times(many, _process_rows(device))
-    trainer = [*own, *_times(many, _trainer_rows(config, files, step))]
+    trainer = list(_times(many, [*_process_rows(device), *_trainer_rows(config, files, step)]))
     if isinstance(config.engine, FleetConfig):
         rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
     else:
@@ -150,7 +149,7 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
     )
 
 
-def _times(num: int, rows: Iterator[MemoryRow]) -> Iterator[MemoryRow]:
+def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:
     return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
 
 
@@ -310,9 +309,10 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
     note = f"{dtype}, engine and trainer" if config.share else dtype
     is_full = config.full is not None
     parts = num_processes() if is_full else 1  # each process keeps a part of a model
+    own = step.weights // parts
     # With alias they are the servers', and counted there.
-    own = 0 if config.bridge == "alias" else step.weights // parts
-    yield MemoryRow(name=name, num_bytes=own, note=note, remedy="take a smaller model")
+    held = 0 if config.bridge == "alias" else own
+    yield MemoryRow(name=name, num_bytes=held, note=note, remedy="take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"

@@ -184,24 +184,21 @@ def test_the_reference_of_the_kl_term_is_a_folder(rookery: Command, config: Path
     assert ended.code == 2 and "The data of reference changed" in ended.words
 
 
-@pytest.mark.parametrize(("command", "kind"), [("run", "t5"), ("plan", "t5"), ("run", "bert")])
-def test_a_model_without_a_decoder_is_refused(
-    rookery: Command, config: Path, command: str, kind: str
-) -> None:
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path, command: str) -> None:
     """In a sentence of ours: transformers names two hundred other types."""
-    if kind == "t5":
-        sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
-        T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / kind)
-    else:
-        sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
-                 "num_attention_heads": 2, "intermediate_size": 32}  # fmt: skip
-        BertForMaskedLM(BertConfig(**sizes)).save_pretrained(config / kind)
-    for path in (config / "tiny").glob("tokenizer*"):
-        shutil.copy(path, config / kind)
-    ended = rookery("grpo", command, "g.yaml", "--engine.model", kind)
-    assert ended.code == 2
-    assert f"a model of the type {kind}, which does not continue" in ended.words
-    assert len(ended.words) < 600 and not (config / "runs").exists()
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / "t5")
+    small = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**small, **layers)).save_pretrained(config / "bert")
+    for kind in ("t5", "bert"):
+        for path in (config / "tiny").glob("tokenizer*"):
+            shutil.copy(path, config / kind)
+        ended = rookery("grpo", command, "g.yaml", "--engine.model", kind)
+        sentence = f"a model of the type {kind}, which does not continue texts: take a decoder"
+        assert ended.code == 2 and sentence in ended.words
+        assert len(ended.words) < 600 and not (config / "runs").exists()
 
 
 def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
