@@ -57,7 +57,7 @@ class AdapterBridge:
     async def publish(self, weights: Weights) -> ModelRef:
         adapter = require_adapter(weights)
         ref = await self._fleet.load(adapter)
-        computing = asyncio.create_task(self._logprobs(self._canary))
+        computing = asyncio.ensure_future(self._logprobs(self._canary))
         try:
             async with self._lock:
                 replicas = self._fleet.pool.replicas

@@ -73,7 +73,7 @@ class BaseUpdate:
         were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
         if self._newest is not None:
             give = _for_either(give, again)
-        computing = asyncio.create_task(logprobs(self._canary))
+        computing = asyncio.ensure_future(logprobs(self._canary))
         try:
             read = await asyncio.gather(*(self._read(r, give, ref) for r in replicas))
             newest = self._newest = _Newest(again, await computing, ref)
