@@ -42,6 +42,7 @@ def serve(
             f"{url}   models: {', '.join(loaded.models)}",
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY="
             + ("tml-any" if loaded.anonymous else "tml-..."),
+            f"  {url}/status shows queues and tenants, to this machine alone",
             "Ctrl-C ends it; started again, it goes on where it was.",
         ]
         for line in lines:

@@ -28,6 +28,7 @@ from rookery.service.futures import Futures
 from rookery.service.keys import Keys, default_key_file, list_keys
 from rookery.service.service import open_service
 from rookery.train import TrainerConfig
+from rookery.ui.service import render_service_page
 
 __all__ = ["ServeConfig", "serve", "serving"]
 
@@ -101,7 +102,7 @@ async def serving(
             if backends is None:
                 backends = await _open_backends(config, stack)
             service = await stack.enter_async_context(open_service(run, backends, config.service))
-            app = make_app(service, keys=keys)
+            app = make_app(service, keys=keys, render=render_service_page)
             settings = uvicorn.Config(
                 app,
                 log_level="warning",

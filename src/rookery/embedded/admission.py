@@ -8,12 +8,13 @@ from rookery.embedded.batcher import SampleJob, ScoreJob
 from rookery.embedded.prefill import Prompt
 from rookery.errors import EngineError
 from rookery.slots import ModelShape
-from rookery.types import SampleRequest, SamplingParams, ScoreRequest, TokenIds
+from rookery.types import Penalties, SampleRequest, SamplingParams, ScoreRequest, TokenIds
 
 __all__ = ["Limits", "sample_job", "score_job"]
 
 MIN_TEMPERATURE = 1e-6
 """Logits over a smaller one overflow float32; 0 is greedy."""
+PENALTIES = "a repetition above 0, presence and frequency from -2 to 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +116,19 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
         (params.top_k >= 0, "top_k", params.top_k, "0 (all) or more"),
         (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
         (params.n >= 1, "n", params.n, "1 or more"),
+        (_are_penalties(params.penalties), "penalties", params.penalties, PENALTIES),
         (_are_texts(params.stop), "stop", params.stop, "a tuple of non-empty strings"),
     )
     for is_fine, name, given, allowed in rules:
         if not is_fine:
             raise EngineError(f"{name} is {given!r}; it must be {allowed}.")
+
+
+def _are_penalties(own: Penalties | None) -> bool:
+    if own is None:
+        return True
+    is_fine = 0 < own.repetition < math.inf
+    return is_fine and abs(own.presence) <= 2 and abs(own.frequency) <= 2
 
 
 def _are_texts(stop: tuple[str, ...]) -> bool:

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from rookery.embedded.decode import DecodeBatch
+from rookery.embedded.penalties import penalise
 from rookery.embedded.prefill import Prefill, Prompt
 from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
 from rookery.embedded.stop_search import StopSearch
@@ -321,6 +322,12 @@ class Batcher:
 
     def _draw(self, logits: torch.Tensor, sequences: Sequence[_Sequence]) -> list[Draw]:
         params = [s.job.request.params for s in sequences]
+        if any(own.penalties is not None for own in params):
+            logits = logits.clone()
+            for row, sequence in zip(logits, sequences, strict=True):
+                if (own := sequence.job.request.params.penalties) is not None:
+                    prompt = sequence.job.request.prompt
+                    penalise(row, own, prompt=prompt, drawn=sequence.tokens)
         uniforms = [uniform(s.job.request.params.seed, s.index, len(s.tokens)) for s in sequences]
         return draw(logits, params, uniforms)
 

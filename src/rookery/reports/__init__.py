@@ -31,6 +31,7 @@ from rookery.reports.icm import (
     parse_icm_report,
 )
 from rookery.reports.record import Estimate, Measured, Record, Text
+from rookery.reports.service import QueueStatus, ServiceStatus, TenantStatus
 
 __all__ = [
     "AgreementRecord",
@@ -51,10 +52,13 @@ __all__ = [
     "LineageRecord",
     "Measured",
     "ModelRow",
+    "QueueStatus",
     "Record",
     "ReportRow",
+    "ServiceStatus",
     "StepRecord",
     "TasksetRecord",
+    "TenantStatus",
     "Text",
     "TokensRecord",
     "TrainStepRecord",

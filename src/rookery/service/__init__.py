@@ -20,6 +20,7 @@ wal.py        accepted requests and passes in the journal, snapshots, replay
 backend.py    what the service asks of the engine and the trainer behind it
 service.py    Service: the parts joined
 metrics.py    numbers for /metrics
+status.py     what the operator sees
 routes/       HTTP: one file per group of paths
 app.py        the web application
 client/       a service elsewhere as an engine and a trainer

@@ -4,19 +4,20 @@ app = make_app(service, keys=Keys(path))
 """
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import EngineDownError, FleetDownError, RookeryError
+from rookery.reports import ServiceStatus
 from rookery.service.keys import Keys
 from rookery.service.metrics import Metrics
-from rookery.service.refusals import Refusal
+from rookery.service.refusals import Refusal, missing
 from rookery.service.routes import (
     checkpoints,
     futures,
@@ -30,6 +31,7 @@ from rookery.service.routes import (
 from rookery.service.routes.gaps import fill_gap
 from rookery.service.routes.gate import Gate
 from rookery.service.service import Service
+from rookery.service.status import read_status
 from rookery.service.wire.body import too_large
 
 __all__ = ["make_app"]
@@ -37,8 +39,14 @@ __all__ = ["make_app"]
 RETRY_AFTER_S = "1"
 
 
-def make_app(service: Service, *, keys: Keys | None) -> FastAPI:
-    """The application over a running service; without keys everybody is one tenant."""
+def make_app(
+    service: Service,
+    *,
+    keys: Keys | None,
+    render: Callable[[ServiceStatus], str] | None = None,
+) -> FastAPI:
+    """The application over a running service; without keys everybody is one tenant. `render` makes
+    the status page, which has the names of all tenants: only this machine is shown it."""
     gate = Gate(service, keys)
     app = FastAPI(
         title="Rookery",
@@ -58,7 +66,19 @@ def make_app(service: Service, *, keys: Keys | None) -> FastAPI:
         service.show_queues()
         return PlainTextResponse(service.desk.metrics.text())
 
+    @app.get("/status", include_in_schema=False)
+    async def status(request: Request) -> HTMLResponse:
+        if render is None or not _is_local(request):
+            raise missing("page", "/status")
+        return HTMLResponse(render(read_status(service)))
+
     return app
+
+
+def _is_local(request: Request) -> bool:
+    """Sent by a program of this machine, and not passed on by one."""
+    host = request.client.host if request.client is not None else ""
+    return host in ("127.0.0.1", "::1") and "x-forwarded-for" not in request.headers
 
 
 class Passage:

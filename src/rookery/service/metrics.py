@@ -44,6 +44,16 @@ class Metrics:
         self.snapshots = Counter("rookery_snapshots", "Snapshots", registry=self._registry)
         self.models = Gauge("rookery_live_models", "Models in training", registry=self._registry)
 
+    def tokens_by_tenant(self) -> dict[str, dict[str, int]]:
+        """Tenant -> kind -> tokens computed since the start."""
+        found: dict[str, dict[str, int]] = {}
+        for family in self.tokens.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    own = found.setdefault(sample.labels["tenant"], {})
+                    own[sample.labels["kind"]] = int(sample.value)
+        return found
+
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)

@@ -29,6 +29,8 @@ __all__ = ["TrainingLoop"]
 
 FIRST_PASS_TOKENS = 1024
 """Of the first pass, before it is known how many are computed in a second."""
+LEAST_PASS_TOKENS = 64
+"""So few take hardly longer together than one request alone, however slow the machine."""
 LEAST_JOURNAL_BYTES = 8 << 20
 """The journal may become half as large as the snapshots, and this large in any case."""
 
@@ -124,6 +126,10 @@ class TrainingLoop:
     def num_waiting(self) -> int:
         return len(self._queue)
 
+    @property
+    def tokens_waiting(self) -> int:
+        return self._queue.tokens
+
     async def _cycle(self) -> None:
         """Compute some works in stages."""
         works = self._take()
@@ -138,7 +144,8 @@ class TrainingLoop:
         """Works in fair order for a pass of `pass_s` seconds; at least one. Who comes now waits for
         no more than that, however much others have queued."""
         config, works, tokens = self._desk.config, list[Command](), 0
-        room = min(config.pass_tokens, config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS)
+        per_pass = config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS
+        room = min(config.pass_tokens, max(per_pass, LEAST_PASS_TOKENS))
         while (work_id := self._queue.head()) is not None:
             work = self._desk.pending[work_id]
             if works and tokens + work.tokens > room:

@@ -58,6 +58,10 @@ class Turns:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def tokens_waiting(self) -> int:
+        return self._queue.tokens
+
     def _wake(self) -> None:
         while True:
             self._next = self._next or self._queue.take()

@@ -34,6 +34,7 @@ from rookery.types.rollouts import (
 from rookery.types.sampling import (
     Completion,
     FinishReason,
+    Penalties,
     SampleRequest,
     SamplingParams,
     Score,
@@ -78,6 +79,7 @@ __all__ = [
     "ModelRef",
     "ModelWeights",
     "OptimStep",
+    "Penalties",
     "Rollout",
     "SampleRequest",
     "SamplingParams",

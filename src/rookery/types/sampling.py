@@ -12,6 +12,7 @@ from rookery.types.tasks import Message
 __all__ = [
     "Completion",
     "FinishReason",
+    "Penalties",
     "SampleRequest",
     "SamplingParams",
     "Score",
@@ -31,6 +32,18 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What makes tokens that were there before less likely, or more; as vLLM defines them."""
+
+    repetition: float = 1.0
+    """Logits of tokens in the prompt or the answer are divided by this, negative multiplied."""
+    presence: float = 0.0
+    """Taken from the logits of tokens that the answer has."""
+    frequency: float = 0.0
+    """The same for each time that the answer has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw tokens. The defaults are the model's own distribution."""
 
@@ -41,6 +54,7 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps every token."""
     min_p: float = 0.0
+    penalties: Penalties | None = None
     stop: tuple[str, ...] = ()
     stop_tokens: TokenIds = ()
     """Besides the model's own end-of-text tokens, which always stop unless `ignore_eos`."""

@@ -110,9 +110,14 @@ async def test_the_service_listens_and_ends(tmp_path: Path, tiny_folder: Path) -
             names = [row["id"] for row in (await response.json())["data"]]
         async with http.get(f"{url}/v1/models") as response:
             assert response.status == 401
+        async with http.get(f"{url}/status") as response:
+            page = await response.text()
+        async with http.get(f"{url}/status", headers={"x-forwarded-for": "8.8.8.8"}) as response:
+            assert response.status == 404
         async with http.get(f"{url}/openapi.json") as response:
             paths = (await response.json())["paths"]
     assert names == ["tiny", "also/tiny"]
+    assert "tiny, also/tiny" in page and "Nobody has used it yet" in page
     assert "/api/v1/asample" in paths
     async with serving(config):
         pass  # the folder and the port are free again

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.embedded.penalties import penalise
 from rookery.embedded.sampling import draw, logprobs_of, top_logprobs, uniform
-from rookery.types import KeptTokens, SamplingParams
+from rookery.types import KeptTokens, Penalties, SamplingParams
 
 NUM_DRAWS = 4000
 CHI_SQUARE_SIGMAS = 4.5
@@ -248,3 +249,20 @@ def test_greedy_draws_have_nothing_cut_off() -> None:
     greedy = SamplingParams(temperature=0.0, top_k=2, return_kept=True)
     [drawn] = draw(distinct_logits(0, 10)[None], [greedy], [0.5])
     assert drawn.kept == b""
+
+
+def test_penalties_equal_their_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, generator=generator) * 3
+    prompt, drawn = (1, 2, 3, 3), [3, 5, 5, 5]
+    expected = logits.clone()
+    for token in {*prompt, *drawn}:
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    for token in set(drawn):
+        expected[token] -= 0.25 * drawn.count(token) + 0.5
+    changed = logits.clone()
+    own = Penalties(repetition=1.5, presence=0.5, frequency=0.25)
+    penalise(changed, own, prompt=prompt, drawn=drawn)
+    assert torch.equal(changed, expected)
+    penalise(changed := logits.clone(), Penalties(presence=2.0), prompt=prompt, drawn=[])
+    assert torch.equal(changed, logits), "the prompt does not count"

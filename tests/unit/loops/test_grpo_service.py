@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from rookery.types import (
     LoraShape,
     ModelRef,
     OptimStep,
+    Penalties,
     SampleRequest,
     SamplingParams,
     ScoreRequest,
@@ -107,6 +109,12 @@ async def test_the_engine_of_a_service_answers_as_one_of_its_own(
         assert first == again
         assert all(len(one.kept) == len(one.tokens) == len(one.top_logprobs) for one in first)
         assert {len(row) for row in first[0].kept} == {5}
+        apart = replace(params, temperature=0.0, n=1, penalties=Penalties(frequency=2.0))
+        calm = replace(apart, penalties=None)
+        pair = [replace(request, params=own) for own in (apart, calm)]
+        [[varied], [plain]] = await engine.sample(pair)
+        assert varied.logprobs[0] == plain.logprobs[0], "nothing was there before"
+        assert varied.logprobs != plain.logprobs
         drawn = first[0].tokens
         [score] = await engine.score(
             [ScoreRequest(model=engine.base, tokens=(5, 6, 7, *drawn), start=3, labels=(9, 10))]

@@ -122,6 +122,10 @@ async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
                 "top_p": 0.95,
                 "top_k": 40,
                 "n": 2,
+                "min_p": 0.01,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.5,
+                "frequency_penalty": -0.5,
             },
         }
         answer = await ada.post("sample", body)
@@ -129,6 +133,8 @@ async def test_plain_texts_as_the_document_has_them(tmp_path: Path) -> None:
         assert answer["prompt_logprobs"] is None
         unknown = await ada.post("sample", {**body, "model_id": "poet"}, status=404)
         assert "There are: fake" in unknown["error"]
+        wrong = {"prompts": ["5"], "sampling_params": {"frequency_penalty": 3}}
+        assert "frequency_penalty" in (await ada.post("sample", wrong, status=422))["error"]
 
 
 async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> None:

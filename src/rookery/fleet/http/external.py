@@ -18,7 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from rookery.concurrency import together
@@ -182,6 +182,8 @@ class ExternalSampler:
         }
         optional = {"stop": list(params.stop), "top_k": params.top_k, "min_p": params.min_p}
         body |= {name: value for name, value in optional.items() if value}
+        if params.penalties is not None:
+            body |= {f"{name}_penalty": own for name, own in asdict(params.penalties).items()}
         if self.config.route == "chat":
             body["messages"] = [{"role": "user", "content": text}]
         else:

@@ -23,6 +23,7 @@ from rookery.seeding import stream_seed
 from rookery.types import (
     Completion,
     ModelRef,
+    Penalties,
     SampleRequest,
     SamplingParams,
     TokenIds,
@@ -53,6 +54,7 @@ _FLOOR = -9999.0
 _MAX_SEED = 2**63 - 1
 """vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
 
+NO_PENALTIES = Penalties()
 
 Choice = Mapping[str, Any]
 
@@ -66,6 +68,7 @@ class Fields:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    penalties: Penalties = NO_PENALTIES
     stop: tuple[str, ...] = ()
     stop_tokens: TokenIds = ()
     ignore_eos: bool = False
@@ -103,6 +106,7 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
         top_p=1.0 if is_greedy else params.top_p,
         top_k=0 if is_greedy else params.top_k,
         min_p=0.0 if is_greedy else params.min_p,
+        penalties=params.penalties or NO_PENALTIES,
         stop=params.stop,
         stop_tokens=params.stop_tokens,
         ignore_eos=params.ignore_eos,
@@ -160,9 +164,9 @@ def _parameters(fields: Fields) -> dict[str, Any]:
         "top_p": fields.top_p,
         "top_k": fields.top_k,
         "min_p": fields.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "repetition_penalty": fields.penalties.repetition,
+        "presence_penalty": fields.penalties.presence,
+        "frequency_penalty": fields.penalties.frequency,
         "n": fields.n,
         "logprobs": len(fields.ids) if fields.ids else fields.top,
     }
@@ -354,14 +358,16 @@ def _check_server(params: SamplingParams, capabilities: Capabilities) -> None:
             f"top_logprobs is {params.top_logprobs}; {capabilities.model} reports at most "
             f"{capabilities.max_logprobs}: start it with --max-logprobs {params.top_logprobs}."
         )
-    is_plain = params.temperature in (0, 1) and (
-        params.temperature == 0 or (params.top_p == 1 and params.top_k == 0 and params.min_p == 0)
+    is_uncut = params.top_p == 1 and params.top_k == 0 and params.min_p == 0
+    is_plain = params.penalties is None and (
+        params.temperature == 0 or (params.temperature == 1 and is_uncut)
     )
     if not is_plain and not capabilities.has_processed_logprobs:
         raise FleetError(
-            f"{capabilities.model} reports log-probabilities before temperature, top_p, top_k and "
-            "min_p, which are not those of the distribution drawn from. Start it with "
-            "--logprobs-mode processed_logprobs, or sample with temperature 1 or 0 and no cuts."
+            f"{capabilities.model} reports log-probabilities before temperature, top_p, top_k, "
+            "min_p and penalties, which are not those of the distribution drawn from. Start it "
+            "with --logprobs-mode processed_logprobs, or sample with temperature 1 or 0, without "
+            "cuts and penalties."
         )
 
 

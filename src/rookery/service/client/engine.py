@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rookery.types import (
     Completion,
     ModelRef,
     SampleRequest,
+    SamplingParams,
     Score,
     ScoreRequest,
 )
@@ -163,12 +164,18 @@ def _sample_body(request: SampleRequest, sampler_id: str, seq: int) -> dict[str,
             "top_p": params.top_p,
             "top_k": params.top_k,
             "min_p": params.min_p,
+            **_penalties(params),
             "stop": params.stop or None,
             "stop_tokens": params.stop_tokens,
             "ignore_eos": params.ignore_eos,
             "seed": params.seed,
         },
     }
+
+
+def _penalties(params: SamplingParams) -> dict[str, float]:
+    own = {} if params.penalties is None else asdict(params.penalties)
+    return {f"{name}_penalty": value for name, value in own.items()}
 
 
 def _failure(answer: Answer) -> EngineError:

@@ -19,7 +19,7 @@ from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source, model_names
 from rookery.service.service import new_id
-from rookery.service.wire.requests import Finite
+from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 MAX_TOP = 20
 
 
-class _Options(BaseModel):
+class _Options(PenaltyOptions):
     """What both kinds of requests share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -58,6 +58,7 @@ class _Options(BaseModel):
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
+            penalties=self.penalties,
             stop=stop,
             seed=seed,
             n=self.n,

@@ -26,7 +26,7 @@ from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
-from rookery.service.wire.requests import Finite, Prompt
+from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt
 from rookery.service.wire.samples import PromptScores
 from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
@@ -39,8 +39,8 @@ MAX_PROMPTS = 1024
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
 
 
-class PlainOptions(BaseModel):
-    """How to draw; min_p is beyond what the SDK can send."""
+class PlainOptions(PenaltyOptions):
+    """How to draw; min_p and penalties are beyond what the SDK can send."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ class PlainOptions(BaseModel):
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: list[str] | str = []
+    stop: list[str] | str = Field(default_factory=list)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
@@ -163,6 +163,7 @@ def _draw(
         top_p=options.top_p,
         top_k=max(options.top_k, 0),
         min_p=options.min_p,
+        penalties=options.penalties,
         stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop),
         seed=seed,
         n=body.num_samples or options.n,

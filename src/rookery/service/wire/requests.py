@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rookery.types import Penalties
+
 __all__ = [
     "AdamParams",
     "CancelFuture",
@@ -22,6 +24,7 @@ __all__ = [
     "LoadWeights",
     "LoraConfig",
     "OptimStepRequest",
+    "PenaltyOptions",
     "Prompt",
     "RetrieveFuture",
     "RetrieveFutures",
@@ -226,7 +229,24 @@ class Prompt(_Request):
     chunks: list[Chunk] = []
 
 
-class SamplingOptions(_Request):
+class PenaltyOptions(BaseModel):
+    """Penalties on tokens that were there before; the SDK cannot send them."""
+
+    repetition_penalty: Finite = Field(default=1.0, gt=0)
+    presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
+
+    @property
+    def penalties(self) -> Penalties | None:
+        own = Penalties(
+            repetition=self.repetition_penalty,
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+        )
+        return None if own == Penalties() else own
+
+
+class SamplingOptions(_Request, PenaltyOptions):
     """How to draw tokens."""
 
     max_tokens: int | None = Field(default=None, ge=1)

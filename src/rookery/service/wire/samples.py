@@ -78,6 +78,7 @@ def sampling_params(request: Sample, *, seed: int, max_tokens: int) -> SamplingP
         top_p=options.top_p,
         top_k=max(options.top_k, 0),
         min_p=options.min_p,
+        penalties=options.penalties,
         stop=texts,
         stop_tokens=(*tokens, *options.stop_tokens),
         ignore_eos=options.ignore_eos or (isinstance(stop, list) and not stop),

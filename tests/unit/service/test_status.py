@@ -1,0 +1,26 @@
+"""What the operator sees of queues and tenants."""
+
+from pathlib import Path
+
+from service.tenants import serve, train_body
+
+from rookery.service.status import read_status
+from rookery.ui.service import render_service_page
+
+
+async def test_queues_and_tenants_are_counted(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        model = await ada.model(await ada.session())
+        await bob.session()
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        await ada.train(train_body(model, 3))
+        status = read_status(served.service)
+        assert [queue.name for queue in status.queues] == ["training", "sampling"]
+        assert status.queues[0].tokens_per_s > 0
+        by_name = {tenant.name: tenant for tenant in status.tenants}
+        assert by_name["ada"].num_pending == 1 and by_name["ada"].num_models == 1
+        assert by_name["ada"].tokens["trained"] >= 3
+        assert by_name["bob"].num_pending == 0
+    page = render_service_page(status)
+    assert "ada" in page and "bob" in page
