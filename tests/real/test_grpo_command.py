@@ -94,7 +94,7 @@ def test_a_command_that_is_killed_goes_on_to_the_same_weights(place: Path, kind:
     words = ("grpo", "run", config, *KINDS[kind])
     assert run(*words, "--name", "whole") == 0
     killed = 1 if has_processes else -signal.SIGKILL  # torchrun tells of it
-    assert run(*words, "--name", "killed", kill_in=60) == killed
+    assert run(*words, "--name", "killed", kill_in=40) == killed
     with Run.view(place / "runs/killed") as view:
         assert 1 < len(trained_positions(view)) < 8  # on its way, behind a checkpoint
     assert run("runs", "resume", "killed") == 0

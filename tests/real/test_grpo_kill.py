@@ -71,7 +71,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return Inputs(model=write_tiny_model(folder / "tiny"), tasks=folder / "tasks.jsonl")
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_killed_at_every_point(
@@ -81,7 +81,7 @@ async def test_killed_at_every_point(
     await check_killed(inputs, tmp_path, changes, POINTS)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler and torchao warn of their own code
 async def test_killed_with_moments_of_8_bit(inputs: Inputs, tmp_path: Path) -> None:
     pytest.importorskip("torchao.optim", reason="torchao (the extra optim) is not installed")
