@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def write_dataset(folder: Path, rows: list[dict[str, object]]) -> None:
+def write_dataset(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
     folder.mkdir(parents=True)
     for split in ("train", "test"):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
