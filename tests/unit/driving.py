@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
+from rookery.runs import Run
+
 NUM_TASKS = 40
 
 
@@ -32,6 +36,17 @@ Command = Callable[..., Ended]
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_weights(path: Path) -> None:
+    """Other weights of the same names and shapes, in the file of a model or an adapter."""
+    changed = {name: 1.01 * tensor for name, tensor in load_file(path).items()}
+    save_file(changed, path, metadata={"format": "pt"})
+
+
+def status_of(folder: Path) -> str:
+    with Run.view(folder) as run:
+        return run.status
 
 
 def tree(folder: Path) -> set[str]:

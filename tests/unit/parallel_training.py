@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_adapter
 from tiny_training import make_batch
 
 from rookery.slots import load_model
-from rookery.train import FullConfig, FullTrainer, LoraTrainer, TrainerConfig
+from rookery.train import FullConfig, FullTrainer, LoraTrainer, ModelPublisher, TrainerConfig
 from rookery.train.processes import Processes, join_processes
 from rookery.train.sharded import ShardedTrainer
-from rookery.types import OptimStep, TrainRequest
+from rookery.types import ModelRef, ModelWeights, OptimStep, TrainRequest
 
 LENGTHS = (9, 4, 17, 2, 12, 30, 7)
 """Seven data for two processes: one has a pass more than the other."""
@@ -57,6 +58,23 @@ async def train(
         if (step + 1) % 5 == 0:
             await trainer.save("policy", folder / f"{kind}_{size}_{step + 1}.safetensors")
     await trainer.export("policy", folder / f"{kind}_{size}_exported_{steps.start}")
+    if isinstance(trainer, FullTrainer):
+        await publish(trainer, folder / f"{kind}_{size}_published.safetensors")
+
+
+async def publish(trainer: FullTrainer, file: Path) -> None:
+    """Write what a server is given. The trainer computes meanwhile, as for a canary."""
+
+    async def store(weights: ModelWeights) -> ModelRef:
+        data = tuple(make_batch((9,)))
+        [output] = await trainer.forward([TrainRequest(trainee="policy", data=data)])
+        assert not output.error, output.error
+        save_file(dict(weights.tensors), file)
+        return ModelRef(name=weights.name, version=weights.version)
+
+    trainer.publish_to(ModelPublisher(store))
+    ref = await trainer.publish("policy")
+    assert ref.version == await trainer.version()
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Rollouts: how tasks are put, what is asked again, who fails alone, what it adds up to."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,24 @@ async def test_choices_of_one_token_are_labels_of_one_request(template: Template
     assert len(completions) == 3
     assert {(c.text, c.tokens, c.logprobs) for c in completions} == {("w91", (91,), (-1.0,))}
     assert [g.rollouts[0].reward for g in groups] == [0.0, 1.0, 0.0]
+
+
+async def test_the_probability_of_the_right_choice_is_measured_and_resumed(
+    template: Template, tmp_path: Path
+) -> None:
+    """log p: 0 of the likeliest, ln 1/3 of the other: probabilities 3/4 and 1/4."""
+    sampler = FakeSampler(
+        logprob=lambda model, prefix, token: 0.0 if token == 91 else -math.log(3.0)
+    )
+    taskset = chosen("w90", "w91", num=2)
+    with Run.create(tmp_path, kind="eval", config={}, name="a") as run:
+        first = evaluator(sampler, template, taskset, log=RolloutLog(run))
+        [asked] = await first.evaluate([BASE], taskset.tasks)
+        silent = evaluator(Recorder(), template, taskset, log=RolloutLog(run))
+        [found] = await silent.evaluate([BASE], taskset.tasks)
+    assert asked.rewards == found.rewards == {"chosen/0": 0.0, "chosen/1": 1.0}
+    assert asked.certainties == pytest.approx({"chosen/0": 0.25, "chosen/1": 0.75})
+    assert found.certainties == asked.certainties
 
 
 async def test_longer_choices_are_scored_whole(template: Template) -> None:

@@ -25,14 +25,14 @@ LAYERS = [
     {"ports"},
     {"reports", "weights", "slots", "tasks", "search", "sandbox", "executors", "runs", "testing"},
     {"fleet", "embedded", "train"},
-    {"engines", "rollout", "vllm_backend"},
+    {"engines", "megatron", "rollout", "vllm_backend"},
     {"environments"},
     {"loops", "service", "ui"},
     {"compose"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH = {"weights", "slots", "embedded", "train", "loops", "fleet", "compose", "cli"}
+TORCH = {"weights", "slots", "embedded", "train", "megatron", "loops", "fleet", "compose", "cli"}
 """Parts that may import torch; `cli` and `fleet` inside functions or behind an extra only."""
 
 

@@ -63,7 +63,7 @@ class RunFlags:
     max_usd: float | None = None
     """Money that may be spent, by the prices in rookery.budget."""
     max_hours: float | None = None
-    """Time that may be spent."""
+    """Time that may be spent; of earlier sessions it counts up to their last decision."""
 
 
 @Parameter(name="*")

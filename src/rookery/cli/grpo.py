@@ -1,18 +1,19 @@
-"""`rookery grpo run` and `rookery grpo plan`: train a policy by group-relative policy optimisation,
-and see beforehand what it takes."""
+"""`rookery grpo`: train a policy by group-relative policy optimisation, on tasksets, games or
+Atropos environments, and see beforehand what it takes."""
 
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from rookery.cli.atropos import atropos, gateway
 from rookery.cli.loop_command import make_loop_app, read_loop_config
 from rookery.cli.outcome import print_table
 from rookery.cli.terminal import console, fail
 
 __all__ = ["grpo"]
 
-PATHS = ("init_from", "reference", "tasksets.*.path")
+PATHS = ("init_from", "reference", "tasksets.*.path", "environment.environments.*.folder")
 
 
 grpo = make_loop_app(
@@ -26,6 +27,10 @@ grpo = make_loop_app(
     ),
     paths=PATHS,
 )
+
+
+grpo.command(atropos)
+grpo.command(gateway)
 
 
 @grpo.command

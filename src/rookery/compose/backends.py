@@ -1,7 +1,7 @@
 """Models for the service: an engine and a trainer over one copy of the weights, as a Backend."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from rookery.train.losses import make_loss
 from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
 from rookery.weights import read_adapter
 
-__all__ = ["open_backend"]
+__all__ = ["FolderAdapters", "TemplateCodec", "lora_config", "open_backend", "tokenizer_of"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -44,7 +44,7 @@ async def open_backend(
             trainees=LoraTrainees(lora, weights, base=base_name(folder.name), alpha=alpha),
             folders=FolderAdapters(opened),
             codec=TemplateCodec(template),
-            tokenizer=_tokenizer(model, folder),
+            tokenizer=tokenizer_of(model, folder),
         )
 
 
@@ -77,18 +77,24 @@ class LoraTrainees:
             adapter = read_adapter(start, name=trainee)
         else:
             adapter = initial_adapter(
-                self._model, self._config(start), name=trainee, base=self._base, seed=start.seed
+                self._model,
+                lora_config(start, self._model.linears, alpha=self._alpha),
+                name=trainee,
+                base=self._base,
+                seed=start.seed,
             )
         if trainee in self._trainer.trainees:
             self._trainer.remove(trainee)
         self._trainer.add(trainee, replace(adapter, base=self._base))
 
-    def _config(self, shape: LoraShape) -> LoraConfig:
-        chosen = {ATTENTION: shape.train_attn, MLP: shape.train_mlp, UNEMBED: shape.train_unembed}
-        ends = {name.rpartition(".")[2] for name in self._model.linears}
-        names = [name for group, is_chosen in chosen.items() if is_chosen for name in group]
-        targets = tuple(name for name in names if name in ends)
-        return LoraConfig(rank=shape.rank, alpha=self._alpha, targets=targets)
+
+def lora_config(shape: LoraShape, linears: Iterable[str], *, alpha: float) -> LoraConfig:
+    """Of the layers that the client chose, those that the model has."""
+    chosen = {ATTENTION: shape.train_attn, MLP: shape.train_mlp, UNEMBED: shape.train_unembed}
+    ends = {name.rpartition(".")[2] for name in linears}
+    names = [name for group, is_chosen in chosen.items() if is_chosen for name in group]
+    targets = tuple(name for name in names if name in ends)
+    return LoraConfig(rank=shape.rank, alpha=alpha, targets=targets)
 
 
 class FolderAdapters:
@@ -150,7 +156,7 @@ async def _open_engine(
         yield shared
 
 
-def _tokenizer(model: str, folder: ModelFolder) -> str:
+def tokenizer_of(model: str, folder: ModelFolder) -> str:
     """A model's id where it has one; else its folder, for clients on this machine."""
     is_id = "/" in model and not Path(model).expanduser().exists()
     return model if is_id else str(folder.path.resolve())

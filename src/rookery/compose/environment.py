@@ -6,7 +6,7 @@ from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
 
-__all__ = ["engine_of_environment"]
+__all__ = ["engine_of_environment", "megatron_of_environment"]
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
@@ -16,10 +16,6 @@ def engine_of_environment(
 ) -> AnyEngineConfig:
     """The vLLM server of USE_VLLM, VLLM_BASE_URL or VLLM_HOST and VLLM_PORT; without them what is
     configured. `port` is the service's own."""
-    if _is_set(environment, "USE_MEGATRON"):
-        raise ConfigError(
-            "USE_MEGATRON is set, and this version trains with its own trainer: unset it."
-        )
     if not _is_set(environment, "USE_VLLM"):
         return configured
     host = environment.get("VLLM_HOST") or "localhost"
@@ -32,6 +28,13 @@ def engine_of_environment(
             "to another, or VLLM_PORT and the --port of vLLM."
         )
     return FleetConfig(urls=(url,))
+
+
+def megatron_of_environment(configured: str | None, environment: Mapping[str, str]) -> str | None:
+    """The server of USE_MEGATRON and MEGATRON_SERVER_URL; without them what is configured."""
+    if not _is_set(environment, "USE_MEGATRON"):
+        return configured
+    return environment.get("MEGATRON_SERVER_URL") or "http://localhost:5000"
 
 
 def _is_set(environment: Mapping[str, str], name: str) -> bool:

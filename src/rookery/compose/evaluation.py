@@ -8,7 +8,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rookery.compose.inputs import open_shown_engine
-from rookery.compose.inputs_record import digest, require_same_inputs
+from rookery.compose.inputs_record import (
+    digest,
+    digest_adapters,
+    digest_models,
+    on_same_inputs,
+)
 from rookery.compose.running import (
     OpenRun,
     Outcome,
@@ -101,6 +106,7 @@ def _finish(
 ) -> Outcome[EvaluationReport]:
     quiet_libraries()
     inputs = _read_inputs(config)
+    open_run = on_same_inputs(open_run, _digests(inputs))
     display.note(inputs.taskset.notes)
     return run_async(_evaluate(config, inputs, open_run, display))
 
@@ -115,6 +121,8 @@ class _Inputs:
     taskset: Taskset
     tasks: tuple[Task, ...]
     adapters: list[Adapter]
+    folder: Path
+    """Of the model."""
     template: Template
 
 
@@ -124,8 +132,15 @@ def _read_inputs(config: EvaluationConfig) -> _Inputs:
     if not tasks:
         raise TaskError(f"{config.taskset} has no tasks in its {config.split} split.")
     adapters = [read_adapter(path) for path in config.adapters]
-    template = load_template(resolve_model(config.model).path)
-    return _Inputs(taskset, tasks, adapters, template)
+    folder = resolve_model(config.model).path
+    return _Inputs(taskset, tasks, adapters, folder, load_template(folder))
+
+
+def _digests(inputs: _Inputs) -> dict[str, str]:
+    digests = {inputs.taskset.name: digest(inputs.tasks)}
+    if inputs.adapters:
+        digests["adapters"] = digest_adapters(inputs.adapters)
+    return digests | digest_models({"the model": inputs.folder})
 
 
 def _engine(config: EvaluationConfig) -> AnyEngineConfig:
@@ -145,8 +160,6 @@ async def _evaluate(
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
         with open_run() as run, resumable(run.path, display):
-            digests = {inputs.taskset.name: digest(inputs.tasks)}
-            await run_in_thread(require_same_inputs, run, digests)
             report = await _measure(run, config, inputs, engine, models, display)
             document = report.model_dump(mode="json", exclude_none=True)
             await run_in_thread(run.write_json, "report.json", document)

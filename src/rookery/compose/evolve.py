@@ -23,7 +23,7 @@ from rookery.compose.evolve_inputs import (
     run_config,
 )
 from rookery.compose.evolve_log import IterationLines
-from rookery.compose.inputs_record import check_inputs, require_same_inputs
+from rookery.compose.inputs_record import on_same_inputs
 from rookery.compose.proposers import open_models
 from rookery.compose.running import (
     OpenRun,
@@ -143,7 +143,7 @@ def start(problem: Problem, loaded: LoadedConfig, display: Display) -> Outcome[E
     _require_new(folder)
     config = run_config(problem, loaded)
     display.note(config.warnings)
-    open_run = OpenRun(lambda: _create(folder, config), is_new=True)
+    open_run = OpenRun(lambda: _create(folder, config))
     return _finish(config, loaded.config, open_run, display)
 
 
@@ -177,7 +177,7 @@ def go_on(
             run.extend(document, may_change=may_change)
             yield run
 
-    return _finish(config, settings, OpenRun(reopen, is_new=False), display)
+    return _finish(config, settings, OpenRun(reopen, folder=problem.folder), display)
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
@@ -210,7 +210,7 @@ async def _evolve(
 ) -> Outcome[EvolveReport]:
     """What can be refused is refused before the run is made, and before a model is opened."""
     inputs = await asyncio.to_thread(read_inputs, config, settings)
-    await asyncio.to_thread(check_inputs, config.output, inputs.digests)
+    open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
     display.say(f"starting workers ({settings.executor})")
     async with (
         open_executor(settings, inputs.spec) as executor,
@@ -218,7 +218,6 @@ async def _evolve(
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
         with open_run() as run, resumable(run.path, display):
-            await run_in_thread(require_same_inputs, run, inputs.digests)
             with display.bar("evolving", total=settings.max_iterations) as bar:
                 result = await evolve(
                     settings,

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from rookery.compose.inputs import open_shown_engine, read_tasksets
-from rookery.compose.inputs_record import digest, require_same_inputs
+from rookery.compose.inputs_record import (
+    digest,
+    digest_adapters,
+    digest_models,
+    on_same_inputs,
+)
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -19,7 +24,6 @@ from rookery.compose.running import (
     tracked,
     write_page,
 )
-from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.adapter_builder import check_device
@@ -64,7 +68,9 @@ def run_genome(
 def _finish(config: GenomeConfig, open_run: OpenRun, display: Display) -> Outcome[GenomeReport]:
     open_run = tracked(open_run, config.track)
     quiet_libraries()
-    return run_async(_evolve(config, _read_inputs(config, display), open_run, display))
+    inputs = _read_inputs(config, display)
+    open_run = on_same_inputs(open_run, _digests(inputs))
+    return run_async(_evolve(config, inputs, open_run, display))
 
 
 GENOME = RunKind("genome", config=GenomeConfig, finish=_finish)
@@ -77,6 +83,8 @@ class _Inputs:
     tasksets: list[Taskset]
     founders: dict[str, Adapter] | None
     """None when they are to be made from the model's shape."""
+    folder: Path
+    """Of the model."""
     template: Template
 
 
@@ -84,8 +92,15 @@ def _read_inputs(config: GenomeConfig, display: Display) -> _Inputs:
     check_device(config.merge_device)
     tasksets = read_tasksets(config.tasksets, display)
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
-    template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
-    return _Inputs(tasksets, founders, template)
+    folder = model_folder(config.engine, tokenizer=config.tokenizer)
+    return _Inputs(tasksets, founders, folder, load_template(folder))
+
+
+def _digests(inputs: _Inputs) -> dict[str, str]:
+    digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
+    if inputs.founders is not None:
+        digests["init"] = digest_adapters(inputs.founders.values())
+    return digests | digest_models({"the model": inputs.folder})
 
 
 async def _evolve(
@@ -97,8 +112,6 @@ async def _evolve(
         founders = await _ready_founders(config, inputs, engine)
         _check(config, inputs, engine, founders)
         with open_run() as run, resumable(run.path, display):
-            digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
-            await run_in_thread(require_same_inputs, run, digests)
             result = await _search(run, config, inputs, engine, founders, display)
             await write_page(run, render_genome_page, result.report)
     return Outcome(result.report, run.path)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rookery.compose.grpo_bridge import Opened, attach, bridged_engine, choose_bridge
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
-from rookery.compose.grpo_plan import check_plan
+from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import digest, digest_model, require_same_inputs
+from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -26,15 +27,17 @@ from rookery.compose.running import (
 )
 from rookery.compose.sft import base_name
 from rookery.compose.torchrun import is_first_process
-from rookery.concurrency import run_in_thread
-from rookery.embedded import EngineConfig, run_engine
+from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.engines import OnLaunch, open_engine
 from rookery.environments import Game, GameEvaluator, GameSampler
-from rookery.errors import ModelError, boundary
+from rookery.environments.atropos.feed import Feed
+from rookery.fleet import Fleet, FleetConfig
+from rookery.fleet.adapters.owner import claim_folder
+from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
 from rookery.loops.grpo.checks import check_inputs
-from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
+from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Evaluator, GroupDrawer
 from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
@@ -74,6 +77,7 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     quiet_libraries()
     files = read_files(config)
     check_plan(config, files)
+    open_run = on_same_inputs(open_run, _digests(files))
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
 
@@ -87,39 +91,44 @@ async def _train(
     """What can be refused is refused before the run is made."""
     display.say(f"loading {files.folder.name}")
     with display.launching() as show:
-        async with _open(config, files, show) as (engine, model):
+        async with _open(config, files, show) as opened:
+            engine, model = opened.engine, opened.model
+            display.say(f"bridge {opened.bridge.name}: {opened.bridge.why}")
             processes = await asyncio.to_thread(join_processes, model.device.type)
-            make_policy = await _checked_policy(config, files, engine, model, processes)
-            if open_run.is_new:
+            make_policy = await _checked_policy(config, files, opened, processes)
+            if open_run.is_new and config.atropos is None:
                 await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
-                await run_in_thread(_require_same_files, run, files)
-                inputs = _inputs(config, files, engine, make_policy(run), run)
-                outcome = Outcome(await _run(inputs, run, display), run.path)
+                weights = make_policy(run)
+                async with _open_drawer(config, files, opened, run) as drawer:
+                    inputs = GrpoInputs(
+                        config=config,
+                        weights=weights,
+                        tasksets=files.tasksets,
+                        engine=engine,
+                        drawer=drawer,
+                        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
+                    )
+                    outcome = Outcome(await _run(inputs, run, display), run.path)
             await asyncio.to_thread(end_processes, processes, outcome)
     return outcome
 
 
-def _require_same_files(run: Run, files: GrpoFiles) -> None:
-    """A run goes on with the tasks and the model that it was started on. An adapter to begin with
-    is in the run itself."""
+def _digests(files: GrpoFiles) -> dict[str, str]:
+    """Of the tasks and the models. An adapter to begin with is in the run itself."""
     models = {"the model": files.folder.path}
     if files.start != files.folder.path:
         models["init_from"] = files.start
     if isinstance(files.reference, Path):
         models["reference"] = files.reference
     tasks = {each.name: digest(each.tasks) for each in files.tasksets}
-    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
-        digests = {name: digest_model(folder) for name, folder in models.items()}
     if isinstance(files.reference, Adapter):
-        digests["reference"] = files.reference.version
-    require_same_inputs(run, tasks | digests)
+        tasks["reference"] = files.reference.version
+    return tasks | digest_models(models)
 
 
 @asynccontextmanager
-async def _open(
-    config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch
-) -> AsyncIterator[tuple[Engine, SlottedModel]]:
+async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> AsyncIterator[Opened]:
     """The engine, and the model that the trainer computes with: the same one when shared."""
     folder, (device, dtype) = files.folder, trainer_place(config)
 
@@ -133,29 +142,40 @@ async def _open(
             is_exact=config.share,
         )
 
-    if config.share and isinstance(config.engine, EngineConfig):
-        model = await load()
-        async with run_engine(
-            model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
-        ) as shared:
-            yield shared, model
-        return
-    async with open_engine(config.engine, on_launch=on_launch) as engine:
-        yield engine, await load()
+    with claim_folder(_model_place(config)) as owner:
+        if config.share and isinstance(config.engine, EngineConfig):
+            model = await load()
+            async with run_engine(
+                model, config=config.engine, detokenize=_decoder(files.template), name=folder.name
+            ) as shared:
+                bridge = await choose_bridge(config, shared)
+                yield Opened(engine=shared, model=model, bridge=bridge, folder=owner.folder)
+            return
+        share = await asyncio.to_thread(server_share, config, files)
+        used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
+        async with open_engine(used, on_launch=on_launch) as engine:
+            bridge = await choose_bridge(config, engine)
+            if bridge.shared is None:
+                model = await load()
+            else:
+                model = await attach(folder, bridge.shared, start=files.start)
+            yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+
+
+def _model_place(config: GrpoConfig) -> Path:
+    """Where models may be put for servers."""
+    given = config.engine.adapter_folder if isinstance(config.engine, FleetConfig) else None
+    return given or memory_folder()
 
 
 async def _checked_policy(
-    config: GrpoConfig,
-    files: GrpoFiles,
-    engine: Engine,
-    model: SlottedModel,
-    processes: Processes,
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, processes: Processes
 ) -> MakePolicy:
     """What is to be trained; whatever would make the run fail is refused."""
-    start = None if config.full is not None else _start(config, files, model)
-    _check(config, files, engine, start=start)
-    reference = await asyncio.to_thread(make_reference, config, files, model)
-    parts = PolicyParts(model=model, engine=engine, processes=processes, reference=reference)
+    start = None if config.full is not None else _start(config, files, opened.model)
+    _check(config, files, opened.engine, start=start)
+    reference = await asyncio.to_thread(make_reference, config, files, opened.model)
+    parts = PolicyParts(opened=opened, processes=processes, reference=reference)
     if start is None:
         return full_policy(config, files, parts)
     return adapter_policy(config, start, parts)
@@ -174,9 +194,13 @@ def _start(config: GrpoConfig, files: GrpoFiles, model: SlottedModel) -> Adapter
 
 def _check(config: GrpoConfig, files: GrpoFiles, engine: Engine, *, start: Adapter | None) -> None:
     tasksets, template = files.tasksets, files.template
-    has_game = config.environment is not None
-    evaluator = None if has_game else TasksetEvaluator(engine, template=template, tasksets=tasksets)
-    _drawer(config, files, engine)  # refuses choices, and games that cannot be played
+    evaluator = (
+        None
+        if config.game is not None
+        else TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    )
+    if config.atropos is None:
+        _drawer(config, files, engine)  # refuses choices, and games that cannot be played
     check_inputs(config, start=start, tasksets=tasksets, engine=engine, evaluator=evaluator)
 
 
@@ -204,36 +228,36 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
         await engine.sample([SampleRequest(model=engine.base, prompt=prompt, params=params)])
 
 
+@asynccontextmanager
+async def _open_drawer(
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run
+) -> AsyncIterator[GroupDrawer | Feed]:
+    """Who answers tasks, or where groups of environments come from."""
+    engine = opened.engine
+    if config.atropos is None:
+        yield _drawer(config, files, engine)
+        return
+    from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
+
+    assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
+    vocab_size = opened.model.shape.vocab_size
+    async with open_feed(config, files, engine=engine, vocab_size=vocab_size, run=run) as feed:
+        yield feed
+
+
 def _drawer(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> GroupDrawer:
     params = config.drawing.params(group_size=config.group_size)
-    if config.environment is not None:
-        game = Game(config.environment, template=files.template)
+    if config.game is not None:
+        game = Game(config.game, template=files.template)
         return GameSampler(game, engine=engine, params=params)
     return GroupSampler(engine, template=files.template, tasksets=files.tasksets, params=params)
 
 
 def _evaluator(config: GrpoConfig, files: GrpoFiles, engine: Engine, log: RolloutLog) -> Evaluator:
-    if config.environment is not None:
-        game = Game(config.environment, template=files.template)
+    if config.game is not None:
+        game = Game(config.game, template=files.template)
         return GameEvaluator(game, sampler=engine, tasksets=files.tasksets, log=log)
     return TasksetEvaluator(engine, template=files.template, tasksets=files.tasksets, log=log)
-
-
-def _inputs(
-    config: GrpoConfig,
-    files: GrpoFiles,
-    engine: Engine,
-    weights: PolicyWeights,
-    run: Run,
-) -> GrpoInputs:
-    return GrpoInputs(
-        config=config,
-        weights=weights,
-        tasksets=files.tasksets,
-        engine=engine,
-        drawer=_drawer(config, files, engine),
-        evaluator=_evaluator(config, files, engine, RolloutLog(run)),
-    )
 
 
 async def _run(inputs: GrpoInputs, run: Run, display: Display) -> GrpoReport:

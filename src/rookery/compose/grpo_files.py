@@ -10,6 +10,8 @@ from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model
 from rookery.errors import ConfigError, ModelError
+from rookery.fleet import FleetConfig
+from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checks import check_splits
 from rookery.tasks.splits import SPLITS
@@ -74,11 +76,15 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
 
 
 def trainer_place(config: GrpoConfig) -> tuple[str, str]:
-    """The device and the type of the trainer's model: those of an engine in this process. Each
-    process of torchrun has a GPU of its own."""
+    """The device and the type of the trainer's model: those of an engine in this process, or a GPU
+    that servers leave to it. Each process of torchrun has a GPU of its own."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "auto"
     if isinstance(config.engine, EngineConfig):
         device = device if config.engine.device == "auto" else config.engine.device
         dtype = config.engine.dtype
     own = os.environ.get("LOCAL_RANK")
-    return f"cuda:{own}" if device == "cuda" and own else device, dtype
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if device == "cuda" and (own or (launch is not None and launch.spare_gpus)):
+        first = first_spare_gpu(launch) if launch is not None else 0
+        return f"cuda:{first + int(own or 0)}", dtype
+    return device, dtype

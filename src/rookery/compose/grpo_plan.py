@@ -7,9 +7,10 @@ Data are taken at their longest: the longest prompts with answers of `drawing.ma
 all that a game may draw (`environment.max_tokens`), as far as the model's context goes.
 """
 
+import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,29 @@ import torch
 from rookery.compose.grpo_files import GrpoFiles, read_files, trainer_place
 from rookery.compose.grpo_reference import has_reference_model, needs_reference
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config
+from rookery.compose.torchrun import num_local_processes, num_processes
 from rookery.embedded import EngineConfig
 from rookery.embedded.pool import memory_bytes
 from rookery.errors import ConfigError
 from rookery.fleet import FleetConfig
+from rookery.fleet.servers.settings import GPU_SHARE, LaunchConfig, gpus_each, num_replicas
 from rookery.loops.grpo import GrpoConfig
 from rookery.slots.linear import can_pack
 from rookery.slots.model import ModelShape
 from rookery.tasks.splits import SplitName
 from rookery.train import FullConfig, LoraConfig
-from rookery.train.memory import Lengths, StepMemory, measure_step
+from rookery.train.memory import Lengths, ModelPlace, StepMemory, measure_step
 from rookery.types import Adapter
 
-__all__ = ["MemoryPlan", "MemoryRow", "check_plan", "plan_grpo"]
+__all__ = [
+    "MemoryPlan",
+    "MemoryRow",
+    "check_plan",
+    "has_one_gpu",
+    "plan_grpo",
+    "server_row",
+    "server_share",
+]
 
 GIB = 2**30
 MOST_COPIES = 32
@@ -38,6 +49,11 @@ MOST_COPIES = 32
 less, also where the files have 16 bit."""
 MANY_TOKENS = 64
 """A pass of so many tokens holds less than MOST_COPIES of the weights."""
+SERVER = "vLLM"
+CUDA_PART = 0.08
+"""Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
+LEAST_CACHE = GIB
+"""For keys and values, below which a server is of no use."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """What a container may take."""
 
@@ -117,18 +133,24 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         trained=_trained(config, files),
         trainer=config.trainer,
         lengths=_lengths(config, files),
-        place=(device, dtype),
+        place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
-    rows = [
-        *_process_rows(device),
-        *_engine_rows(config, files, step, device),
-        *_trainer_rows(config, files, step),
-    ]
+    # The processes of a machine share its memory; each has a GPU of its own.
+    many = num_local_processes() if device == "cpu" else 1
+    trainer = list(_times(many, [*_process_rows(device), *_trainer_rows(config, files, step)]))
+    if isinstance(config.engine, FleetConfig):
+        rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
+    else:
+        rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
     return MemoryPlan(
         device=device,
         rows=tuple(row for row in rows if row.num_bytes),
         available_bytes=_memory(device),
     )
+
+
+def _times(num: int, rows: Iterable[MemoryRow]) -> Iterator[MemoryRow]:
+    return (replace(row, num_bytes=num * row.num_bytes) for row in rows)
 
 
 def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | FullConfig:
@@ -139,10 +161,25 @@ def _trained(config: GrpoConfig, files: GrpoFiles) -> LoraConfig | Adapter | Ful
 
 def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
     return Lengths(
-        prompt_tokens=max(_prompt_tokens(files, "search")),
-        answer_tokens=config.max_drawn_tokens,
+        prompt_tokens=max(_drawn_prompts(config, files)),
+        answer_tokens=_answer_tokens(config),
         num_data=config.groups_per_step * config.group_size,
     )
+
+
+def _answer_tokens(config: GrpoConfig) -> int:
+    """Tokens that follow the prompt. Of environments elsewhere the last answer: what comes before
+    it counts as prompt."""
+    return config.max_drawn_tokens if config.atropos is None else config.drawing.max_tokens
+
+
+def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
+    """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
+    their longest."""
+    if config.atropos is not None:
+        longest = max(1, config.atropos.max_token_len - config.drawing.max_tokens)
+        return [longest] * config.groups_per_step
+    return _prompt_tokens(files, "search")
 
 
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
@@ -156,12 +193,8 @@ def _process_rows(device: str) -> Iterator[MemoryRow]:
 
 
 def _engine_rows(
-    config: GrpoConfig, files: GrpoFiles, step: StepMemory, device: str
+    config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
 ) -> Iterator[MemoryRow]:
-    engine = config.engine
-    if isinstance(engine, FleetConfig):
-        yield from _server_rows(engine, device)
-        return
     if not config.share:
         is_packed = can_pack(device=torch.device(device), dtype=step.dtype)
         yield MemoryRow(
@@ -179,9 +212,9 @@ def _cache_rows(
     config: GrpoConfig, engine: EngineConfig, files: GrpoFiles, step: StepMemory, device: str
 ) -> Iterator[MemoryRow]:
     shape, size = step.shape, step.dtype.itemsize
-    prompts = {split: _prompt_tokens(files, split) for split in ("search", "select", "report")}
-    longest = sorted(prompts["search"])[-config.max_groups :]
-    kept = sum(longest) + max(sum(prompts["select"]), 2 * sum(prompts["report"]))
+    longest = sorted(_drawn_prompts(config, files))[-config.max_groups :]
+    select, report = (sum(_prompt_tokens(files, split)) for split in ("select", "report"))
+    kept = sum(longest) + max(select, 2 * report)
     limit = int(engine.cache_gib * GIB)
     kept_bytes = kept * shape.token_bytes(step.dtype)
     yield MemoryRow(
@@ -192,7 +225,7 @@ def _cache_rows(
         remedy="lower engine.cache_gib",
     )
     rows = min(engine.max_rows, config.groups_per_step * config.group_size)
-    length = min(max(longest) + config.max_drawn_tokens, shape.context_tokens)
+    length = min(max(longest) + _answer_tokens(config), shape.context_tokens)
     yield MemoryRow(
         name="answers in flight",
         num_bytes=rows * length * _kv_bytes(shape) * size,
@@ -206,24 +239,67 @@ def _kv_bytes(shape: ModelShape) -> int:
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
 
 
-def _server_rows(engine: FleetConfig, device: str) -> Iterator[MemoryRow]:
+def server_share(config: GrpoConfig, files: GrpoFiles) -> float | None:
+    """The part of its GPU that the trainer leaves to a server there; None: they have one each, or
+    the config says it."""
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+        return None
+    if launch.gpu_memory_utilization is not None:
+        return None
+    plan = make_plan(config, files)
+    [row] = [row for row in plan.rows if row.name == SERVER]
+    return math.floor(100 * row.num_bytes / plan.available_bytes) / 100
+
+
+def has_one_gpu(config: GrpoConfig) -> bool:
+    """Whether one server is started, on the trainer's GPU."""
+    launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
+    if launch is None or not _is_beside(launch, trainer_place(config)[0]):
+        return False
+    return num_replicas(launch) == gpus_each(launch) == 1
+
+
+def _is_beside(launch: LaunchConfig, device: str) -> bool:
+    """Whether servers compute on the trainer's GPU."""
+    return device != "cpu" and not launch.is_on_cpu and not launch.spare_gpus
+
+
+def _server_rows(
+    engine: FleetConfig, step: StepMemory, device: str, *, beside: Sequence[MemoryRow]
+) -> Iterator[MemoryRow]:
     """Servers that are started here; others have their own memory."""
     launch = engine.launch
-    if launch is None or launch.is_on_cpu != (device == "cpu"):
+    if launch is None:
         return
-    if launch.is_on_cpu:
+    if launch.is_on_cpu and device == "cpu":
         yield MemoryRow(
             name="server cache",
             num_bytes=launch.cpu_cache_gib * GIB,
             note="engine.launch.cpu_cache_gib; its weights come on top",
             remedy="lower engine.launch.cpu_cache_gib",
         )
-        return
-    yield MemoryRow(
-        name="vLLM",
-        num_bytes=int(launch.gpu_memory_utilization * memory_bytes(torch.device(device))),
-        note="engine.launch.gpu_memory_utilization of the GPU",
-        remedy="lower engine.launch.gpu_memory_utilization",
+    if _is_beside(launch, device):
+        total = memory_bytes(torch.device(device))
+        yield server_row(launch, step.weights, total=total, beside=beside)
+
+
+def server_row(
+    launch: LaunchConfig, weights: int, *, total: int, beside: Sequence[MemoryRow]
+) -> MemoryRow:
+    """What a server takes of a GPU with `total` bytes, `beside` a trainer there."""
+    if launch.gpu_memory_utilization is not None:
+        return MemoryRow(
+            name=SERVER,
+            num_bytes=int(launch.gpu_memory_utilization * total),
+            note="engine.launch.gpu_memory_utilization of the GPU",
+            remedy="lower engine.launch.gpu_memory_utilization",
+        )
+    left = int((1 - CUDA_PART) * total) - sum(row.num_bytes for row in beside)
+    return MemoryRow(
+        name=SERVER,
+        num_bytes=min(int(GPU_SHARE * total), max(left, weights + LEAST_CACHE)),
+        note="what the trainer leaves; weights and 1 GiB for keys and values at least",
     )
 
 
@@ -231,14 +307,20 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
     dtype = str(step.dtype).removeprefix("torch.")
     name = "weights" if config.share else "trainer weights"
     note = f"{dtype}, engine and trainer" if config.share else dtype
-    yield MemoryRow(name=name, num_bytes=step.weights, note=note, remedy="take a smaller model")
     is_full = config.full is not None
+    parts = num_processes() if is_full else 1  # each process keeps a part of a model
+    own = step.weights // parts
+    # With alias they are the servers', and counted there.
+    held = 0 if config.bridge == "alias" else own
+    yield MemoryRow(name=name, num_bytes=held, note=note, remedy="take a smaller model")
     fewer = "train an adapter (full: false)" if is_full else "lower lora.rank"
     halved = "write full.optimizer: adamw_8bit" if is_full else fewer
     trained = f"{step.trained:,} numbers"
-    yield MemoryRow(name="masters", num_bytes=step.masters, note=trained, remedy=fewer)
-    yield MemoryRow(name="gradients", num_bytes=step.gradients, note="float32", remedy=fewer)
-    yield MemoryRow(name="moments", num_bytes=step.moments, note="of AdamW", remedy=halved)
+    yield MemoryRow(name="masters", num_bytes=step.masters // parts, note=trained, remedy=fewer)
+    yield MemoryRow(
+        name="gradients", num_bytes=step.gradients // parts, note="float32", remedy=fewer
+    )
+    yield MemoryRow(name="moments", num_bytes=step.moments // parts, note="of AdamW", remedy=halved)
     if needs_reference(config):
         yield MemoryRow(
             name="reference",
@@ -253,11 +335,12 @@ def _trainer_rows(config: GrpoConfig, files: GrpoFiles, step: StepMemory) -> Ite
         remedy="lower trainer.trunk_cache_gib",
     )
     checkpointed = config.trainer.checkpoint_layers
+    # Gradients of a pass are cut as they are made; what is published is put together.
     published = step.weights if is_full and not config.share else 0
     yield MemoryRow(
         name="one pass",
         # What a pass, a step and a publication take for themselves is not held at the same time.
-        num_bytes=max(step.one_pass, step.one_step, published),
+        num_bytes=max(step.one_pass - step.weights + own, step.one_step // parts, published),
         note=f"activations of {config.trainer.pass_tokens:,} tokens"
         + (", layers checkpointed" if checkpointed else ""),
         remedy="lower trainer.pass_tokens or drawing.max_tokens"

@@ -1,40 +1,33 @@
 """What a grpo run trains, made as its config says: an adapter, or all weights of a model."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
+from rookery.compose.grpo_bridge import Opened, adapter_publisher, full_publisher
 from rookery.compose.grpo_files import GrpoFiles
 from rookery.compose.grpo_reference import needs_reference
 from rookery.embedded import EmbeddedEngine
-from rookery.errors import ConfigError, ModelError, TrainError, boundary
-from rookery.fleet import Fleet
-from rookery.fleet.bridges.reload import require_updates, update_weights
+from rookery.errors import ConfigError, ModelError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.adapter_policy import AdapterPolicy
 from rookery.loops.grpo.checkpoints import read_start
 from rookery.loops.grpo.full_policy import BaseModel, FullPolicy
 from rookery.loops.grpo.policy_weights import POLICY, PolicyWeights
-from rookery.ports import Engine, Publisher
+from rookery.ports import Engine
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 from rookery.train import (
-    AdapterPublisher,
     FullConfig,
     FullTrainer,
     FullWeights,
     LoraTrainer,
-    ModelPublisher,
 )
 from rookery.train.processes import Processes
 from rookery.train.sharded import ShardedTrainer
 from rookery.train.slotted_trainer import SlottedTrainer
-from rookery.types import Adapter, ModelRef, ModelWeights
+from rookery.types import Adapter
 
 __all__ = [
     "MakePolicy",
@@ -52,9 +45,7 @@ MakePolicy = Callable[[Run], PolicyWeights]
 class PolicyParts:
     """What any policy is made of, besides its weights."""
 
-    model: SlottedModel
-    """What the trainer computes with."""
-    engine: Engine
+    opened: Opened
     processes: Processes
     reference: Adapter | LoraTrainer | None
     """See `make_reference`."""
@@ -62,19 +53,16 @@ class PolicyParts:
 
 def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> MakePolicy:
     """An adapter. A run that goes on begins with the one in its own folder."""
-    trainer = LoraTrainer(
-        parts.model,
-        config=config.trainer,
-        publisher=AdapterPublisher(parts.engine),
-        processes=parts.processes,
-    )
+    engine, model = parts.opened.engine, parts.opened.model
+    trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
+    trainer.publish_to(adapter_publisher(engine, trainer, dtype=model.dtype))
 
     def make(run: Run) -> PolicyWeights:
         own = replace(read_start(run) or start, name=POLICY)
         reference = parts.reference
         if reference is None and needs_reference(config):
             reference = own
-        return AdapterPolicy(trainer, start=own, engine=parts.engine, reference=reference)
+        return AdapterPolicy(trainer, start=own, engine=engine, reference=reference)
 
     return make
 
@@ -85,16 +73,11 @@ def make_trainer(
     """The trainer of a process that is not the first."""
     if config.full is None:
         return LoraTrainer(model, config=config.trainer, processes=processes)
-    return _full_trainer(config, start, model=model, publisher=None, processes=processes)
+    return _full_trainer(config, start, model=model, processes=processes)
 
 
 def _full_trainer(
-    config: GrpoConfig,
-    start: Path,
-    *,
-    model: SlottedModel,
-    publisher: Publisher | None,
-    processes: Processes,
+    config: GrpoConfig, start: Path, *, model: SlottedModel, processes: Processes
 ) -> FullTrainer:
     """In several processes, each keeps a part of the weights."""
     full = config.full or FullWeights()
@@ -104,7 +87,6 @@ def _full_trainer(
         name=POLICY,
         config=FullConfig(**config.trainer.model_dump(), **full.model_dump()),
         like=start,
-        publisher=publisher,
         processes=processes,
     )
 
@@ -112,18 +94,16 @@ def _full_trainer(
 def full_policy(config: GrpoConfig, files: GrpoFiles, parts: PolicyParts) -> MakePolicy:
     """All weights of the model, which is at the start; an engine that shares it takes turns."""
     start, folder = files.start, files.folder.path
-    model, engine = parts.model, parts.engine
+    engine, model = parts.opened.engine, parts.opened.model
     if config.init_from is not None:
         _check_shape(model, start, engine)
-    publisher = _model_publisher(engine, folder, dtype=model.dtype)
     if config.share and parts.processes.size > 1:
         raise ConfigError(
             f"share is for one process, and torchrun started {parts.processes.size}, each with a "
             "part of the weights: write share: false."
         )
-    trainer = _full_trainer(
-        config, start, model=model, publisher=publisher, processes=parts.processes
-    )
+    trainer = _full_trainer(config, start, model=model, processes=parts.processes)
+    publisher = full_publisher(parts.opened, trainer, like=folder)
     if config.share:
         assert isinstance(engine, EmbeddedEngine), "the config refuses to share with servers"
         trainer.share_with(engine)
@@ -145,31 +125,3 @@ def _check_shape(model: SlottedModel, start: Path, engine: Engine) -> None:
                 f"{start} is another model than the engine's: {name} is {own or 'missing'} there "
                 f"and {shape} in the engine. Give init_from a model of the same shape."
             )
-
-
-def _model_publisher(engine: Engine, folder: Path, *, dtype: torch.dtype) -> Publisher:
-    if isinstance(engine, EmbeddedEngine):
-        return ModelPublisher(engine.replace_base)
-    if isinstance(engine, Fleet):
-        require_updates(engine)
-        return ModelPublisher(_Servers(engine, folder, dtype=dtype).replace_base)
-    raise TrainError("This engine takes adapters only: write full: false.")
-
-
-class _Servers:
-    """Gives whole models to servers, through a copy of the model on this machine."""
-
-    def __init__(self, fleet: Fleet, folder: Path, *, dtype: torch.dtype) -> None:
-        self._fleet = fleet
-        with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-    async def replace_base(self, weights: ModelWeights) -> ModelRef:
-        await asyncio.to_thread(self._set, weights)
-        await update_weights(self._fleet, self._model)
-        return self._fleet.base
-
-    @torch.no_grad()
-    def _set(self, weights: ModelWeights) -> None:
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(weights.tensors[name])

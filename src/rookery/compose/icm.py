@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from rookery.compose.inputs_record import digest, require_same_inputs
+from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -20,7 +20,6 @@ from rookery.compose.running import (
     tracked,
     write_page,
 )
-from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
@@ -72,7 +71,9 @@ def run_icm(
 def _finish(config: IcmConfig, open_run: OpenRun, display: Display) -> Outcome[IcmReport]:
     open_run = tracked(open_run, config.track)
     quiet_libraries()
-    return run_async(_label(config, _read_inputs(config), open_run, display))
+    inputs = _read_inputs(config)
+    open_run = on_same_inputs(open_run, _digests(inputs))
+    return run_async(_label(config, inputs, open_run, display))
 
 
 ICM = RunKind("icm", config=IcmConfig, finish=_finish)
@@ -99,6 +100,13 @@ def _read_inputs(config: IcmConfig) -> _Inputs:
     return _Inputs(items, folder, load_encoder(folder), init)
 
 
+def _digests(inputs: _Inputs) -> dict[str, str]:
+    digests = {"items": digest(inputs.items)}
+    if inputs.init is not None:
+        digests["init_from"] = inputs.init.version
+    return digests | digest_models({"the model": inputs.folder})
+
+
 async def _label(
     config: IcmConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[IcmReport]:
@@ -119,8 +127,6 @@ async def _label(
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
             with open_run() as run, resumable(run.path, display):
-                digests = {"items": digest(inputs.items)}
-                await run_in_thread(require_same_inputs, run, digests)
                 if config.iterate is not None:
                     tune = _tuner(run, config, cast(Engine, sampler), inputs)
                     labeller = replace(labeller, tune=tune)

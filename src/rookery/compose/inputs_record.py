@@ -2,13 +2,17 @@
 names."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from rookery.errors import RunError
-from rookery.runs import Run, RunView
+from rookery.compose.running import OpenRun
+from rookery.errors import ModelError, RunError, boundary
+from rookery.runs import Run
+from rookery.types import Adapter
 
-__all__ = ["check_inputs", "digest", "digest_model", "require_same_inputs"]
+__all__ = ["digest", "digest_adapters", "digest_models", "on_same_inputs"]
 
 FILE = "inputs.json"
 MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
@@ -24,41 +28,60 @@ def digest(records: Iterable[object]) -> str:
     return hashed.hexdigest()
 
 
-def digest_model(folder: Path) -> str:
-    """Of the files of a model folder. Reads all of its weights."""
+def digest_adapters(adapters: Iterable[Adapter]) -> str:
+    return digest((adapter.name, adapter.version) for adapter in adapters)
+
+
+def digest_models(folders: Mapping[str, Path]) -> dict[str, str]:
+    """Of the files of model folders, by name. Reads all of their weights."""
+    with boundary(ModelError, "Reading the model's files", foreign=(OSError,)):
+        return {name: _digest_model(folder) for name, folder in folders.items()}
+
+
+def _digest_model(folder: Path) -> str:
     hashed = hashlib.blake2b(digest_size=16)
-    for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
-        with path.open("rb") as file:
-            own = hashlib.file_digest(file, "blake2b").digest()
-        hashed.update(path.name.encode() + b"\0" + own)
+    paths = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+    with ThreadPoolExecutor() as threads:  # a thread hashes about a gigabyte a second
+        for path, own in zip(paths, threads.map(_digest_file, paths), strict=True):
+            hashed.update(path.name.encode() + b"\0" + own)
     return hashed.hexdigest()
 
 
-def require_same_inputs(run: Run, digests: Mapping[str, str]) -> None:
-    """Record the digests of a new run's data, by name; refuse a resume where they are others.
+def _digest_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
+
+
+def on_same_inputs(open_run: OpenRun, digests: Mapping[str, str]) -> OpenRun:
+    """The run with the digests of its data, by name. One that was started on other data is refused
+    now, and stays as it is.
 
     The recorded answers are known by the ids of their tasks: a task that changed under its id would
     be reported with the answers to another question. Weights that changed under their path would be
     trained on, and reported with the answers of the former ones.
     """
-    if not (run.path / FILE).exists():
-        run.write_json(FILE, dict(digests))
+    if open_run.folder is not None:
+        _compare(open_run.folder, digests)
+
+    @contextmanager
+    def opened() -> Iterator[Run]:
+        with open_run() as run:
+            if not (run.path / FILE).exists():
+                run.write_json(FILE, dict(digests))
+            yield run
+
+    return OpenRun(opened, folder=open_run.folder)
+
+
+def _compare(folder: Path, digests: Mapping[str, str]) -> None:
+    """A run that was killed before it had a record has no answers either."""
+    if not (folder / FILE).exists():
         return
-    _compare(run, digests)
-
-
-def check_inputs(folder: Path, digests: Mapping[str, str]) -> None:
-    """The same for a run that is not open yet, if there is one: a refusal leaves it as it was."""
-    if (folder / FILE).exists():
-        with Run.view(folder) as run:
-            _compare(run, digests)
-
-
-def _compare(run: RunView, digests: Mapping[str, str]) -> None:
-    known: dict[str, str] = run.read_json(FILE)
+    with Run.view(folder) as run:
+        known: dict[str, str] = run.read_json(FILE)
     changed = sorted(name for name in known | dict(digests) if known.get(name) != digests.get(name))
     if changed:
         raise RunError(
-            f"The data of {', '.join(changed)} changed since {run.path} was started, and what it "
+            f"The data of {', '.join(changed)} changed since {folder} was started, and what it "
             "recorded belongs to the former: put the former data back, or start a new run."
         )

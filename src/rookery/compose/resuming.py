@@ -29,7 +29,7 @@ def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
         config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
         if is_first_process():
             run.require_free()
-    open_run = OpenRun(lambda: Run.open(place), is_new=False)
+    open_run = OpenRun(lambda: Run.open(place), folder=place)
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 

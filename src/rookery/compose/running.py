@@ -62,7 +62,12 @@ class OpenRun:
     """Makes a run or goes on with one, when everything that can be refused has been read."""
 
     open: Callable[[], AbstractContextManager[Run]]
-    is_new: bool
+    folder: Path | None = None
+    """Of the run to go on with; None: a new one."""
+
+    @property
+    def is_new(self) -> bool:
+        return self.folder is None
 
     def __call__(self) -> AbstractContextManager[Run]:
         return self.open()
@@ -147,7 +152,7 @@ def new_run(config: Config, *, kind: str, name: str, runs_dir: str | Path) -> Op
             f"{shlex.quote(str(path))}`, or choose another --name."
         )
     document = config.model_dump(mode="json")
-    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name), is_new=True)
+    return OpenRun(lambda: Run.create(root, kind=kind, config=document, name=name))
 
 
 def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
@@ -159,7 +164,7 @@ def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
         with open_run() as run, follow_metrics(run, names):
             yield run
 
-    return OpenRun(opened, is_new=open_run.is_new)
+    return OpenRun(opened, folder=open_run.folder)
 
 
 def _require_folder(runs_dir: Path) -> None:
@@ -209,11 +214,13 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def quiet_libraries() -> None:
-    """Hugging Face prints bars and warnings of its own; ours say what matters."""
+    """The libraries print bars and warnings of their own; ours say what matters."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # transformers imports torchao where it is installed, which warns of its own code.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -13,7 +13,8 @@ import uvicorn
 from pydantic import Field
 
 from rookery.compose.backends import open_backend
-from rookery.compose.environment import engine_of_environment
+from rookery.compose.environment import engine_of_environment, megatron_of_environment
+from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
 from rookery.config import Config
 from rookery.embedded import EngineConfig
@@ -52,6 +53,9 @@ class ServeConfig(Config):
     """The key file; by default that of `rookery keys`."""
     engine: EngineChoice = Field(default_factory=EngineConfig)
     """What samples: in this process, sharing its weights with the trainer, or vLLM servers."""
+    megatron: str | None = None
+    """The address of a Megatron server, which then trains, and samples too unless `engine` is vLLM
+    servers."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     lora_alpha: float = Field(default=32.0, gt=0)
     """Adapters are multiplied by this over their rank; clients cannot choose it."""
@@ -74,7 +78,8 @@ def serve(
     """Serve until Ctrl-C. `on_ready` is told the address."""
     loaded = read_config(ServeConfig, config, values)
     engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)
-    loaded = loaded.model_copy(update={"engine": engine})
+    megatron = megatron_of_environment(loaded.megatron, os.environ)
+    loaded = loaded.model_copy(update={"engine": engine, "megatron": megatron})
     quiet_libraries()
     run_async(_serve(loaded, on_ready))
 
@@ -142,18 +147,22 @@ async def _answering(
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:
     folders = dict.fromkeys(config.models.values())
-    if len(folders) > 1 and not isinstance(config.engine, EngineConfig):
+    is_elsewhere = config.megatron is not None or not isinstance(config.engine, EngineConfig)
+    if len(folders) > 1 and is_elsewhere:
         raise ConfigError(
-            f"models names {len(folders)} models, and a fleet serves one: map all names to it, or "
-            "use the engine of this process."
+            f"models names {len(folders)} models, and a fleet or a Megatron server has one: map "
+            "all names to it, or use the engine of this process."
         )
     opened = {}
     for model in folders:
         engine = config.engine
         if isinstance(engine, EngineConfig):
             engine = engine.model_copy(update={"model": model})
+        alpha = config.lora_alpha
         opened[model] = await stack.enter_async_context(
-            open_backend(model, engine=engine, trainer=config.trainer, alpha=config.lora_alpha)
+            open_backend(model, engine=engine, trainer=config.trainer, alpha=alpha)
+            if config.megatron is None
+            else open_megatron_backend(model, url=config.megatron, engine=engine, alpha=alpha)
         )
     return {name: opened[model] for name, model in config.models.items()}
 

@@ -23,7 +23,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, ParamSpec, TypeVar
+from typing import ClassVar, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
@@ -86,6 +86,8 @@ class _Served:
 class EmbeddedEngine:
     """A Sampler and an Adapters over one model; use it inside `async with`."""
 
+    batcher_type: ClassVar[type[Batcher]] = Batcher
+
     def __init__(
         self,
         model: SlottedModel,
@@ -105,7 +107,7 @@ class EmbeddedEngine:
             memory_bytes=memory_bytes(model.device),
             token_bytes=token_bytes,
         )
-        self._batcher = Batcher(
+        self._batcher = self.batcher_type(
             model,
             detokenize=detokenize,
             max_rows=config.max_rows,

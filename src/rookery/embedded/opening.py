@@ -16,7 +16,7 @@ from rookery.errors import EngineError, ModelError, boundary
 from rookery.slots import SlottedModel, load_model
 from rookery.slots.linear import can_pack
 
-__all__ = ["open_engine", "run_engine"]
+__all__ = ["driven", "open_engine", "run_engine"]
 
 Answer = TypeVar("Answer")
 Params = ParamSpec("Params")
@@ -47,7 +47,7 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
         engine = EmbeddedEngine(
             model, config=config, detokenize=detokenize, name=folder.name, thread=thread
         )
-        async with _driven(engine):
+        async with driven(engine):
             yield engine
 
 
@@ -64,12 +64,12 @@ async def run_engine(
         engine = EmbeddedEngine(
             model, config=config, detokenize=detokenize, name=name, thread=thread
         )
-        async with _driven(engine):
+        async with driven(engine):
             yield engine
 
 
 @asynccontextmanager
-async def _driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
+async def driven(engine: EmbeddedEngine) -> AsyncIterator[None]:
     driver = asyncio.create_task(engine.drive(), name="rookery-engine")
     try:
         yield

@@ -47,10 +47,15 @@ class FolderPackage:
     content: bytes = field(repr=False)
 
 
-def pack_folder(path: Path, *, ignored: Sequence[str] = IGNORED) -> FolderPackage:
-    """Pack the files of a folder now; later changes do not reach the workers."""
+def pack_folder(
+    path: Path, *, ignored: Sequence[str] = IGNORED, left_out: Path | None = None
+) -> FolderPackage:
+    """Pack the files of a folder now; later changes do not reach the workers.
+
+    `ignored` are patterns of names anywhere below it, `left_out` is one folder.
+    """
     with boundary(ConfigError, f"Packing the folder {path} for workers", foreign=(OSError,)):
-        files = _list_files(path, ignored)
+        files = _list_files(path, ignored, left_out)
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, file in files:
@@ -59,14 +64,20 @@ def pack_folder(path: Path, *, ignored: Sequence[str] = IGNORED) -> FolderPackag
     return FolderPackage(digest=hashlib.sha256(data).hexdigest(), content=data)
 
 
-def _list_files(path: Path, ignored: Sequence[str]) -> list[tuple[str, Path]]:
+def _list_files(
+    path: Path, ignored: Sequence[str], left_out: Path | None
+) -> list[tuple[str, Path]]:
     """Names relative to the folder and their files, sorted; refuses what cannot travel."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder.")
     files: list[tuple[str, Path]] = []
     num_bytes = 0
     for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not _is_ignored(name, ignored)]
+        folders[:] = [
+            name
+            for name in folders
+            if not _is_ignored(name, ignored) and Path(folder, name) != left_out
+        ]
         for name in [*folders, *names]:
             file = Path(folder, name)
             if _is_ignored(name, ignored) or (file.is_dir() and not file.is_symlink()):

@@ -209,7 +209,7 @@ class WorkerPool:
                         raise WorkerRefused(reason, info=WorkerInfo(name=slot)) from None
                     await asyncio.sleep(RESTART_DELAY_S * 2**num_failed)
         except WorkerRefused as error:
-            _log.warning("Worker %s gets no work: %s", slot, error)
+            _log.warning("Worker %s gets no work: %s", slot, _ends_of(str(error)))
             self._refused[slot] = replace(error.info, refusal=str(error))
         finally:
             del self._tasks[slot]
@@ -288,11 +288,20 @@ class WorkerPool:
 
     def _go_down(self) -> None:
         """No worker is left: fail all waiting jobs, and those submitted later."""
-        reasons = dict.fromkeys(f"{w.name}: {w.refusal}" for w in self._refused.values())
+        named: dict[str, list[str]] = {}
+        for worker in self._refused.values():
+            named.setdefault(worker.refusal, []).append(worker.name)
+        reasons = [f"{', '.join(names)}: {refusal}" for refusal, names in named.items()]
         self._down = "No worker can run jobs. " + " ".join(reasons)
         self._changed.set()
         for entry in list(self._in_flight.values()):
             self._resolve(entry, ExecutorError(self._down))
+
+
+def _ends_of(refusal: str) -> str:
+    """First and last line: of a traceback, what failed and how."""
+    lines = refusal.strip().splitlines()
+    return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def check_num_workers(number: int | None) -> None:

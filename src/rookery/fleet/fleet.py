@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from rookery.fleet.adapters.residency import clear_left
 from rookery.fleet.adapters.served import ServedAdapters, require_adapter
 from rookery.fleet.adapters.staging import Staging, open_staging
 from rookery.fleet.garbage import collected_rarely
-from rookery.fleet.http.capabilities import Capabilities
+from rookery.fleet.http.capabilities import common_capabilities
 from rookery.fleet.http.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.urls import check_urls
@@ -65,6 +65,8 @@ class FleetConfig(Config):
     folder that all of them see. By default in shared memory, which servers on this machine see."""
     resolver: bool = False
     """The servers search adapter_folder by name (lora_filesystem_resolver), needing no load."""
+    peft_folders: bool = False
+    """Adapters go to the servers as PEFT folders, though some could take them from memory."""
     in_place: bool = False
     """Adapters on a GPU are read there by servers on the same GPU, with no copy in between."""
     max_loras: int | None = Field(default=None, ge=1)
@@ -109,7 +111,9 @@ class Fleet:
         self.config = config
         self.capabilities = common_capabilities([r.capabilities for r in replicas])
         model = config.launch.model if config.launch is not None else self.capabilities.root
-        self.base = self._first_base = ModelRef(name="base", version=config.name or model)
+        self.base = self.first_base = ModelRef(name="base", version=config.name or model)
+        for replica in replicas:
+            replica.base = self.base
         self._served = ServedAdapters()
         self.pool = Pool(
             replicas,
@@ -175,6 +179,10 @@ class Fleet:
         """The adapters that requests can name, oldest first."""
         return self._served.refs
 
+    def find(self, ref: ModelRef) -> Adapter | None:
+        """A loaded adapter as servers get it."""
+        return self._served.find(ref)
+
     def wire_name(self, ref: ModelRef) -> str:
         """The name that servers know a loaded adapter by."""
         return self._staging.wire_name(ref)
@@ -187,9 +195,14 @@ class Fleet:
         answers = await self._send(entries)
         with boundary(FleetError, _UNREADABLE):
             return [
-                read_completions(request, choices)
+                read_completions(request, choices, has_versions=self._is_trained(request.model))
                 for request, choices in zip(requests, answers, strict=True)
             ]
+
+    def _is_trained(self, ref: ModelRef) -> bool:
+        """Whether these are base weights that were given to the servers here: names of others on a
+        server are not of this fleet's making."""
+        return self.base != self.first_base and self._served.find(ref) is None
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         plans = [plan_score(request, capabilities=self.capabilities) for request in requests]
@@ -242,10 +255,10 @@ class Fleet:
         async with self._exclusion.take(f"update {uuid4()}"):
             yield
 
-    def rename_base(self, digest: str) -> None:
+    def rename_base(self, ref: ModelRef) -> None:
         """The base model has new weights: `base` is a new version, and the old one is refused."""
-        self.base = replace(self._first_base, version=f"{self._first_base.version}+{digest}")
-        names = self._fit.base_names | base_names(self.base.version)
+        self.base = ref
+        names = self._fit.base_names | base_names(ref.version)
         self._fit = replace(self._fit, base_names=names)
 
     async def _admit(self, ref: ModelRef, adapter: Adapter) -> Adapter:
@@ -345,6 +358,7 @@ async def _open_replicas(
         is_on_cpu=None if config.device is None else config.device == "cpu",
         is_folder_shared=config.adapter_folder is not None,
         has_resolver=config.resolver,
+        is_by_folder=config.peft_folders,
     )
 
     def make(url: str, api_key: str, local: LocalServer | None = None) -> Replica:
@@ -371,29 +385,3 @@ async def _connect(replicas: Sequence[Replica]) -> None:
                 group.create_task(replica.connect())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
-    """What all servers can do; FleetError when they serve different models."""
-    first = capabilities[0]
-    for other in capabilities[1:]:
-        if base_names(other.root) != base_names(first.root):
-            raise FleetError(
-                f"The servers serve different models, {first.root} and {other.root}: one fleet "
-                "has one base model."
-            )
-    return replace(
-        first,
-        max_model_len=_least(c.max_model_len for c in capabilities),
-        max_logprobs=min(c.max_logprobs for c in capabilities),
-        has_label_logprobs=all(c.has_label_logprobs for c in capabilities),
-        has_prompt_logprobs=all(c.has_prompt_logprobs for c in capabilities),
-        has_processed_logprobs=all(c.has_processed_logprobs for c in capabilities),
-        has_prefix_cache=all(c.has_prefix_cache for c in capabilities),
-        block_tokens=max(c.block_tokens for c in capabilities),
-        max_lora_rank=_least(c.max_lora_rank for c in capabilities),
-    )
-
-
-def _least(values: Iterable[int | None]) -> int | None:
-    return min((value for value in values if value is not None), default=None)

@@ -78,6 +78,8 @@ class ChainRecord(Record):
     batch: int = 0
     chain: int = 0
     is_best: bool = False
+    origin: Text = ""
+    """What it began with; without iterations, what made the labels."""
     num_iterations: int = 0
     num_accepted: int = 0
     num_labelled: int = 0

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
 from rookery.tasks.scorers import ChoiceConfig, build_scorer
+from rookery.tasks.scorers.choice import correct_choice
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
 from rookery.types import (
@@ -21,7 +23,16 @@ from rookery.types import (
     TokenIds,
 )
 
-__all__ = ["Asking"]
+__all__ = ["Answer", "Asking"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said to one task."""
+
+    completion: Completion
+    certainty: float | None = None
+    """The probability of the right choice among the choices; None where there are none."""
 
 
 class Asking:
@@ -79,10 +90,8 @@ class Asking:
             return [ScoreRequest(model=model, tokens=prompt, start=start, labels=labels)]
         return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
 
-    def pick(
-        self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]
-    ) -> Completion:
-        """The likeliest choice, as a completion."""
+    def pick(self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> Answer:
+        """The likeliest choice, as a completion, and how likely the right one is among all."""
         logprobs = [score.logprobs for score in scores]
         tokens = [request.tokens[request.start :] for request in requests]
         if requests[0].labels:
@@ -92,15 +101,22 @@ class Asking:
         if self._normalize == "mean":
             totals = [total / len(values) for total, values in zip(totals, logprobs, strict=True)]
         best = max(range(len(totals)), key=totals.__getitem__)
-        return Completion(
+        completion = Completion(
             model=scores[0].model,
             tokens=tokens[best],
             logprobs=logprobs[best],
             text=task.choices[best],
             finish_reason="stop",
         )
+        right = correct_choice(task)
+        if right is None:
+            return Answer(completion)
+        parts = [math.exp(total - totals[best]) for total in totals]
+        return Answer(completion, parts[task.choices.index(right)] / math.fsum(parts))
 
-    async def judge(self, task: Task, completion: Completion) -> Rollout:
+    async def judge(
+        self, task: Task, completion: Completion, *, certainty: float | None = None
+    ) -> Rollout:
         """The completion with its reward, or with the reason why it has none."""
         try:
             reward = await self.scorer.reward(task, completion)
@@ -108,7 +124,8 @@ class Asking:
             raise
         except (TaskError, EngineError, FleetError) as error:
             return Rollout(task=task, completion=completion, reward=None, error=str(error))
-        return Rollout(task=task, completion=completion, reward=reward)
+        metrics = {} if certainty is None else {"certainty": certainty}
+        return Rollout(task=task, completion=completion, reward=reward, metrics=metrics)
 
     def _encode_choices(self, task: Task) -> list[tuple[TokenIds, int]]:
         encoded = self._encoded.get(task.id)

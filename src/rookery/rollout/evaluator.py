@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError, TaskError
 from rookery.ports import Sampler
-from rookery.rollout.asking import Asking
+from rookery.rollout.asking import Answer, Asking
 from rookery.rollout.log import RolloutLog
 from rookery.tasks.taskset import Taskset
 from rookery.tasks.template import Template
-from rookery.types import Completion, Evaluation, Group, ModelRef, Rollout, Task
+from rookery.types import Evaluation, Group, ModelRef, Rollout, Task
 
 __all__ = ["Progress", "TasksetEvaluator", "mean_by_source"]
 
@@ -110,6 +110,7 @@ class TasksetEvaluator:
 
     def _sum_up(self, model: ModelRef, groups: Sequence[Group], seconds: float) -> Evaluation:
         rewards: dict[str, float] = {}
+        certainties: dict[str, float] = {}
         errors: dict[str, str] = {}
         num_tokens = 0
         for group in groups:
@@ -119,9 +120,16 @@ class TasksetEvaluator:
             else:
                 earned = [r.reward for r in group.rollouts if r.reward is not None]
                 rewards[group.task.id] = sum(earned) / len(earned)
+                if "certainty" in group.rollouts[0].metrics:
+                    certainties[group.task.id] = group.rollouts[0].metrics["certainty"]
             num_tokens += sum(self._cost(rollout) for rollout in group.rollouts)
         return Evaluation(
-            model=model, rewards=rewards, errors=errors, num_tokens=num_tokens, seconds=seconds
+            model=model,
+            rewards=rewards,
+            errors=errors,
+            num_tokens=num_tokens,
+            seconds=seconds,
+            certainties=certainties,
         )
 
     def _cost(self, rollout: Rollout) -> int:
@@ -247,7 +255,7 @@ class TasksetEvaluator:
     async def _ask(self, pairs: Sequence[Pair]) -> list[Rollouts]:
         """The rollouts of each pair. When the batch fails, each pair is asked by itself once."""
         try:
-            answers = await self._completions(pairs)
+            answers = await self._answers(pairs)
         except (EngineDownError, FleetDownError):
             raise  # the engine is down: the run ends, to be resumed
         except (EngineError, FleetError) as error:
@@ -257,18 +265,20 @@ class TasksetEvaluator:
             return [rollouts for [rollouts] in alone]
         judged = iter(
             await together(
-                self._askings[task.source].judge(task, completion)
-                for (_, task), completions in zip(pairs, answers, strict=True)
-                for completion in completions
+                self._askings[task.source].judge(
+                    task, answer.completion, certainty=answer.certainty
+                )
+                for (_, task), group in zip(pairs, answers, strict=True)
+                for answer in group
             )
         )
-        return [tuple(next(judged) for _ in completions) for completions in answers]
+        return [tuple(next(judged) for _ in group) for group in answers]
 
     def _failed(self, task: Task, error: str) -> Rollouts:
         failed = Rollout(task=task, completion=None, reward=None, error=error)
         return (failed,) * self._askings[task.source].num_answers
 
-    async def _completions(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+    async def _answers(self, pairs: Sequence[Pair]) -> list[tuple[Answer, ...]]:
         """Sampled pairs and chosen pairs go to the sampler side by side."""
         chosen = [self._askings[task.source].is_choice for _, task in pairs]
         to_sample = [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if not is_chosen]
@@ -277,12 +287,13 @@ class TasksetEvaluator:
         sampled, picked = map(iter, answers)
         return [next(picked) if is_chosen else next(sampled) for is_chosen in chosen]
 
-    async def _draw(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
+    async def _draw(self, pairs: Sequence[Pair]) -> list[tuple[Answer, ...]]:
         requests = [self._askings[task.source].sample_request(m, task) for m, task in pairs]
-        return await self._sampler.sample(requests) if requests else []
+        drawn = await self._sampler.sample(requests) if requests else []
+        return [tuple(map(Answer, completions)) for completions in drawn]
 
-    async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Completion, ...]]:
-        """Score the choices of each pair; the completion is the likeliest choice."""
+    async def _choose(self, pairs: Sequence[Pair]) -> list[tuple[Answer, ...]]:
+        """Score the choices of each pair; the answer is the likeliest choice."""
         requests = [self._askings[task.source].choice_requests(m, task) for m, task in pairs]
         flat = [request for group in requests for request in group]
         scores = iter(await self._sampler.score(flat) if flat else [])

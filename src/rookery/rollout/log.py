@@ -40,6 +40,7 @@ class RolloutLog:
             completion=None if completion is None else _read_completion(completion, model),
             reward=payload["reward"],
             error=payload["error"],
+            metrics=payload.get("metrics", {}),
         )
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
@@ -56,6 +57,7 @@ class RolloutLog:
                     "reward": rollout.reward,
                     "error": rollout.error,
                     "completion": _write_completion(rollout.completion),
+                    **({"metrics": dict(rollout.metrics)} if rollout.metrics else {}),
                     "num_tokens": num_tokens,
                 }
                 for key, model, rollout, num_tokens in rollouts

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 
 from rookery.search.fitness import Fitness
 
-__all__ = ["COMBINATIONS", "Candidate", "ChildPlan", "EsStep", "ParticleState", "Recipe"]
+__all__ = [
+    "BY_BLOCK",
+    "COMBINATIONS",
+    "Candidate",
+    "ChildPlan",
+    "EsStep",
+    "ParticleState",
+    "Recipe",
+]
 
-COMBINATIONS = frozenset({"cmaes", "move"})
-"""Merges that plans name and no config: weighted sums of the parents."""
+BY_BLOCK = "by_block"
+COMBINATIONS = frozenset({BY_BLOCK, "cmaes", "move"})
+"""Merges that plans name and no config: weighted sums of the parents, by block with weights of its
+own for every block of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +56,8 @@ class ChildPlan:
 
     `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
     weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
-    merge None and one parent; the merges "move" and "cmaes" are weighted sums.
+    merge None and one parent; the merges "move" and "cmaes" are weighted sums, and so is
+    "by_block", with the weights of all parents in the first block, then in the second, and so on.
     """
 
     id: str

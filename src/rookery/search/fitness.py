@@ -64,12 +64,14 @@ def fitness_of(
     *,
     weights: Mapping[str, float],
     floors: Mapping[str, float] | None = None,
+    merits: Mapping[str, float] | None = None,
 ) -> Fitness:
     """Weighted mean over sources, one objective per source in the order of `weights`.
 
     `floors` says "do not get worse than this on that source"; a source may have a floor and
     weight 0. Worked example: means {"a": 0.5, "b": 0.25}, weights {"a": 3, "b": 1} and floors
-    {"b": 0.375} give score 0.4375, objectives (0.5, 0.25), violation 0.125.
+    {"b": 0.375} give score 0.4375, objectives (0.5, 0.25), violation 0.125. `merits` are means
+    that score and objectives are made of in place of `means`; floors hold of `means`.
     """
     total = math.fsum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
@@ -83,9 +85,10 @@ def fitness_of(
         raise ValueError(
             f"No mean was measured for {missing}; there are means for {sorted(means)}."
         )
+    compared = means if merits is None else merits
     return Fitness(
-        score=math.fsum(weights[name] * means[name] for name in weights) / total,
-        objectives=tuple(means[name] for name in weights),
+        score=math.fsum(weights[name] * compared[name] for name in weights) / total,
+        objectives=tuple(compared[name] for name in weights),
         violation=find_violation(means, floors),
     )
 

@@ -9,7 +9,8 @@
 **The promise.** The tasks come in random order. A candidate that evaluating everybody on every
 task would place among the best `keep` is dropped with probability at most 1 - `confidence`,
 however many blocks are looked at. The order is that of `fitness.rank_key`: those who keep all
-floors by score, then those who do not by violation.
+floors by score, then those who do not by violation. The score is made of rewards, or of what else
+is told as `merits`; floors always hold of rewards.
 
 **The rule.** A rival counts against a candidate when it is proven to end above it:
   - the rival keeps every floor, and the candidate misses one or has the lower score; or
@@ -157,14 +158,19 @@ class Race:
 
     @property
     def estimates(self) -> dict[str, float | None]:
-        """Each candidate's score on all tasks asked so far; None for failed ones.
+        """Each candidate's score on all tasks asked so far, as `paired_estimates` has it; None for
+        failed ones."""
+        return self._estimate(self._scores)
 
-        A dropped one saw a prefix only: its estimate is the leader's mean on everything plus
-        their mean difference on that prefix, so that easy or hard tasks at the start cancel out.
-        """
+    @property
+    def reward_estimates(self) -> dict[str, float | None]:
+        """The same of the rewards, where the score is made of merits."""
+        return self._estimate(self._rewards * self._factors)
+
+    def _estimate(self, values_N_T: NDArray[np.float64]) -> dict[str, float | None]:
         failed = {id for id, fate in self.dropped.items() if fate.reason == "failed"}
         values = paired_estimates(
-            [row[:seen] for row, seen in zip(self._scores, self._seen, strict=True)],
+            [row[:seen] for row, seen in zip(values_N_T, self._seen, strict=True)],
             leader=self._leader(),
             is_dropped=[id in self.dropped for id in self.candidates],
         )
@@ -212,13 +218,27 @@ class Race:
                 alpha=alpha / (count * len(floors)),
             )
 
-    def know(self, id: str, rewards: Mapping[str, float], *, violation: float) -> None:
+    def know(
+        self,
+        id: str,
+        rewards: Mapping[str, float],
+        *,
+        merits: Mapping[str, float] | None,
+        violation: float,
+    ) -> None:
         """The candidate's rewards on every task, and by how much it misses floors with them."""
-        self.take(id, [rewards[task] for task in self.tasks])
+        in_order = None if merits is None else [merits[task] for task in self.tasks]
+        self.take(id, [rewards[task] for task in self.tasks], merits=in_order)
         if self._floors is not None:
             self._floors.know(self._index[id], violation=violation)
 
-    def take(self, id: str, rewards: Sequence[float | None] | None) -> None:
+    def take(
+        self,
+        id: str,
+        rewards: Sequence[float | None] | None,
+        *,
+        merits: Sequence[float | None] | None = None,
+    ) -> None:
         """Keep a candidate's next rewards until they are looked at; None is a failure."""
         row = self._index.get(id)
         if row is None:
@@ -236,6 +256,9 @@ class Race:
         limits = (self.config.low, self.config.high) if self.config.enabled else None
         check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
         self._rewards[row, told:end] = values
+        if merits is not None:
+            values = np.array(list(merits)[: end - told], dtype=np.float64)
+            check_rewards(values, id=id, tasks=self.tasks[told:end], limits=limits)
         self._scores[row, told:end] = values * self._factors[told:end]
         self._has_failed[row] = len(failed) > 0
         self._told[row] = len(self.tasks) if len(failed) else end
@@ -322,13 +345,14 @@ def start(
     weights: Mapping[str, float] | None = None,
     floors: Mapping[str, float] | None = None,
     known: Mapping[str, Mapping[str, float]] | None = None,
+    known_merits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Race:
     """A race of all candidates over the tasks in random order.
 
     `sources` names each task's source. With `weights` the score is the weighted mean of the
     sources' means, else the mean of all rewards. `floors` are means on a source that candidates
-    must not fall below. Candidates in `known` have a reward for every task: they race along and
-    need no answers.
+    must not fall below. Candidates in `known` have a reward for every task, and a merit where the
+    score is made of these: they race along and need no answers.
     """
     for what, ids in (("candidates", candidates), ("tasks", tasks)):
         if not ids or len(set(ids)) != len(ids):
@@ -347,20 +371,30 @@ def start(
     race.open_tests(named, floors or {})
     for id, rewards in (known or {}).items():
         by_source = [(sources[task], rewards[task]) for task in tasks]
-        race.know(id, rewards, violation=violation_of(by_source, floors or {}))
+        race.know(
+            id,
+            rewards,
+            merits=(known_merits or {}).get(id),
+            violation=violation_of(by_source, floors or {}),
+        )
     race.look_on()
     return race
 
 
-def tell(race: Race, told: Mapping[str, Sequence[float | None] | None]) -> Race:
+def tell(
+    race: Race,
+    told: Mapping[str, Sequence[float | None] | None],
+    *,
+    merits: Mapping[str, Sequence[float | None]] | None = None,
+) -> Race:
     """Hand over answers and make every look that they complete; the same race, changed.
 
     For each candidate its next rewards in the order asked, as many as have arrived. None in place
     of a reward, or of all of them, says that it could not be measured: the candidate fails when
     that task is looked at. It is out then, and so is what it proved about others: who was dropped
-    on its account alone comes back.
+    on its account alone comes back. `merits` are what the score counts in place of the rewards.
     """
     for id, rewards in told.items():
-        race.take(id, rewards)
+        race.take(id, rewards, merits=(merits or {}).get(id))
     race.look_on()
     return race

@@ -128,15 +128,15 @@ class SlottedLinear(nn.Module):
         flat = x.reshape(-1, self.in_features)
         out = self.base(flat)
         for rows in self._active.rows:
-            if (factors := self.factors(rows)) is not None:
-                rows.add(out, rows.take(flat), *factors)
+            if (banks := self.banks(rows)) is not None:
+                rows.add(out, rows.take(flat), banks)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def factors(self, rows: SlotRows) -> SlotFactors | None:
+    def banks(self, rows: SlotRows) -> Sequence[SlotFactors] | None:
         """What the rows multiply by: factors of their pass, or else the slots loaded here."""
         if rows.factors is not None:
             return rows.factors.get(self.name)
-        return None if self.a is None or self.b is None else (self.a, self.b)
+        return None if self.a is None or self.b is None else [(self.a, self.b)]
 
     def base(self, x: torch.Tensor) -> torch.Tensor:
         """The product without adapters: [rows, in] -> [rows, out]."""
@@ -177,7 +177,7 @@ class LinearGroup:
             out = self._packed(x)
         for rows in self._active.rows:
             if (stack := self._stack_for(rows)) is not None:
-                rows.add(out[:, stack.columns], rows.take(x), stack.a, stack.b)
+                rows.add(out[:, stack.columns], rows.take(x), stack.banks)
         return out
 
     def _stack_for(self, rows: SlotRows) -> "_Stack | None":
@@ -191,7 +191,7 @@ class LinearGroup:
         return self._stack
 
     def _stacked(self, rows: SlotRows) -> "_Stack | None":
-        return _stack_slots([member.factors(rows) for member in self._members], self._columns)
+        return _stack_slots([member.banks(rows) for member in self._members], self._columns)
 
     def _joined_bias(self) -> torch.Tensor | None:
         if all(member.bias is None for member in self._members):
@@ -207,27 +207,34 @@ class LinearGroup:
 class _Stack:
     """The slots of a group's members as those of one layer: A's stacked, B's in blocks."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    banks: Sequence[SlotFactors]
     columns: slice
 
 
-def _stack_slots(members: Sequence[SlotFactors | None], columns: Sequence[slice]) -> _Stack | None:
+def _stack_slots(
+    members: Sequence[Sequence[SlotFactors] | None], columns: Sequence[slice]
+) -> _Stack | None:
     adapted = [
-        (*factors, place)
-        for factors, place in zip(members, columns, strict=True)
-        if factors is not None
+        (banks, place) for banks, place in zip(members, columns, strict=True) if banks is not None
     ]
     if not adapted:
         return None
-    first, last = adapted[0][2].start, adapted[-1][2].stop
+    whole = slice(adapted[0][1].start, adapted[-1][1].stop)
     if len(adapted) == 1:
-        return _Stack(adapted[0][0], adapted[0][1], slice(first, last))
-    a = torch.cat([a.transpose(1, 2) for a, _, _ in adapted], dim=2)
-    b = a.new_zeros(len(a), a.shape[2], last - first)
+        return _Stack(adapted[0][0], whole)
+    places = [place for _, place in adapted]
+    alike = zip(*(banks for banks, _ in adapted), strict=True)
+    return _Stack([_stack_bank(bank, places, whole) for bank in alike], whole)
+
+
+def _stack_bank(
+    factors: Sequence[SlotFactors], places: Sequence[slice], whole: slice
+) -> SlotFactors:
+    a = torch.cat([a.transpose(1, 2) for a, _ in factors], dim=2)
+    b = a.new_zeros(len(a), a.shape[2], whole.stop - whole.start)
     rank = 0
-    for _, part, place in adapted:
+    for (_, part), place in zip(factors, places, strict=True):
         ranks = slice(rank, rank + part.shape[2])
-        b[:, ranks, place.start - first : place.stop - first] = part.transpose(1, 2)
+        b[:, ranks, place.start - whole.start : place.stop - whole.start] = part.transpose(1, 2)
         rank = ranks.stop
-    return _Stack(a.transpose(1, 2), b.transpose(1, 2), slice(first, last))
+    return a.transpose(1, 2), b.transpose(1, 2)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -19,7 +20,7 @@ from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
-__all__ = ["load_model", "make_empty_model"]
+__all__ = ["finish_model", "load_model", "make_empty_model", "require_config"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -38,33 +39,42 @@ def load_model(
     `is_exact`, for an engine and a trainer on one model of the CPU that is not packed, a row has
     the same bits in a prompt, in decoding and in training; attention takes longer.
     """
-    _require_config(folder)
+    require_config(folder)
     kind: Any = dtype
     if dtype == "auto":
         kind = torch.float32 if device == "cpu" else "auto"
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder)
-        _require_decoder(config, folder)
+        _require_decoder(AutoConfig.from_pretrained(folder), folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, attn_implementation="eager"
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
+    slotted = finish_model(model, folder=folder, names=names)
+    slotted.is_exact = is_exact and slotted.device.type == "cpu"
+    return slotted
+
+
+def finish_model(
+    model: PreTrainedModel, *, folder: Path, names: frozenset[str] = frozenset()
+) -> SlottedModel:
+    """The slotted model of one that has its weights, if its layers can be driven from here."""
     _check_parts(model, folder)
-    known = {str(folder), str(folder.resolve()), getattr(config, "_name_or_path", "") or "", *names}
+    own = getattr(model.config, "_name_or_path", "") or ""
+    known = {str(folder), str(folder.resolve()), own, *names}
     with boundary(
         ModelError,
         f"{folder}: the embedded engine cannot drive the layers of {type(model).__name__}",
         remedy={Exception: "Serve this model with vLLM."},
     ):
-        slotted = _slotted(model, names=model_names(*known), folder=folder)
-    slotted.is_exact = is_exact and slotted.device.type == "cpu"
-    return slotted
+        return _slotted(model, names=model_names(*known), folder=folder)
 
 
-def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> SlottedModel:
+def make_empty_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "auto", is_exact: bool = False
+) -> SlottedModel:
     """The same model from its config alone. Call it under torch's FakeTensorMode, where it takes no
     memory: what it would compute is then known by its shapes."""
-    _require_config(folder)
+    require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
         config = AutoConfig.from_pretrained(folder)
         _require_decoder(config, folder)
@@ -78,10 +88,12 @@ def make_empty_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") 
         model = model.eval().requires_grad_(requires_grad=False)
     _check_parts(model, folder)
     declared: int = model.config.get_text_config().max_position_embeddings
-    return SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted = SlottedModel(model, names=frozenset(), context_tokens=declared)
+    slotted.is_exact = is_exact and device == "cpu"
+    return slotted
 
 
-def _require_config(folder: Path) -> None:
+def require_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a model folder: it has no config.json. Give a folder written by "
@@ -90,11 +102,12 @@ def _require_config(folder: Path) -> None:
 
 
 def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
-    """transformers would name all of the decoders that it has."""
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    """transformers would name all of the decoders that it has. It has a head for encoders such as
+    BERT too, which are decoders only where their config says so."""
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False)
+    )
+    if getattr(config, "is_encoder_decoder", False) or not is_decoder:
         raise ModelError(
             f"{folder} is a model of the type {config.model_type}, which does not continue texts: "
             "take a decoder model, such as one of the Llama, Qwen, Gemma, Mistral or Phi kind."

@@ -97,6 +97,9 @@ class SlottedModel:
         for linear in self.linears.values():
             if linear.weight is not None:
                 linear.pack(keep_weight=linear.weight is tied)
+        for weight in self.weights.values():
+            # What is left may be part of a mapped file, which would stay in memory as a whole.
+            weight.data = weight.data.clone()
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:

@@ -14,13 +14,14 @@ a decoded one), never to the batch: the same row gives the same bits in any batc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 
 __all__ = ["Segment", "SlotFactors", "SlotRows"]
 
 SlotFactors = tuple[torch.Tensor, torch.Tensor]
-"""A [S, rank, in] and scale * B [S, out, rank] of S slots of one linear layer."""
+"""A [S, rank, in] and scale * B [S, out, rank] of S slots of one linear layer: a bank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,15 @@ class Segment:
     slot: int
     rows: Sequence[int]
     block: int
+    bank: int = 0
+    """Which of the layer's banks has the slot; slots of one bank have one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """All blocks of one size."""
+    """All blocks of one size and bank."""
 
+    bank: int
     size: int
     num_blocks: int
     slots: torch.Tensor | slice
@@ -56,7 +60,7 @@ class _Blocks:
 class SlotRows:
     """The plan of one packed batch; `take` and `add` apply it to linear layers.
 
-    With `factors`, by name of the linear layer, the slots are those and not the model's own.
+    With `factors`, the banks of linear layers by name, the slots are those and not the model's own.
     """
 
     def __init__(
@@ -65,24 +69,19 @@ class SlotRows:
         *,
         num_rows: int,
         device: torch.device,
-        factors: Mapping[str, SlotFactors] | None = None,
+        factors: Mapping[str, Sequence[SlotFactors]] | None = None,
     ) -> None:
         self.factors = factors
-        ordered = sorted(segments, key=lambda segment: (segment.block, segment.slot))
+        ordered = sorted(segments, key=lambda one: (one.bank, one.block, one.slot))
         gather: list[int] = []
         places: dict[int, int] = {}
         self._blocks: list[_Blocks] = []
-        for size, same in groupby(ordered, key=lambda segment: segment.block):
+        for (bank, size), same in groupby(ordered, key=lambda one: (one.bank, one.block)):
             slots = [slot for segment in same for slot in _lay(segment, gather, places)]
-            self._blocks.append(_Blocks(size, len(slots), _picker(slots, device)))
+            self._blocks.append(_Blocks(bank, size, len(slots), _picker(slots, device)))
         is_whole = gather == list(range(num_rows))
-        scatter = [places.get(row, len(gather)) for row in range(num_rows)]
-        self._gather = None if is_whole else torch.tensor(gather, device=device)
-        """[places] the packed row at each place of the blocks, padding repeats a row; None: as they
-        are"""
-        self._scatter = None if is_whole else torch.tensor(scatter, device=device)
-        """[rows] the place of each packed row, rows of no block one past the last"""
-        self._covers_all = len(places) == num_rows
+        self._layout = None if is_whole else _Layout.of(gather, places, num_rows, device)
+        """None: the rows lie in their places as they are."""
         self._last: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None
 
     def take(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -102,7 +101,7 @@ class SlotRows:
     def _take(self, x: torch.Tensor) -> list[torch.Tensor]:
         if not self._blocks:
             return []
-        flat = x if self._gather is None else x.index_select(0, self._gather)
+        flat = x if self._layout is None else self._layout.take(x)
         parts = torch.split(flat, [blocks.num_places for blocks in self._blocks])
         return [
             part.view(-1, blocks.size, x.shape[-1])
@@ -110,23 +109,92 @@ class SlotRows:
         ]
 
     def add(
-        self, out: torch.Tensor, taken: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor
+        self, out: torch.Tensor, taken: list[torch.Tensor], banks: Sequence[SlotFactors]
     ) -> None:
-        """Add the adapters' part to out [rows, out] in place; a [S, r, in], b [S, out, r]."""
+        """Add the adapters' part to out [rows, out] in place."""
         if not self._blocks:
             return
-        width = out.shape[-1]
-        parts = [
-            torch.bmm(torch.bmm(x, blocks.pick(a)), blocks.pick(b)).view(-1, width)
-            for blocks, x in zip(self._blocks, taken, strict=True)
-        ]
-        if self._scatter is None:
-            out.add_(parts[0] if len(parts) == 1 else torch.cat(parts))
-            return
-        if not self._covers_all:
-            parts.append(parts[0].new_zeros(1, width))
+        parts = []
+        for blocks, x in zip(self._blocks, taken, strict=True):
+            a, b = (blocks.pick(factor) for factor in banks[blocks.bank])
+            parts.append(torch.bmm(torch.bmm(x, a), b).view(-1, out.shape[-1]))
         places = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out.add_(places.index_select(0, self._scatter))
+        out.add_(places if self._layout is None else self._layout.put(places))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where packed rows lie in the blocks, and back."""
+
+    gather: torch.Tensor
+    """[places] the packed row at each place; padding repeats a row"""
+    scatter: torch.Tensor
+    """[rows] the place of each packed row, rows of no block one past the last"""
+    padding: torch.Tensor
+    """The places that are padding."""
+    covers_all: bool
+    """Whether every packed row is in a block."""
+
+    @classmethod
+    def of(
+        cls, gather: list[int], places: dict[int, int], num_rows: int, device: torch.device
+    ) -> "_Layout":
+        padding = sorted(set(range(len(gather))) - set(places.values()))
+        return cls(
+            gather=torch.tensor(gather, device=device),
+            scatter=torch.tensor(
+                [places.get(row, len(gather)) for row in range(num_rows)], device=device
+            ),
+            padding=torch.tensor(padding, dtype=torch.long, device=device),
+            covers_all=len(places) == num_rows,
+        )
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """`to_places` with gradients."""
+        taken: torch.Tensor = _Take.apply(rows, self)  # type: ignore[no-untyped-call]
+        return taken
+
+    def put(self, places: torch.Tensor) -> torch.Tensor:
+        """`to_rows` with gradients."""
+        put: torch.Tensor = _Put.apply(places, self)  # type: ignore[no-untyped-call]
+        return put
+
+    def to_places(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, self.gather)
+
+    def to_rows(self, places: torch.Tensor) -> torch.Tensor:
+        """Rows of no block are 0."""
+        if not self.covers_all:
+            places = torch.cat((places, places.new_zeros(1, places.shape[-1])))
+        return places.index_select(0, self.scatter)
+
+
+class _Take(torch.autograd.Function):
+    """Rows to their places. Padding has no gradient, so that its own is a selection too: that of
+    index_select adds rows one by one, and was a quarter of a pass of several trainees."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, layout: _Layout) -> torch.Tensor:
+        ctx.layout = layout
+        return layout.to_places(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.layout.to_rows(gradient), None
+
+
+class _Put(torch.autograd.Function):
+    """Places to their rows."""
+
+    @staticmethod
+    def forward(ctx: Any, places: torch.Tensor, layout: _Layout) -> torch.Tensor:
+        ctx.layout = layout
+        return layout.to_rows(places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layout = ctx.layout
+        return layout.to_places(gradient).index_fill_(0, layout.padding, 0), None
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ metrics.py    the metrics of several calls as those of one
 trainee.py    weights in training: gradients, AdamW, save and load
 lora_trainee.py     an adapter in training, all its factors in one tensor
 parking.py    where trainees are while they are not used: device, memory, files
-job.py        one request on its way through the passes
+running_request.py  one request on its way through the passes
 slotted_trainer.py  what trainers share: trainees by name, requests in, outputs out
 lora_trainer.py     LoraTrainer: any number of adapters over one model
 full.py       FullTrainer: a model's own weights

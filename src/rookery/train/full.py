@@ -28,12 +28,12 @@ from rookery.ports import Publisher
 from rookery.slots import SlottedModel, load_model
 from rookery.slots.model import decoder_layer
 from rookery.train.head import target_logprobs
-from rookery.train.job import Job
 from rookery.train.optimizers import OptimizerKind
 from rookery.train.packing import PackedPass
 from rookery.train.processes import ALONE, Processes
+from rookery.train.running_request import RunningRequest
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.spreading import whole
+from rookery.train.spreading import own_part, whole
 from rookery.train.trainee import Trainee
 from rookery.train.trunk import Trunk
 from rookery.types import ModelRef, ModelWeights, OptimStep, StepOutput
@@ -45,6 +45,7 @@ __all__ = [
     "FullWeights",
     "SharingEngine",
     "read_model_weights",
+    "write_model_folder",
 ]
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
@@ -97,9 +98,11 @@ class FullTrainee(Trainee):
 
     @torch.no_grad()
     def refresh_leaves(self) -> None:
-        for leaf, master in zip(self._leaves, self.parameters, strict=True):
-            if leaf is not master:
-                leaf.copy_(master)
+        """In one call: an engine may wait for it that computes with the leaves."""
+        pairs = zip(self._leaves, self.parameters, strict=True)
+        apart = [(own_part(leaf), own_part(m)) for leaf, m in pairs if leaf is not m]
+        if apart:
+            torch._foreach_copy_([leaf for leaf, _ in apart], [master for _, master in apart])
 
 
 class FullTrainer(SlottedTrainer[FullTrainee]):
@@ -122,6 +125,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self._like = like
         self._name = name
         self._sharing: SharingEngine | None = None
+        self._shared_as: ModelRef | None = None
+        """What the engine that shares the weights calls them; None: something else."""
         self._cut = _first_layer(config, num_layers=model.shape.num_layers)
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
@@ -150,22 +155,26 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         if self._sharing is None:
             return await super().publish(trainee)
         self.trainee(trainee)
-        async with self._changing() as ref:
-            return ref()
+        if self._shared_as != self._ref():  # else the engine has had them since the last step
+            async with self._changing():
+                pass
+        return self._ref()
 
     @asynccontextmanager
-    async def _changing(self) -> AsyncIterator[Callable[[], ModelRef]]:
+    async def _changing(self) -> AsyncIterator[None]:
         """Weights may change inside the block. An engine that shares them then names them by the
         step: a hash would read all of them at every step."""
         if self._sharing is None:
-            yield self._ref
+            yield
             return
+        self._shared_as = None
         async with self._sharing.changing_base() as rename:
             try:
-                yield self._ref
+                yield
             finally:
                 # A call that was cancelled runs to its end in the worker.
                 await self._in_turn(lambda: rename(self._ref()))
+        self._shared_as = self._ref()
 
     def _ref(self) -> ModelRef:
         return ModelRef(name=self._name, version=f"step-{self.trainees[self._name].num_steps}")
@@ -178,17 +187,17 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self.tell("weights_of", self._name)
         return _content_hash(self._whole_weights())
 
-    def compute(self, turns: Sequence[tuple[Job[FullTrainee], PackedPass]]) -> None:
-        [(job, packed)] = turns
+    def compute(self, turns: Sequence[tuple[RunningRequest[FullTrainee], PackedPass]]) -> None:
+        [(running, packed)] = turns
         logprobs = self.logprobs(packed)
-        output = job.loss(packed, logprobs) if packed.places else None
-        if job.has_failed:
+        output = running.loss(packed, logprobs) if packed.places else None
+        if running.has_failed:
             return
         if torch.is_grad_enabled():
             loss = 0.0 * logprobs.sum() if output is None else output.loss
-            self.add_gradients(job.gradients, loss, job.trainee.leaves)
+            self.add_gradients(running.gradients, loss, running.trainee.leaves)
         if output is not None:
-            job.add(packed, logprobs, output)
+            running.add(packed, logprobs, output)
 
     def probe(self, packed: PackedPass, trainee: FullTrainee) -> object:
         loss = self.logprobs(packed).sum()
@@ -226,18 +235,25 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
 
     def write_folder(self, trainee: FullTrainee, folder: Path) -> None:  # noqa: ARG002
         """A folder that transformers and vLLM load: weights, config, tokenizer."""
-        if folder.exists():
-            raise TrainError(f"{folder} exists: give a new path, or remove it first.")
-        with boundary(TrainError, f"writing {folder}", foreign=(OSError,)):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            try:
-                ignore = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
-                shutil.copytree(self._like, staging, ignore=ignore, dirs_exist_ok=True)
-                self._model.write(staging, tensors=self._whole_weights())
-                staging.rename(folder)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        write_model_folder(self._model, folder, like=self._like, tensors=self._whole_weights())
+
+
+def write_model_folder(
+    model: SlottedModel, folder: Path, *, like: Path, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write weights of a model as a new folder, in one move; all but weights is as in `like`."""
+    if folder.exists():
+        raise TrainError(f"{folder} exists: give a new path, or remove it first.")
+    with boundary(TrainError, f"writing {folder}", foreign=(OSError,)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            ignore = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
+            shutil.copytree(like, staging, ignore=ignore, dirs_exist_ok=True)
+            model.write(staging, tensors=tensors)
+            staging.rename(folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_model_weights(folder: Path, *, name: str, dtype: torch.dtype) -> ModelWeights:

@@ -65,6 +65,19 @@ class LoraTrainee(Trainee):
         }
         return make_adapter(self._name, base=self._base, factors=factors)
 
+    def snapshot(self) -> Adapter:
+        """The current weights, copied where they are, with the step as their version: a hash would
+        read all of them."""
+        views = FlatTensors(self._flat.detach().clone(), self._shapes)
+        factors = {
+            layer: LoraFactors(
+                a=views[2 * place], b=views[2 * place + 1], scale=self._scales[layer]
+            )
+            for layer, place in self.layers.items()
+        }
+        version = f"step-{self.num_steps}"
+        return Adapter(name=self._name, base=self._base, factors=factors, version=version)
+
     def zeros(self) -> list[torch.Tensor]:
         return FlatTensors(torch.zeros_like(self._flat.detach()), self._shapes)
 

@@ -25,12 +25,12 @@ from rookery.ports import Publisher
 from rookery.slots import SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
-from rookery.train.job import Job
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.mixed import MixedRows, Turn, mixed_turns
 from rookery.train.packing import PackedPass
 from rookery.train.parking import ParkingLot
 from rookery.train.processes import ALONE, Call, Processes
+from rookery.train.running_request import RunningRequest
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.stacks import Stacks, padding_rows
 from rookery.train.trunk import Trunk
@@ -54,6 +54,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         processes: Processes = ALONE,
     ) -> None:
         super().__init__(model, config=config, publisher=publisher, processes=processes)
+        self._is_in_place = False
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
         self.parking = ParkingLot(
             device=model.device,
@@ -101,8 +102,13 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def wake(self, trainees: Sequence[LoraTrainee]) -> None:
         self.parking.wake(trainees)
 
+    def publish_in_place(self) -> None:
+        """Hand the publisher copies on the model's device, named by their steps. Call it before
+        anything else."""
+        self._is_in_place = True
+
     def weights_of(self, trainee: LoraTrainee, *, name: str) -> Adapter:  # noqa: ARG002
-        return trainee.adapter()
+        return trainee.snapshot() if self._is_in_place else trainee.adapter()
 
     def write_folder(self, trainee: LoraTrainee, folder: Path) -> None:
         """A PEFT folder."""
@@ -122,16 +128,22 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self, pairs: Sequence[tuple[TrainRequest, LoraTrainee | TrainError]]
     ) -> list[TrainOutput]:
         self.wake([trainee for _, trainee in pairs if isinstance(trainee, LoraTrainee)])
-        jobs = [
+        prepared = [
             trainee if isinstance(trainee, TrainError) else self.prepared(request, trainee)
             for request, trainee in pairs
         ]
-        doable = [(job, self._cut(job.trainee)) for job in jobs if isinstance(job, Job)]
+        doable = [
+            (running, self._cut(running.trainee))
+            for running in prepared
+            if isinstance(running, RunningRequest)
+        ]
         for turns in mixed_turns(doable, pass_tokens=self._config.pass_tokens):
             self._compute_safely(turns)
         return [
-            TrainOutput(error=str(job)) if isinstance(job, TrainError) else self.finished(job)
-            for job in jobs
+            TrainOutput(error=str(running))
+            if isinstance(running, TrainError)
+            else self.finished(running)
+            for running in prepared
         ]
 
     def _compute_safely(self, turns: list[Turn]) -> None:
@@ -140,23 +152,24 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
             with boundary(TrainError, "A pass of several requests failed"):
                 self.compute(turns)
         except RookeryError:
-            for job, packed in turns:
-                with job.guard():
-                    self.compute([(job, packed)])
+            for running, packed in turns:
+                with running.guard():
+                    self.compute([(running, packed)])
 
     def compute(self, turns: Sequence[Turn]) -> None:
-        stacks, logprobs = self._logprobs([(job.trainee, packed) for job, packed in turns])
+        stacks, logprobs = self._logprobs([(running.trainee, packed) for running, packed in turns])
         outputs = [
-            job.loss(packed, own) for (job, packed), own in zip(turns, logprobs, strict=True)
+            running.loss(packed, own)
+            for (running, packed), own in zip(turns, logprobs, strict=True)
         ]
         losses = [output.loss for output in outputs if output is not None]
         if losses and torch.is_grad_enabled():
             found = torch.autograd.grad(losses, stacks.leaves, allow_unused=True)
-            totals = [None if job.has_failed else job.gradients for job, _ in turns]
+            totals = [None if running.has_failed else running.gradients for running, _ in turns]
             stacks.add_gradients(found, totals)
-        for (job, packed), own, output in zip(turns, logprobs, outputs, strict=True):
+        for (running, packed), own, output in zip(turns, logprobs, outputs, strict=True):
             if output is not None:
-                job.add(packed, own, output)
+                running.add(packed, own, output)
 
     def probe(self, packed: PackedPass, trainee: LoraTrainee) -> object:
         stacks, [logprobs] = self._logprobs([(trainee, packed)])

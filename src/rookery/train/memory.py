@@ -31,7 +31,7 @@ from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
 from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Datum, LoraFactors
 
-__all__ = ["Lengths", "StepMemory", "adapter_shapes", "measure_step"]
+__all__ = ["Lengths", "ModelPlace", "StepMemory", "adapter_shapes", "measure_step"]
 
 MEASURED_TOKENS = 2**16
 """Passes of more are not run: each further datum adds the same."""
@@ -53,6 +53,15 @@ class Lengths:
         """As far as a model reads."""
         room = max(1, context_tokens - self.prompt_tokens)
         return replace(self, answer_tokens=min(self.answer_tokens, room))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlace:
+    """Where the trainer's model is, and how it computes; see `load_model`."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +94,12 @@ def measure_step(
     trained: "LoraConfig | Adapter | FullConfig",
     trainer: TrainerConfig,
     lengths: Lengths,
-    place: tuple[str, str] = ("cpu", "auto"),
+    place: ModelPlace,
 ) -> StepMemory:
-    """`trained` is a new adapter, one that is read, or the model's own weights; `place` is the
-    device and the type of the model."""
-    device, dtype = place
+    """`trained` is a new adapter, one that is read, or the model's own weights."""
+    device = place.device
     with FakeTensorMode(), boundary(TrainError, f"The memory of {folder} cannot be planned"):
-        model = make_empty_model(folder, device=device, dtype=dtype)
+        model = make_empty_model(folder, device=device, dtype=place.dtype, is_exact=place.is_exact)
         lengths = lengths.within(model.shape.context_tokens)
         own, trainee = _make_trainer(model, trained, trainer)
         gradients = [torch.zeros_like(p) for p in trainee.parameters]

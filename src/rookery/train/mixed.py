@@ -9,33 +9,33 @@ summed together.
 
 from collections.abc import Iterator, Sequence
 
-from rookery.train.job import Job
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.packing import PackedPass
+from rookery.train.running_request import RunningRequest
 from rookery.types import TokenIds
 
 __all__ = ["MixedRows", "Turn", "mixed_turns"]
 
-Turn = tuple[Job[LoraTrainee], PackedPass]
-"""One pass of one job."""
+Turn = tuple[RunningRequest[LoraTrainee], PackedPass]
+"""One pass of one request."""
 
 
 def mixed_turns(
-    jobs: Sequence[tuple[Job[LoraTrainee], int]], *, pass_tokens: int
+    running: Sequence[tuple[RunningRequest[LoraTrainee], int]], *, pass_tokens: int
 ) -> Iterator[list[Turn]]:
-    """What to compute together, until all passes of all jobs are done. Each job comes with the
-    first layer that it trains; those of one such layer share passes. A job that fails meanwhile is
-    left out from then on."""
-    done = [0] * len(jobs)
+    """What to compute together, until all passes of all requests are done. Each comes with the
+    first layer that it trains; those of one such layer share passes. A request that fails
+    meanwhile is left out from then on."""
+    done = [0] * len(running)
     while True:
         turns: list[Turn] = []
         layer, room = None, pass_tokens
-        for place, (job, first) in enumerate(jobs):
-            if done[place] == len(job.passes) or job.has_failed:
+        for place, (request, first) in enumerate(running):
+            if done[place] == len(request.passes) or request.has_failed:
                 continue
-            packed = job.passes[done[place]]
+            packed = request.passes[done[place]]
             if not turns or (first == layer and packed.num_tokens <= room):
-                turns.append((job, packed))
+                turns.append((request, packed))
                 layer, room = first, room - packed.num_tokens
                 done[place] += 1
         if not turns:

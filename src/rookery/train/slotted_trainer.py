@@ -24,10 +24,10 @@ from rookery.config import Config
 from rookery.errors import RookeryError, TrainError
 from rookery.ports import Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
-from rookery.train.job import Job
 from rookery.train.packing import PackedPass
 from rookery.train.part import join_parts
 from rookery.train.processes import ALONE, Call, Method, Processes
+from rookery.train.running_request import RunningRequest
 from rookery.train.trainee import Trainee
 from rookery.types import (
     ModelRef,
@@ -97,9 +97,9 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     @abstractmethod
-    def compute(self, turns: Sequence[tuple[Job[Trained], PackedPass]]) -> None:
-        """One pass of each job: its loss, its log-probabilities and its gradients are added to the
-        job when all is computed. Several jobs only where `train_all` gives them."""
+    def compute(self, turns: Sequence[tuple[RunningRequest[Trained], PackedPass]]) -> None:
+        """One pass of each request: its loss, its log-probabilities and its gradients are added to
+        the request when all is computed. Several requests only where `train_all` gives them."""
 
     @abstractmethod
     def probe(self, packed: PackedPass, trainee: Trained) -> object:
@@ -155,6 +155,10 @@ class SlottedTrainer(ABC, Generic[Trained]):
         state = self.trainee(trainee)
         await self._in_turn(lambda: self._load(state, trainee, path))
 
+    def publish_to(self, publisher: Publisher) -> None:
+        """Where `publish` hands weights from now on. Call it before anything else."""
+        self._publisher = publisher
+
     async def publish(self, trainee: str) -> ModelRef:
         if self._publisher is None:
             raise TrainError("This trainer has no publisher: give it one to publish its weights.")
@@ -204,29 +208,30 @@ class SlottedTrainer(ABC, Generic[Trained]):
         method: Method = "forward_backward" if torch.is_grad_enabled() else "forward"
         self.tell(method, request.trainee, request)
         self.wake([trainee])
-        job = self.prepared(request, trainee)
-        if not job.has_failed:
-            with job.guard():
-                for packed in self.balanced(job.passes):
-                    self.compute([(job, packed)])
-                    if job.has_failed:
+        running = self.prepared(request, trainee)
+        if not running.has_failed:
+            with running.guard():
+                for packed in self.balanced(running.passes):
+                    self.compute([(running, packed)])
+                    if running.has_failed:
                         break
-        return self.finished(job)
+        return self.finished(running)
 
-    def prepared(self, request: TrainRequest, trainee: Trained) -> Job[Trained]:
-        job = Job(request, trainee)
+    def prepared(self, request: TrainRequest, trainee: Trained) -> RunningRequest[Trained]:
+        running = RunningRequest(request, trainee)
         tokens = self._config.pass_tokens
-        job.prepare(self._model.shape, pass_tokens=tokens, processes=self._processes)
-        return job
+        running.prepare(self._model.shape, pass_tokens=tokens, processes=self._processes)
+        return running
 
-    def finished(self, job: Job[Trained]) -> TrainOutput:
+    def finished(self, running: RunningRequest[Trained]) -> TrainOutput:
         """The output, when all passes are done; the trainee gets the gradients."""
-        if job.has_failed and self.is_joint:
-            raise TrainError(job.part.error)  # the others may be waiting in the middle of a pass
-        output = join_parts(self._processes.exchange(job.part))
+        if running.has_failed and self.is_joint:
+            # The others may be waiting in the middle of a pass.
+            raise TrainError(running.part.error)
+        output = join_parts(self._processes.exchange(running.part))
         if not output.error and torch.is_grad_enabled():
-            self.add_up(job.gradients)
-            job.trainee.add_gradients(job.gradients)
+            self.add_up(running.gradients)
+            running.trainee.add_gradients(running.gradients)
         return output
 
     def wake(self, trainees: Sequence[Trained]) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.slots.rows import SlotFactors
-from rookery.train.lora_trainee import LoraTrainee
+from rookery.train.lora_trainee import FlatTensors, LoraTrainee
 from rookery.types import LoraFactors
 
 __all__ = ["Stacks", "padding_rows"]
@@ -44,15 +45,21 @@ class Stacks:
     def __init__(self, members: Sequence[LoraTrainee], model: SlottedModel) -> None:
         self._device = model.device
         self._members = members
-        self._groups: dict[tuple[int, tuple[int, ...]], dict[str, SlotFactors]] = defaultdict(dict)
-        """By padded rank and the members that share the products, the factors of each layer."""
+        self._banks: dict[tuple[tuple[int, ...], ...], dict[str, list[SlotFactors]]]
+        """By the members of each bank, the banks of the layers that have such."""
+        self._banks = defaultdict(dict)
+        self._scales: dict[tuple[float, ...], torch.Tensor] = {}
         self._stacks: list[_Stack] = []
         for layer, by_rank in _by_layer(members, is_exact=model.is_exact).items():
-            for rank, slots in by_rank.items():
-                own = [members[slot].factors[layer] for slot in slots]
-                factors = _stacked(own, rank=rank, model=model)
-                self._groups[rank, tuple(slots)][layer] = factors
-                self._stacks.append(_Stack(layer, slots, factors))
+            stacks = [
+                self._stack(layer, slots, rank=rank, model=model) for rank, slots in by_rank.items()
+            ]
+            for stack in stacks:
+                for factor in stack.factors:
+                    factor.requires_grad_(torch.is_grad_enabled())
+            alike = tuple(tuple(stack.slots) for stack in stacks)
+            self._banks[alike][layer] = [stack.factors for stack in stacks]
+            self._stacks.extend(stacks)
 
     def rows(
         self, own_rows: Sequence[Sequence[int]], num_rows: int, *, layer: str | None = None
@@ -60,9 +67,10 @@ class Stacks:
         """The slots of a packed batch in which each member has its rows; of one layer alone if it
         is named."""
         plans = []
-        for (_, slots), factors in self._groups.items():
+        for banks, factors in self._banks.items():
             segments = [
-                Segment(slot=place, rows=own_rows[slot], block=self._block(len(own_rows[slot])))
+                self._segment(own_rows[slot], slot=place, bank=bank)
+                for bank, slots in enumerate(banks)
                 for place, slot in enumerate(slots)
                 if len(own_rows[slot])
             ]
@@ -80,23 +88,44 @@ class Stacks:
     def add_gradients(
         self, found: Sequence[torch.Tensor | None], totals: Sequence[list[torch.Tensor] | None]
     ) -> None:
-        """Gradients of the leaves -> those of each member; where there is None they are dropped."""
+        """Gradients of the leaves -> those of each member; where there is None they are dropped.
+
+        What is done to each layer is done to all its members at once, and the sum of a member to
+        all its layers: on a GPU many small operations would take longer than the pass."""
+        wanted = {slot: total for slot, total in enumerate(totals) if total is not None}
+        parts: dict[int, dict[int, torch.Tensor]] = {slot: {} for slot in wanted}
         for place, stack in enumerate(self._stacks):
             a, b = found[2 * place : 2 * place + 2]
+            if a is None or b is None:
+                continue
+            a, b = a.float().contiguous(), b.float().contiguous() * stack.scales
             for row, slot in enumerate(stack.slots):
-                total = totals[slot]
-                if total is None or a is None or b is None:
-                    continue
-                member = self._members[slot]
-                lora, first = member.factors[stack.layer], 2 * member.layers[stack.layer]
-                rank = len(lora.a)
-                total[first] += a[row, :rank]
-                total[first + 1] += lora.scale * b[row, :, :rank].float()
+                if slot in parts:
+                    member = self._members[slot]
+                    first, rank = 2 * member.layers[stack.layer], len(member.factors[stack.layer].a)
+                    parts[slot][first] = a[row, :rank]
+                    parts[slot][first + 1] = b[row, :, :rank]
+        for slot, total in wanted.items():
+            assert isinstance(total, FlatTensors)
+            own = parts[slot]
+            for place, part in enumerate(total):
+                if place not in own:  # no token of it went through that layer
+                    own[place] = torch.zeros_like(part)
+            total.whole += torch.cat([own[place].reshape(-1) for place in range(len(total))])
 
-    def _block(self, num_rows: int) -> int:
-        fitting = next((size for size in BLOCKS if num_rows <= size), None)
+    def _stack(self, layer: str, slots: list[int], *, rank: int, model: SlottedModel) -> "_Stack":
+        own = [self._members[slot].factors[layer] for slot in slots]
+        key = tuple(lora.scale for lora in own)
+        if key not in self._scales:
+            self._scales[key] = torch.tensor(key, device=model.device)[:, None, None]
+        scales = self._scales[key]
+        return _Stack(layer, slots, scales, _stacked(own, scales, rank=rank, model=model))
+
+    def _segment(self, rows: Sequence[int], *, slot: int, bank: int) -> Segment:
+        block = next((size for size in BLOCKS if len(rows) <= size), None)
         # A long one by itself is one plain product.
-        return fitting or (num_rows if self._device.type == "cpu" else BLOCKS[-1])
+        block = block or (len(rows) if self._device.type == "cpu" else BLOCKS[-1])
+        return Segment(slot=slot, rows=rows, block=block, bank=bank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +134,8 @@ class _Stack:
 
     layer: str
     slots: list[int]
+    scales: torch.Tensor
+    """[S, 1, 1]"""
     factors: SlotFactors
 
 
@@ -124,14 +155,20 @@ def _padded_rank(rank: int, *, is_exact: bool) -> int:
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def _stacked(own: Sequence[LoraFactors], *, rank: int, model: SlottedModel) -> SlotFactors:
+@torch.no_grad()
+def _stacked(
+    own: Sequence[LoraFactors], scales: torch.Tensor, *, rank: int, model: SlottedModel
+) -> SlotFactors:
     """A [S, rank, in] and scale * B [S, out, rank], stored transposed as in `SlottedLinear`."""
-    like = {"dtype": model.dtype, "device": model.device}
-    a = torch.zeros(len(own), own[0].a.shape[1], rank, **like).transpose(1, 2)
-    b = torch.zeros(len(own), rank, len(own[0].b), **like).transpose(1, 2)
-    with torch.no_grad():
-        for slot, lora in enumerate(own):
-            a[slot, : len(lora.a)] = lora.a
-            b[slot, :, : len(lora.a)] = lora.b * lora.scale
-    needs_grad = torch.is_grad_enabled()
-    return a.requires_grad_(needs_grad), b.requires_grad_(needs_grad)
+    a = torch.stack([_padded(lora.a, (0, 0, 0, rank - len(lora.a))) for lora in own])
+    b = torch.stack([_padded(lora.b, (0, rank - len(lora.a))) for lora in own]) * scales
+    return _transposed(a, model.dtype), _transposed(b, model.dtype)
+
+
+def _padded(factor: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
+    return functional.pad(factor, padding) if any(padding) else factor
+
+
+def _transposed(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    stored = factors.to(dtype).transpose(1, 2).contiguous()
+    return stored.transpose(1, 2)

@@ -61,7 +61,8 @@ class Rollout:
     """What to train on: filled where rollouts are drawn for training. Several when a chat template
     rewrote what had been said."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else was measured of it."""
+    """What else was measured of it: `certainty`, the probability of the right choice among the
+    choices, of a task that has choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +86,6 @@ class Evaluation:
     errors: Mapping[str, str]
     num_tokens: int
     seconds: float
+    certainties: Mapping[str, float] = field(default_factory=dict)
+    """By task id, the probability of the right choice among the choices, of tasks that have
+    choices."""

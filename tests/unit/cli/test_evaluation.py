@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from driving import NUM_TASKS, Command, write_rows
+from driving import NUM_TASKS, Command, change_weights, status_of, write_rows
 
 from rookery.embedded import EngineConfig, open_engine
 from rookery.rollout import TasksetEvaluator
@@ -77,6 +78,23 @@ def test_options_may_follow_the_name_of_a_file(rookery: Command, place: Path) ->
     assert few.document["num_tasks"] == 3
     kept = json.loads((place / "runs/x/config.json").read_text())["taskset"]
     assert kept == f"{place / 'tasks.jsonl'}?limit=3", "a run is resumed from any folder"
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [("own/tiny/model.safetensors", "the model"), ("mine/adapter_model.safetensors", "adapters")],
+)
+def test_a_run_does_not_go_on_with_other_weights(
+    rookery: Command, place: Path, changed: str, name: str
+) -> None:
+    shutil.copytree(place / "tiny", place / "own/tiny")
+    shutil.copytree(place / "a", place / "mine")
+    words = ("eval", "own/tiny", "tasks.jsonl", "--adapter", "mine", "--limit", "2", "--name", "x")
+    assert rookery(*words).code == 0
+    change_weights(place / changed)
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and f"The data of {name} changed since" in ended.words
+    assert status_of(place / "runs/x") == "finished", "a refusal leaves it as it was"
 
 
 def test_unnamed_runs_get_a_name_each(rookery: Command, place: Path) -> None:

@@ -21,6 +21,8 @@ NEEDS = {
     "eval": ["eval", "model", "tasks.jsonl"],
     "eval on servers": ["eval", "model", "tasks.jsonl", "--fleet", "http://127.0.0.1:9"],
     "genome run": ["genome", "run", "genome.yaml"],
+    "grpo atropos": ["grpo", "atropos", "--model-name", "model"],
+    "grpo gateway": ["grpo", "gateway", "gateway.yaml"],
     "grpo plan": ["grpo", "plan", "grpo.yaml"],
     "grpo run": ["grpo", "run", "grpo.yaml"],
     "icm run": ["icm", "run", "icm.yaml"],

@@ -1,11 +1,12 @@
 """`rookery genome run` on a tiny config, from end to end."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from driving import Command
+from driving import Command, change_weights, status_of
 
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -63,6 +64,23 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
     assert ended.code == 2 and "--resume needs the run: add --name NAME" in ended.err
     ended = rookery("genome", "run", "g.yaml", "--name", "y", "--resume")
     assert ended.code == 2 and "There is no run runs/y" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [("own/tiny/model.safetensors", "the model"), ("mine/a/adapter_model.safetensors", "init")],
+)
+def test_a_run_does_not_go_on_with_other_weights(
+    rookery: Command, config: Path, changed: str, name: str
+) -> None:
+    shutil.copytree(config / "tiny", config / "own/tiny")
+    shutil.copytree(config / "founders", config / "mine")
+    words = ("--engine.model", "own/tiny", "--init.path", "mine")
+    assert rookery("genome", "run", "g.yaml", "--name", "x", *words).code == 0
+    change_weights(config / changed)
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and f"The data of {name} changed since" in ended.words
+    assert status_of(config / "runs/x") == "finished", "a refusal leaves it as it was"
 
 
 def test_overrides_of_every_spelling(rookery: Command, config: Path) -> None:

@@ -5,11 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from driving import Command, write_rows
+from driving import Command, change_weights, status_of, write_rows
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from rookery.runs import Run
 from rookery.weights import read_adapter
@@ -43,6 +48,13 @@ groups_per_step: 2
 group_size: 3
 drawing: {max_tokens: 3}
 save_every: 2
+"""
+GENOME = """\
+engine: {model: tiny}
+init: {type: file, path: founders}
+tasksets: [{type: jsonl, path: tasks.jsonl}]
+stages: [{type: ga, generations: 1, population: {size: 2, children: {count: 2}}}]
+finals: {num_finalists: 2, num_voters: 2, random_search: false}
 """
 
 
@@ -94,6 +106,17 @@ def test_a_game_from_end_to_end(rookery: Command, config: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "at temperature 0.5" in page and "game.py:play" in page
     assert rookery("runs", "resume", "x").code == 0
+
+
+def test_a_genome_winner_is_trained_on(rookery: Command, config: Path) -> None:
+    (config / "genome.yaml").write_text(GENOME)
+    assert rookery("genome", "run", "genome.yaml", "--name", "x").code == 0
+    words = ("--init-from", "runs/x/winner", "--steps", "1", "--name", "y")
+    assert rookery("grpo", "run", "g.yaml", *words).code == 0
+    winner = read_adapter(config / "runs/x/winner")
+    assert read_adapter(config / "runs/y/start").version == winner.version
+    report = json.loads((config / "runs/y/report.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
 
 
 def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> None:
@@ -166,21 +189,25 @@ def test_a_model_without_a_decoder_is_refused(rookery: Command, config: Path, co
     """In a sentence of ours: transformers names two hundred other types."""
     sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(config / "t5")
-    for path in (config / "tiny").glob("tokenizer*"):
-        shutil.copy(path, config / "t5")
-    ended = rookery("grpo", command, "g.yaml", "--engine.model", "t5")
-    assert ended.code == 2 and "a model of the type t5, which does not continue" in ended.words
-    assert len(ended.words) < 600 and not (config / "runs").exists()
+    small = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**small, **layers)).save_pretrained(config / "bert")
+    for kind in ("t5", "bert"):
+        for path in (config / "tiny").glob("tokenizer*"):
+            shutil.copy(path, config / kind)
+        ended = rookery("grpo", command, "g.yaml", "--engine.model", kind)
+        sentence = f"a model of the type {kind}, which does not continue texts: take a decoder"
+        assert ended.code == 2 and sentence in ended.words
+        assert len(ended.words) < 600 and not (config / "runs").exists()
 
 
 def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
     shutil.copytree(config / "tiny", config / "own")
     assert rookery("grpo", "run", "g.yaml", "--name", "x", "--engine.model", "own").code == 0
-    weights = config / "own" / "model.safetensors"
-    changed = {name: 1.01 * tensor for name, tensor in load_file(weights).items()}
-    save_file(changed, weights, metadata={"format": "pt"})
+    change_weights(config / "own/model.safetensors")
     ended = rookery("runs", "resume", "x")
     assert ended.code == 2 and "The data of the model changed since" in ended.words
+    assert status_of(config / "runs/x") == "finished", "a refusal leaves it as it was"
 
 
 def test_files_of_flags_are_taken_from_here(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import Command, write_rows
+from driving import Command, change_weights, status_of, write_rows
 
 from rookery.runs import Run
 
@@ -56,6 +57,15 @@ def test_labels_exports_and_report(rookery: Command, config: Path) -> None:
     assert used.code == 0 and used.document["num_tasks"] == len(
         (folder / "sft.jsonl").read_text().splitlines()
     )
+
+
+def test_a_run_does_not_go_on_with_other_weights(rookery: Command, config: Path) -> None:
+    shutil.copytree(config / "tiny", config / "own")
+    assert rookery("icm", "run", "c.json", "--name", "x", "--engine.model", "own").code == 0
+    change_weights(config / "own/model.safetensors")
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "The data of the model changed since" in ended.words
+    assert status_of(config / "runs/x") == "finished", "a refusal leaves it as it was"
 
 
 def test_paths_of_flags_are_where_the_user_is(rookery: Command, config: Path) -> None:

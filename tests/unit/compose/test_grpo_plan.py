@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import write_tiny_model
 
 from rookery import plan_grpo, run_grpo
 from rookery.compose import grpo_plan
+from rookery.compose.grpo_files import trainer_place
 from rookery.errors import ConfigError
+from rookery.fleet.servers.settings import LaunchConfig
+from rookery.loops.grpo import GrpoConfig
 from rookery.train import FullConfig, LoraConfig, TrainerConfig, memory
-from rookery.train.memory import Lengths, measure_step
+from rookery.train.memory import Lengths, ModelPlace, measure_step
 
 # A model whose step takes far more than what the allocator rounds to.
 SIZES: dict[str, Any] = {
@@ -42,8 +46,8 @@ def peak():
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-model = load_model(folder)
-if kind == "lora":
+model = load_model(folder, is_exact=kind == "exact")
+if kind != "full":
     trainer = LoraTrainer(model, config=TrainerConfig(**options))
     trainer.add("p", initial_adapter(model, LoraConfig(), name="p", base="", seed=0))
 else:
@@ -75,6 +79,7 @@ print(json.dumps({"before": before, "peak": peak()}))
         ("lora", {"pass_tokens": 4096}),
         ("lora", {"pass_tokens": 8192, "checkpoint_layers": True}),
         ("full", {"pass_tokens": 4096}),
+        ("exact", {"pass_tokens": 4096}),
     ],
 )
 def test_a_planned_pass_is_the_measured_one(
@@ -90,9 +95,10 @@ def test_a_planned_pass_is_the_measured_one(
     measured = json.loads(ended.stdout.splitlines()[-1])
     planned = measure_step(
         folder,
-        trained=LoraConfig() if kind == "lora" else FullConfig(**options),
-        trainer=TrainerConfig(**options) if kind == "lora" else FullConfig(**options),
+        trained=FullConfig(**options) if kind == "full" else LoraConfig(),
+        trainer=TrainerConfig(**options),
         lengths=Lengths(prompt_tokens=64, answer_tokens=64, num_data=64),
+        place=ModelPlace(is_exact=kind == "exact"),
     )
     found = measured["peak"] - measured["before"]
     expected = planned.one_pass + planned.gradients
@@ -110,7 +116,10 @@ def test_huge_passes_are_planned_from_smaller_ones(
     def one_pass(num_data: int) -> int:
         trainer = TrainerConfig(pass_tokens=10**9, **options)
         lengths = Lengths(prompt_tokens=8, answer_tokens=25, num_data=num_data)
-        return measure_step(folder, trained=LoraConfig(), trainer=trainer, lengths=lengths).one_pass
+        held = measure_step(
+            folder, trained=LoraConfig(), trainer=trainer, lengths=lengths, place=ModelPlace()
+        )
+        return held.one_pass
 
     whole = one_pass(512)
     monkeypatch.setattr(memory, "MEASURED_TOKENS", 4096)
@@ -153,6 +162,27 @@ def test_each_part_is_a_row(config: dict[str, Any]) -> None:
     assert {r.name: r.num_bytes for r in checkpointed.rows}["one pass"] < rows["one pass"]
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_processes_share_a_model_and_its_training(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """An adapter is in each of them; the memory of this machine is that of all."""
+
+    def planned() -> dict[str, int]:
+        rows = plan_grpo(config, full=full, steps=1).rows
+        return {row.name: row.num_bytes for row in rows if row.name != "this process"}
+
+    alone = planned()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    many = planned()
+    share = 2 / 8 if full else 2
+    for name in ("trainer weights", "gradients", "moments"):
+        assert many[name] == share * alone[name]
+    assert many["engine weights"] == alone["engine weights"]
+    assert many["one pass"] <= 2 * alone["one pass"]
+
+
 def test_a_game_is_planned_with_all_that_it_may_draw(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -180,3 +210,36 @@ def test_a_plan_that_does_not_fit_names_the_key(
     with pytest.raises(ConfigError, match=r"lower trainer.pass_tokens .*checkpoint_layers: true"):
         run_grpo(config, name="big", runs_dir=tmp_path / "runs", **values)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_server_gets_what_the_trainer_leaves_of_its_gpu() -> None:
+    gib = 2**30
+    trainer = [grpo_plan.MemoryRow(name="masters", num_bytes=40 * gib, note="")]
+    own = LaunchConfig(model="m", device="cuda")
+    row = grpo_plan.server_row(own, 14 * gib, total=100 * gib, beside=trainer)
+    assert row.num_bytes == 52 * gib, "8 % stay free"
+    much = [grpo_plan.MemoryRow(name="masters", num_bytes=90 * gib, note="")]
+    row = grpo_plan.server_row(own, 14 * gib, total=100 * gib, beside=much)
+    assert row.num_bytes == 15 * gib and not row.remedy, "it must at least hold its weights"
+    given = own.model_copy(update={"gpu_memory_utilization": 0.3})
+    row = grpo_plan.server_row(given, 14 * gib, total=100 * gib, beside=much)
+    assert row.num_bytes == 30 * gib and "gpu_memory_utilization" in row.remedy
+
+
+def test_a_trainer_computes_on_the_gpu_that_servers_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    folder = write_tiny_model(tmp_path / "tiny")
+    tasksets = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
+    launch = {"model": str(folder), "device": "cuda"}
+    for num, device in ((0, "cuda"), (1, "cuda:2"), (2, "cuda:1")):
+        engine = {"type": "fleet", "launch": {**launch, "spare_gpus": num}}
+        config = GrpoConfig.model_validate({"engine": engine, "tasksets": tasksets})
+        assert trainer_place(config) == (device, "auto")
+    engine = {"type": "fleet", "launch": {**launch, "spare_gpus": 1}}
+    with pytest.raises(ValueError, match="spare_gpus is 1: one copy of the weights is on one GPU"):
+        GrpoConfig.model_validate(
+            {"engine": engine, "tasksets": tasksets, "full": True, "bridge": "alias"}
+        )

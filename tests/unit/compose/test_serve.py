@@ -2,21 +2,25 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import megatron_server
 import numpy as np
 import pytest
 from compose.served_model import served_model
-from service.tenants import Client, Served, crashed_copy, train_body
+from service.tenants import Client, Served, crashed_copy, serve, train_body
 from tiny import tiny_adapter, write_tiny_model
 
 import vllm_backend
-from rookery.compose.environment import engine_of_environment
+from rookery.compose.environment import engine_of_environment, megatron_of_environment
+from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import FleetConfig
 from rookery.service.keys import add_key
 from rookery.weights import read_adapter, write_adapter
@@ -146,6 +150,97 @@ def test_the_environment_names_the_vllm_server() -> None:
         engine_of_environment(own, {"USE_VLLM": "true"}, port=8000)
     with pytest.raises(ConfigError, match="write true or false"):
         engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)
+
+
+@asynccontextmanager
+async def served_on_megatron(folder: Path, model: Path, url: str) -> AsyncIterator[Served]:
+    engine = EngineConfig(model=str(model))
+    async with (
+        open_megatron_backend(str(model), url=url, engine=engine, alpha=32.0) as backend,
+        serve(folder, backend=backend) as served,
+    ):
+        yield served
+
+
+async def test_the_service_trains_on_a_megatron_server_as_on_its_own(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    async with served_model(tmp_path / "own", tiny_folder) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        expected = await exported(served, ada, model, 5)
+    async with (
+        megatron_server.served(tiny_folder) as (url, hosted),
+        served_on_megatron(tmp_path / "run", tiny_folder, url) as served,
+    ):
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        assert await exported(served, ada, model, 5) == expected
+        save = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
+        reply = await ada.result(await ada.post("save_weights_for_sampler", save))
+        sample = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "sampling_session_id": reply["sampling_session_id"],
+            "seq_id": 0,
+            "sampling_params": {"max_tokens": 4, "seed": 1},
+        }
+        drawn = await ada.result(await ada.post("asample", sample))
+        assert drawn["sequences"][0]["tokens"]
+        assert hosted.engine.stats.requested_tokens == 3
+
+
+async def test_a_megatron_server_that_ends_is_said_and_the_service_goes_on_with_another(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    run = tmp_path / "run"
+    failed: dict[str, Any] = {}
+    async with AsyncExitStack() as megatron:
+        url, _ = await megatron.enter_async_context(megatron_server.served(tiny_folder))
+        with pytest.raises(TrainError, match="can't be reached"):
+            async with served_on_megatron(run, tiny_folder, url) as served:
+                ada = served.client()
+                model = await ada.model(await ada.session())
+                await train_on(ada, model, range(1, 3))
+                await served.service.snapshot()
+                await train_on(ada, model, range(3, 5))
+                expected = await exported(served, ada, model, 5)
+                await megatron.aclose()
+                failed = await ada.result(await ada.step(model, 6))
+    assert f"can't be reached at {url}" in failed["error"]
+    async with (
+        megatron_server.served(tiny_folder) as (url, _),
+        served_on_megatron(run, tiny_folder, url) as served,
+    ):
+        assert await exported(served, served.client(), model, 7) == expected
+
+
+async def test_a_megatron_server_with_another_model_is_refused(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    other = write_tiny_model(tmp_path / "other")
+    async with megatron_server.served(tiny_folder) as (url, _):
+        config = ServeConfig(
+            port=0, anonymous=True, models={"m": str(other)}, folder=tmp_path / "run", megatron=url
+        )
+        with pytest.raises(ConfigError, match="start it with --model"):
+            async with serving(config):
+                pass
+        both = config.model_copy(update={"models": {"m": str(other), "n": str(tiny_folder)}})
+        with pytest.raises(ConfigError, match="a Megatron server has one"):
+            async with serving(both):
+                pass
+
+
+def test_the_environment_names_the_megatron_server() -> None:
+    assert megatron_of_environment(None, {}) is None
+    assert megatron_of_environment("http://a:1", {"USE_MEGATRON": "0"}) == "http://a:1"
+    assert megatron_of_environment(None, {"USE_MEGATRON": "true"}) == "http://localhost:5000"
+    given = {"USE_MEGATRON": "true", "MEGATRON_SERVER_URL": "http://b:2"}
+    assert megatron_of_environment("http://a:1", given) == "http://b:2"
+    with pytest.raises(ConfigError, match="write true or false"):
+        megatron_of_environment(None, {"USE_MEGATRON": "maybe"})
 
 
 async def test_vllm_backend_registers_what_the_service_serves(

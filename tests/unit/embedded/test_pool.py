@@ -1,11 +1,15 @@
 """The token pool: places are nobody's twice, come back, and keep their contents as it grows."""
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.embedded.pool import TokenPool, zero_pages
+from rookery.embedded.pool import TokenPool, small_zero_pages, zero_pages
 
 
 def make_pool(capacity: int) -> TokenPool:
@@ -52,6 +56,23 @@ def test_it_grows_by_half_or_by_what_is_missing() -> None:
     assert len(pool.hidden) == 51 and pool.num_taken == 51
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_token_takes_the_memory_of_its_own_pages() -> None:
+    """In huge pages the 96 parts that a token lies in would take 192 MB."""
+    like = torch.empty(0)
+    pool = TokenPool(kv_shape=(12, 4, 64), hidden_size=64, like=like, capacity=50_000)
+    before = resident_bytes()
+    places = pool.take(16)
+    pool.kv[:, :, :, places] = 1.0
+    pool.hidden[places] = 1.0
+    assert resident_bytes() - before < 8 * 2**20
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
 def test_taken_places_are_the_takers_own() -> None:
     """What a taker does with its tensor does not reach the pool's list of free places."""
     pool = make_pool(4)
@@ -62,10 +83,11 @@ def test_taken_places_are_the_takers_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zero_pages_are_zeros_of_the_right_kind(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("make", [zero_pages, small_zero_pages])
+def test_zero_pages_are_zeros_of_the_right_kind(make: Any, dtype: torch.dtype) -> None:
     like = torch.empty(0, dtype=dtype)
-    pages = zero_pages((3, 2, 5), like=like)
+    pages = make((3, 2, 5), like=like)
     assert pages.dtype == dtype and pages.shape == (3, 2, 5) and not pages.any()
     pages[1] = 2
     assert pages.sum() == 20, "and can be written"
-    assert zero_pages((0, 7), like=like).shape == (0, 7)
+    assert make((0, 7), like=like).shape == (0, 7)

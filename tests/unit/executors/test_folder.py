@@ -1,9 +1,11 @@
 """Folders that travel by their hash."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,17 @@ def test_equal_files_make_equal_packages(problem: Path) -> None:
     assert pack_folder(problem) == first
     (problem / "data" / "points.csv").write_text("1,3")
     assert pack_folder(problem).digest != first.digest
+
+
+def test_one_folder_can_be_left_out_and_others_of_its_name_stay(problem: Path) -> None:
+    for place in (problem / "runs", problem / "data" / "runs"):
+        place.mkdir()
+        (place / "large.bin").write_text("0")
+    packed = pack_folder(problem, left_out=problem / "runs")
+    with tarfile.open(fileobj=io.BytesIO(packed.content)) as archive:
+        names = archive.getnames()
+    assert "data/runs/large.bin" in names
+    assert "runs/large.bin" not in names
 
 
 def test_it_is_unpacked_once_and_removed_with_its_last_holder(

@@ -231,6 +231,21 @@ async def test_when_the_last_worker_is_refused_all_who_wait_are_told() -> None:
             await pool.submit(job(3, echo=1))
 
 
+async def test_a_refusal_of_many_lines_is_told_whole_once(caplog: pytest.LogCaptureFixture) -> None:
+    refusal = "The import failed:\nTraceback\n  line 1\nModuleNotFoundError: nothing"
+    script = Script()
+    script.errors = [
+        WorkerRefused(refusal, info=WorkerInfo(name=name)) for name in ("slot/0", "slot/1")
+    ]
+    with pytest.raises(ExecutorError) as told:
+        async with opened(script, num_slots=2) as pool:
+            await pool.submit(job(1, echo=1))
+    assert str(told.value).count("line 1") == 1
+    assert "slot/0, slot/1: The import failed" in str(told.value)
+    assert "The import failed: ModuleNotFoundError: nothing" in caplog.text
+    assert "line 1" not in caplog.text
+
+
 async def test_a_bug_in_starting_ends_the_block_loudly() -> None:
     script = Script()
     script.errors = [LookupError("a bug")]

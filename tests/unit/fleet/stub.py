@@ -82,6 +82,8 @@ class Stub:
     dies_of_loads: bool = False
     """The connection of every load is cut; it is back at once."""
     num_resets: int = 0
+    num_pauses: int = 0
+    weight_version: str = ""
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -139,6 +141,8 @@ class Stub:
         self.has_crashed = False
         self._crashed = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._running = asyncio.Event()
+        self._running.set()
         self._gate = asyncio.Semaphore(self.capacity or 10**6)
         app = web.Application(client_max_size=2**30)
         app.add_routes(
@@ -155,6 +159,9 @@ class Stub:
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/tokenize", self._tokenize),
                 web.post("/collective_rpc", self._call_workers),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/update_weight_version", self._name_weights),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -242,6 +249,21 @@ class Stub:
         self.weights = (folder / "model.safetensors").read_text()
         return web.json_response({"results": [None]})
 
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.num_pauses += 1
+        assert request.query["mode"] == "keep"
+        self._running.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self._running.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        assert not any(self.in_flight.values()) or not self._running.is_set(), "a wrong name"
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
         async with self._changed:
@@ -312,6 +334,7 @@ class Stub:
                     await self._crashed.wait()
                     return _error(500, "EngineDeadError")
                 await asyncio.sleep(self.latency_s)
+                await self._running.wait()
                 self.num_served += 1
                 return web.json_response({"choices": self._choices(body)})
         finally:

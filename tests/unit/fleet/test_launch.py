@@ -28,7 +28,13 @@ from rookery.fleet.servers.registry import (
     process_start,
     reap_orphans,
 )
-from rookery.fleet.servers.settings import LaunchConfig, command_line, environment, num_replicas
+from rookery.fleet.servers.settings import (
+    LaunchConfig,
+    command_line,
+    environment,
+    first_spare_gpu,
+    num_replicas,
+)
 from rookery.fleet.servers.tcp_port import reserve_port
 
 FAKE = Path(__file__).parent / "fake"
@@ -294,6 +300,19 @@ async def test_the_key_of_a_server_is_known_to_whoever_asks_it(
         told = await ask(server.url)
         assert server.config.api_key == (given or exported)
         assert told["env"].get("VLLM_API_KEY", "") == server.config.api_key
+
+
+def test_gpus_are_left_to_a_trainer_and_counted_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,8")
+    config = LaunchConfig(model="m", tensor_parallel=2, pipeline_parallel=2, spare_gpus=1)
+    assert num_replicas(config) == 1 and first_spare_gpu(config) == 4
+    env = environment(config, index=0, num_servers=1, modules=Path(), adapters=None)
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3,5,7"
+    words = " ".join(command_line(config, port=1))
+    assert "--pipeline-parallel-size 2" in words and "--gpu-memory-utilization 0.9" in words
+    whole = LaunchConfig(model="m", gpu_memory_utilization=0.5)
+    assert num_replicas(whole) == 5 and first_spare_gpu(whole) == 0
+    assert "--gpu-memory-utilization 0.5" in " ".join(command_line(whole, port=1))
 
 
 def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(

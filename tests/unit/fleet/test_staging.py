@@ -19,7 +19,7 @@ from rookery.fleet.adapters.buffers import BufferFile, Spares
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import Staging, open_staging
-from rookery.fleet.vllm_plugin.buffer import MANIFEST, factor_view, open_buffer
+from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
 
@@ -205,9 +205,20 @@ def leave_behind(parent: Path, *, servers: tuple[str, ...]) -> Path:
 def test_unknown_dtypes_and_places_are_refused(tmp_path: Path) -> None:
     with open_staging(tmp_path) as staging, pytest.raises(AdapterError, match="float8"):
         staging.buffer_folder(REF, make_small("a"), dtype="float8")
-    refused = pytest.raises(AdapterError, match=r"on cpu.*in_place: false")
+    elsewhere = make_small("a")
+    factors = {
+        layer: replace(lora, a=lora.a.to("meta"), b=lora.b.to("meta"))
+        for layer, lora in elsewhere.factors.items()
+    }
+    refused = pytest.raises(AdapterError, match=r"on meta.*in_place: false")
     with open_staging(tmp_path, in_place=True) as staging, refused:
-        staging.buffer_folder(REF, make_small("a"), dtype="float32")
+        staging.buffer_folder(REF, replace(elsewhere, factors=factors), dtype="float32")
+
+
+def test_adapters_in_memory_go_as_files_where_others_are_read_in_place(tmp_path: Path) -> None:
+    with open_staging(tmp_path, in_place=True) as staging:
+        folder = staging.buffer_folder(REF, make_small("a"), dtype="float32")
+        assert (folder / BUFFER).stat().st_size > 0
 
 
 def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from rookery.fleet.http.wire import (
     encode_tokens,
     read_choices,
     read_completion,
+    read_completions,
     read_reading,
 )
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED, FORMAT, PATH, TokenRoute
-from rookery.types import ModelRef
+from rookery.types import ModelRef, SampleRequest
 
 BASE = ModelRef(name="base", version="tiny")
 EOS = 2
@@ -89,6 +90,8 @@ class Engine:
         self.is_asked = asyncio.Event()
         self.num_loads = 0
         self.called: list[str] = []
+        self.versions: list[Any] | None = None
+        """Which weights drew which tokens, in vLLM that tells."""
 
     async def collective_rpc(self, method: str) -> None:
         self.called.append(method)
@@ -127,7 +130,8 @@ class Engine:
             rows = [row[:1] for row in rows]
         outputs = [
             SimpleNamespace(index=i, token_ids=tuple(drawn), text="watched", logprobs=Flat(rows),
-                            finish_reason="stop" if ends else "length")
+                            finish_reason="stop" if ends else "length",
+                            weight_versions=self.versions)
             for i in range(params.n)
         ]  # fmt: skip
         yield SimpleNamespace(
@@ -194,6 +198,33 @@ class Server:
             return 0, None
         assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % len(sent[1]["body"])
         return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.mark.parametrize(
+    ("told", "version", "spans"),
+    [
+        (None, "tiny", []),
+        ([("default", 0, 3)], "tiny", []),
+        ([("step-2", 0, 3)], "step-2", []),
+        ([("step-1", 0, 2), ("step-2", 2, 3)], "step-2", [("step-1", 0, 2), ("step-2", 2, 3)]),
+    ],
+)
+async def test_completions_carry_the_versions_that_drew_them(
+    told: list[tuple[str, int, int]] | None, version: str, spans: list[tuple[str, int, int]]
+) -> None:
+    server = Server()
+    server.engine.versions = told and [
+        SimpleNamespace(version=name, start=start, end=end) for name, start, end in told
+    ]
+    fields = Fields(max_tokens=3, temperature=1.0, seed=5)
+    _, answer = await server.ask(encode_tokens("tiny", fields, [(1, 3)], path=None))
+    [choices] = read_choices(answer, num_prompts=1, n=1)
+    request = SampleRequest(model=BASE, prompt=(1, 3))
+    [untold] = read_completions(request, choices)
+    assert untold.model == BASE and not untold.version_spans
+    [completion] = read_completions(request, choices, has_versions=True)
+    assert completion.model == ModelRef(name="base", version=version)
+    assert [(s.version, s.start, s.stop) for s in completion.version_spans] == spans
 
 
 async def test_answers_are_read_as_those_of_completions() -> None:

@@ -269,6 +269,7 @@ async def test_every_crossover_runs_in_both_spaces(
     [
         {"type": "es", "steps": 2, "num_pairs": 2},
         {"type": "cmaes", "generations": 2, "population": 4},
+        {"type": "cmaes", "generations": 2, "population": 4, "unit": "block"},
         {"type": "ga", "generations": 3, "population": {"size": 4, "children": {"count": 3},
                                                          "swarm": {}}},
         {"type": "ga", "generations": 3, "population": {"size": 3, "children": {"count": 2}},
@@ -280,7 +281,7 @@ async def test_every_crossover_runs_in_both_spaces(
         {"type": "ga", "generations": 1, "population": {"size": 4, "children": {
             "count": 3, "operators": [{"type": "mutation", "name": "svd"}]}}},
     ],
-    ids=["es", "cmaes", "swarm", "islands", "archive", "pareto", "svd"],
+    ids=["es", "cmaes", "cmaes-block", "swarm", "islands", "archive", "pareto", "svd"],
 )  # fmt: skip
 async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
     genome: Genome, tmp_path: Path, stage: dict[str, Any]
@@ -411,7 +412,7 @@ async def test_emitters_are_told_the_fitness_of_what_they_asked(
             assert again.version == entry["version"]
         states = {event.key: event.payload for event in run.events("emitter")}
         fitness = {
-            event.payload["id"]: Fitness(score=event.payload["score"])
+            event.payload["id"]: Fitness(score=event.payload["merit"])
             for event in run.events("candidate")
         }
     assert [g.num_candidates for g in report.generations] == [4, 12, 12, 12]

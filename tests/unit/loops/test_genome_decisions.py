@@ -166,7 +166,7 @@ async def test_a_taskset_without_select_tasks_counts_by_its_search_tasks(
         for event in run.events("rollout"):
             version, task = event.key.split("|")[:2]
             rewards[version, task] = event.payload["reward"]
-    assert "second has no select tasks" in " ".join(report.warnings)
+    assert "the search tasks again of second." in " ".join(report.warnings)
     ranked = sorted(candidates.values(), key=lambda c: c["score"], reverse=True)
     finalists = [c for c in ranked if {(c["version"], t) for t in select} <= set(rewards)]
     assert len(finalists) == 3
@@ -399,7 +399,7 @@ async def test_a_taskset_that_is_only_reported_has_no_say_in_search_and_choice(
         found = [e.payload for e in run.events("candidate")]
     assert all(candidate["violation"] > 0 for candidate in found), "floors bind all the same"
     assert set(report.rows[0].by_source) == {"first", "second"}
-    assert any("second has no search tasks" in warning for warning in report.warnings)
+    assert "No search tasks: the search does not see second." in report.warnings
 
 
 async def test_founders_may_be_called_like_report_entries(

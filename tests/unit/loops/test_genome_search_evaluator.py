@@ -17,6 +17,7 @@ from rookery.loops.genome.loading import CandidateLoader
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.runs import Run
 from rookery.search.candidate import ChildPlan, EsStep
+from rookery.search.merit import Merit
 from rookery.search.racing import RaceConfig
 from rookery.testing import FakeAdapters
 from rookery.types import Adapter, Evaluation, LoraFactors, ModelRef, Task
@@ -374,3 +375,45 @@ async def test_a_dropped_candidate_that_did_not_see_every_taskset_keeps_its_viol
     dropped = [m for m in measured.values() if not m.is_complete]
     assert dropped and not any("b0" in m.rewards for m in dropped), "the case is met"
     assert all(m.fitness.violation > 0.2 for m in dropped)
+
+
+class Unsure:
+    """An evaluator to whose models every choice is right: `third` is the surest of them."""
+
+    async def evaluate(self, models: list[ModelRef], tasks: list[Task]) -> list[Evaluation]:
+        await asyncio.sleep(0)
+        sure = {"first": 0.6, "second": 0.7, "third": 0.9}
+        return [
+            Evaluation(
+                model=model,
+                rewards={task.id: 1.0 for task in tasks},
+                errors={},
+                num_tokens=0,
+                seconds=0.0,
+                certainties={task.id: sure[model.name] for task in tasks},
+            )
+            for model in models
+        ]
+
+
+@pytest.mark.parametrize(
+    ("merit", "scores"), [("reward", (1, 1, 1)), ("certainty", (0.6, 0.7, 0.9))]
+)
+async def test_candidates_are_compared_by_merit_and_reported_by_reward(
+    run: Run, merit: Merit, scores: tuple[float, ...]
+) -> None:
+    search = SearchEvaluator(
+        Unsure(),  # type: ignore[arg-type]
+        loader=CandidateLoader(FakeAdapters(), run=run),
+        builder=Makers(),  # type: ignore[arg-type]
+        tasks=TASKS,
+        weights={"t": 1.0},
+        race=UNRACED,
+        merit=merit,
+    )
+    measured = await search.measure(NAMES, rivals=(), seed=0, keep=3)
+    assert [measured[n].fitness.score for n in NAMES] == pytest.approx(list(scores))
+    assert [measured[name].mean for name in NAMES] == [1.0, 1.0, 1.0]
+    assert search.means("first") == {"t": 1.0}
+    search.set_floors({"t": 0.95})
+    assert [search.measured[name].fitness.violation for name in NAMES] == [0, 0, 0]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from loops import training
 from loops.training import Inputs, clockless, run_training
 
 from rookery.loops.grpo import GrpoResult
-from rookery.runs import Run
+from rookery.runs import Run, RunView
 from rookery.slots import SlottedModel
 from rookery.types import SampleRequest, ScoreRequest
 
@@ -89,7 +90,7 @@ def final_weights(run: Run) -> object:
     return last.payload["step"], last.payload["version"]
 
 
-def trained_positions(run: Run) -> list[list[int]]:
+def trained_positions(run: RunView) -> list[list[int]]:
     """The groups of every step as the events have them."""
     return [event.payload["positions"] for event in run.events("step")]
 
@@ -156,9 +157,10 @@ async def test_a_run_that_is_cut_off_again_and_again_gets_there(
 async def test_delays_change_no_bit(
     inputs: Inputs, model: SlottedModel, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Whether drawing or training is slower, a step is drawn with the weights of its schedule."""
+    """Whether drawing or training is slower, or either now and then, a step is drawn with the
+    weights of its schedule."""
     versions = set()
-    for slow in ("none", "sample", "forward_backward"):
+    for slow in ("none", "sample", "forward_backward", "now and then"):
         with make_run(tmp_path, slow) as run:
             await run_training(run, inputs, model=model, wrap=partial(_Slow, slow=slow), **changes)
             versions.add(str(final_weights(run)))
@@ -199,22 +201,30 @@ class _Noted:
 
 
 class _Slow:
-    """Lets the loop run a hundred turns before one kind of call is made."""
+    """Lets the loop run a hundred turns before one kind of call is made, or some turns before and
+    after any."""
 
     def __init__(self, part: Any, slow: str) -> None:
         self._part, self._slow = part, slow
+        self._random = Random(3)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._part, name)
-        if name != self._slow:
+        if name != self._slow and (name not in BOUNDARIES or self._slow != "now and then"):
             return found
 
         async def later(*args: Any, **values: Any) -> Any:
-            for _ in range(100):
-                await asyncio.sleep(0)
-            return await found(*args, **values)
+            await self._wait()
+            result = await found(*args, **values)
+            await self._wait()
+            return result
 
         return later
+
+    async def _wait(self) -> None:
+        is_random = self._slow == "now and then"
+        for _ in range(self._random.randrange(60) if is_random else 100):
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("changes", [LORA_0, SHARED_1], ids=["lora-0", "shared-1"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -289,16 +290,42 @@ async def test_without_constraints_a_biased_model_collapses_and_is_told_so(tmp_p
     assert result.report.verdict != "collapsed" and oracle.accuracy(result.labels) == 1.0
 
 
+class Silent(Oracle):
+    """A model that has no answer for one item."""
+
+    def odds(self, tokens: TokenIds) -> float:
+        asked = [self.words.items[token] for token in tokens if token in self.words.items]
+        return math.nan if asked[-1] == 3 else super().odds(tokens)
+
+
 async def test_an_end_with_unlabelled_items_is_never_a_success(tmp_path: Path) -> None:
-    oracle = Oracle(20, seed=1)
+    oracle = Silent(20, seed=1)
     path = write_items(tmp_path / "items.jsonl", oracle)
-    config = make_config(path, search={"iterations": 2, "num_start": 4})
+    config = make_config(path, constraints=[])
     result = await run_icm(tmp_path, oracle, config)
     assert result.report.verdict == "partial"
     assert result.report.num_labelled < 20
     assert None in result.labels.values()
     rows = read_rows(tmp_path / "a" / "sft.jsonl")
     assert len(rows) <= result.report.num_labelled
+
+
+@pytest.mark.parametrize("num_chains", [1, 2])
+async def test_a_search_never_ends_below_a_baseline(tmp_path: Path, num_chains: int) -> None:
+    """Two iterations label few items; bootstrap labels all of them, and none is frustrated."""
+    oracle = Oracle(20, seed=1)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    search = {"iterations": 2, "num_start": 4}
+    config = make_config(path, search=search, num_chains=num_chains, baselines={"inverted": False})
+    report = (await run_icm(tmp_path, oracle, config)).report
+    ours, *others = report.rows
+    assert report.num_labelled == 20
+    known = [row.utility for row in others if row.utility is not None and not row.num_violated]
+    assert known and ours.utility is not None and ours.utility >= max(known)
+    assert ours.note == "labels of bootstrap: no chain found better ones"
+    origins = [chain.origin for chain in report.chains]
+    assert origins == ["random labels", "bootstrap"]
+    assert [chain.is_best for chain in report.chains] == [False, True]
 
 
 async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(

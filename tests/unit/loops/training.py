@@ -26,6 +26,7 @@ from rookery.reports import GrpoReport
 from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.runs import run as run_directory
+from rookery.runs.blobs import BlobStore
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
@@ -228,12 +229,12 @@ def _drawing(
     log: RolloutLog,
 ) -> tuple[GroupDrawer, Evaluator]:
     params = config.drawing.params(group_size=config.group_size)
-    if config.environment is None:
+    if config.game is None:
         return (
             GroupSampler(engine, template=template, tasksets=tasksets, params=params),
             TasksetEvaluator(engine, template=template, tasksets=tasksets, log=log),
         )
-    game = Game(config.environment, template=template)
+    game = Game(config.game, template=template)
     return (
         GameSampler(game, engine=engine, params=params),
         GameEvaluator(game, sampler=engine, tasksets=tasksets, log=log),
@@ -273,6 +274,8 @@ def arm(point: str, number: int) -> None:
     killer = Killer(point, number)
     killer.around(Run, "append", is_by_kind=True)
     killer.around(Run, "append_many")
+    killer.around(Run, "remove_folder")
+    killer.around(BlobStore, "prune")
     killer.around(run_directory, "replace_folder")
     for name in ("sample", "load", "replace_base"):
         killer.around(EmbeddedEngine, name)

@@ -95,3 +95,34 @@ def test_a_lower_violation_wins_among_those_who_miss_a_floor() -> None:
     race = run(race, rewards)
     assert race.leader == "better"
     assert race.dropped["worse"].reason == "impossible"
+
+
+def test_merits_decide_the_order_and_rewards_the_floors() -> None:
+    """The sure candidate has the higher merit and misses the floor; rewards alone would let the
+    unsure one drop."""
+    rewards = {
+        "sure": {task: float(SOURCES[task] == "y") for task in TASKS},
+        "unsure": dict.fromkeys(TASKS, 1.0),
+        "vague": dict.fromkeys(TASKS, 1.0),
+    }
+    merits = {
+        "sure": dict.fromkeys(TASKS, 0.99),
+        "unsure": dict.fromkeys(TASKS, 0.6),
+        "vague": dict.fromkeys(TASKS, 0.1),
+    }
+    race = start(
+        list(rewards), TASKS, config=RaceConfig(block=4), rng=stream(0, "race"),
+        sources=SOURCES, weights=WEIGHTS, floors=FLOORS,
+    )  # fmt: skip
+    waves = Waves(race, size=1)
+    while asks := waves.next():
+        tell(
+            race,
+            {id: [rewards[id][t] for t in tasks] for id, tasks in asks.items()},
+            merits={id: [merits[id][t] for t in tasks] for id, tasks in asks.items()},
+        )
+    assert race.leader == "unsure"
+    assert set(race.dropped) == {"sure", "vague"}
+    estimate, reward_estimate = race.estimates["vague"], race.reward_estimates["vague"]
+    assert estimate is not None and estimate < 0.2
+    assert reward_estimate == pytest.approx(1.0)

@@ -83,6 +83,20 @@ def random_adapter(model: SlottedModel, targets: list[str]) -> Adapter:
     return make_adapter("random", base="", factors=factors)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_a_packed_model_leaves_the_file_of_its_weights(tmp_path: Path) -> None:
+    """Plain weights are pages of that file; one that stays would keep all of them in memory."""
+    folder = write_tiny_model(tmp_path / "tiny")
+
+    def is_mapped() -> bool:
+        return str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+    model = load_model(folder)
+    assert is_mapped(), "transformers does not map files any more: is this still needed?"
+    model.pack()
+    assert not is_mapped()
+
+
 def test_layers_that_only_look_like_llamas_are_not_fused(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,8 +41,39 @@ def test_rows_of_any_layout_get_their_own_adapter(data: st.DataObject) -> None:
         for slot in sorted({s for s in slots if s is not None})
     ]
     rows = SlotRows(segments, num_rows=num_rows, device=CPU)
-    rows.add(out, rows.take(x), a, b)
+    rows.add(out, rows.take(x), [(a, b)])
     torch.testing.assert_close(out, expected)
+
+
+def test_gradients_reach_rows_and_factors_of_all_banks_and_padding_has_none() -> None:
+    """Two banks of other ranks, rows out of order, some in no block, blocks that are not full."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    x, width = leaf(9, 5), 4
+    banks = [(leaf(2, 3, 5), leaf(2, width, 3)), (leaf(1, 2, 5), leaf(1, width, 2))]
+    own = {(0, 0): [6, 1, 4], (0, 1): [0], (1, 0): [8, 2]}
+    segments = [
+        Segment(slot=slot, rows=rows, block=2, bank=bank) for (bank, slot), rows in own.items()
+    ]
+    out = torch.zeros(len(x), width, dtype=torch.float64)
+    plan = SlotRows(segments, num_rows=len(x), device=CPU)
+    plan.add(out, plan.take(x), banks)
+    expected = torch.zeros_like(out)
+    for (bank, slot), rows in own.items():
+        a, b = (factor[slot] for factor in banks[bank])
+        expected = expected.index_add(0, torch.tensor(rows), x[rows] @ a.T @ b.T)
+    torch.testing.assert_close(out, expected)
+    leaves = [x, *banks[0], *banks[1]]
+    pull = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    for mine, right in zip(
+        torch.autograd.grad(out, leaves, pull),
+        torch.autograd.grad(expected, leaves, pull),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, right)
 
 
 @pytest.fixture
@@ -162,7 +193,7 @@ def test_a_pass_is_not_touched_by_another_in_the_middle_of_it(model: SlottedMode
     """Rows of a loaded slot, while a pass of base rows and one with factors of its own go by."""
     model.bank.put(0, tiny_adapter("resident", seed=1))
     factors = {
-        name: (lora.a[None], lora.scale * lora.b[None])
+        name: [(lora.a[None], lora.scale * lora.b[None])]
         for name, lora in tiny_adapter("own", rank=7, seed=2).factors.items()
     }
     tokens = torch.arange(5, 17)
@@ -174,7 +205,7 @@ def test_a_pass_is_not_touched_by_another_in_the_middle_of_it(model: SlottedMode
             )
             return model.logits(hidden, rows=rows)
 
-    def plan(own: dict[str, SlotFactors] | None) -> SlotRows:
+    def plan(own: dict[str, list[SlotFactors]] | None) -> SlotRows:
         segment = Segment(slot=0, rows=range(len(tokens)), block=4)
         return SlotRows([segment], num_rows=len(tokens), device=CPU, factors=own)
 

@@ -109,7 +109,12 @@ async def test_eight_adapters_in_one_batch(tmp_path: Path) -> None:
         refs = [await engine.load(adapter) for adapter in adapters]
         _, *by_adapter = await drawn(engine, [engine.base, *refs])
         trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=300))
+        requests = []
         for adapter, data in zip(adapters, by_adapter, strict=True):
             trainer.add(adapter.name, adapter)
-            [output] = await trainer.forward_backward([request_for(data, adapter.name)])
+            requests.append(request_for(data, adapter.name))
+        alone = [await trainer.forward_backward([request]) for request in requests]
+        mixed = await trainer.forward_backward(requests)
+        for [output], together, data in zip(alone, mixed, by_adapter, strict=True):
             assert output.logprobs == tuple(datum.sampled_logprobs for datum in data)
+            assert together.logprobs == output.logprobs

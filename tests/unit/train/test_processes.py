@@ -45,6 +45,10 @@ async def test_two_processes_train_what_one_does(tmp_path: Path, kind: str) -> N
     folders = [tmp_path / f"{kind}_{size}_exported_0" for size in (1, 2)]
     [ours, theirs] = [next(folder.glob("*.safetensors")) for folder in folders]
     assert largest_gap(ours, theirs) < 1e-5
+    if kind != "lora":
+        published = [tmp_path / f"{kind}_{size}_published.safetensors" for size in (1, 2)]
+        assert largest_gap(*published) < 1e-5, "servers get whole weights"
+        assert largest_gap(published[1], theirs) == 0
     if kind == "checkpointed":
         return
     whole = both.read_bytes()

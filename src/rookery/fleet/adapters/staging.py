@@ -44,7 +44,8 @@ class Staging:
     """Folders of adapters of one owner.
 
     `in_place` hands over adapters that are on a GPU by their address there, without a copy; every
-    server must run on that GPU. `is_searched`: servers search the owner's parent folder by name.
+    server must run on that GPU. Adapters in this machine's memory go as they always do.
+    `is_searched`: servers search the owner's parent folder by name.
     """
 
     def __init__(self, owner: Owner, *, in_place: bool = False, is_searched: bool = False) -> None:
@@ -57,6 +58,11 @@ class Staging:
         self._is_closed = False
         self._files: Spares[int, BufferFile] = Spares(lambda size: [BufferFile(root, size)])
         self._gpu: Spares[tuple[torch.device, int], CudaBuffer] = Spares(lambda k: cuda_buffers(*k))
+
+    def is_in_place(self, adapter: Adapter) -> bool:
+        """Whether it is handed over by its address."""
+        factors = adapter.factors.values()
+        return self.in_place and any(not t.is_cpu for lora in factors for t in (lora.a, lora.b))
 
     def wire_name(self, ref: ModelRef) -> str:
         """The name a server knows an adapter by: fit for a path and a URL, and nobody else's."""
@@ -118,12 +124,13 @@ class Staging:
     def _write_buffer(self, temporary: Path, folder: Path, adapter: Adapter, dtype: str) -> None:
         import torch
 
-        layout = _layout(adapter, dtype, is_on_host=not self.in_place)
+        is_in_place = self.is_in_place(adapter)
+        layout = _layout(adapter, dtype, is_on_host=not is_in_place)
         manifest: dict[str, Any] = {
             "format": FORMAT, "dtype": dtype, "bytes": layout.num_bytes, "scale": layout.scale,
             "scaled_from": layout.scaled_from, "layers": json.dumps(layout.layers),
         }  # fmt: skip
-        if self.in_place:
+        if is_in_place:
             key = _only_gpu(layout), layout.num_bytes
             buffer = self._gpu.take(key)
             layout.fill(buffer.memory)

@@ -12,35 +12,31 @@ update succeeds there.
 
 import asyncio
 import hashlib
-import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
-from rookery.errors import FleetError, RookeryError
+from rookery.errors import FleetError
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
+from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
-from rookery.fleet.http.wire import Fields, encode_body, read_choices, read_reading
 from rookery.fleet.routing.replica import Replica
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CANARY_NATS", "Model", "require_torch", "require_updates", "update_weights"]
+__all__ = ["Model", "reload_from", "require_torch", "require_updates", "update_weights"]
 
-logger = logging.getLogger(__name__)
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""
 INSTALL = "pip install 'rookery[vllm]'"
-CANARY = (1, 5, 9, 2, 7, 3)
-"""Tokens that every vocabulary has."""
-CANARY_NATS = 0.1
-"""Half-precision servers differ from a float32 model by less, old weights by more."""
 
 
 async def update_weights(fleet: Fleet, model: Model) -> float:
@@ -51,13 +47,21 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
     requests before: the others go on with the new weights.
     """
     require_updates(fleet)
-    expected = await asyncio.to_thread(_logprobs, model)
+    canary = Canary.of(fleet.capabilities, is_float32=False)
+    expected = await asyncio.to_thread(_logprobs, model, canary)
+
+    async def logprobs(_: Canary) -> list[float]:
+        return expected
+
     with claim_folder(fleet.config.adapter_folder or memory_folder()) as owner:
         folder = owner.folder / "weights"
         try:
             digest = await _to_its_end(_save, model, folder)
-            async with fleet.updating():
-                return await _update_all(fleet, folder, expected, digest)
+            first = fleet.first_base
+            ref = replace(first, version=f"{first.version}+{digest}")
+            update = BaseUpdate(fleet, canary)
+            async with fleet.updating(), update.lock:
+                return await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
         finally:
             await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
 
@@ -78,48 +82,21 @@ async def _to_its_end(
     return running.result()
 
 
-async def _update_all(fleet: Fleet, folder: Path, expected: Sequence[float], digest: str) -> float:
-    replicas = fleet.pool.replicas
-    were_open = [replica.load.is_open for replica in replicas]
-    outcomes = await asyncio.gather(*(_update(r, folder, expected) for r in replicas))
-    succeeded = [outcome for outcome in outcomes if isinstance(outcome, float)]
-    if succeeded:
-        fleet.rename_base(digest)
-    failed = [
-        outcome
-        for outcome, was_open in zip(outcomes, were_open, strict=True)
-        if isinstance(outcome, RookeryError) and (was_open or not succeeded)
-    ]
-    if failed:
-        others = "the others go on with them" if succeeded else "no server takes requests"
-        raise FleetError(
-            f"{len(failed)} of {len(replicas)} servers did not get the new weights, {others}: "
-            f"{failed[0]}"
-        )
-    return max(succeeded)
+def reload_from(folder: Path) -> Give:
+    """Have a server load the weights in a folder."""
 
-
-async def _update(
-    replica: Replica, folder: Path, expected: Sequence[float]
-) -> float | RookeryError:
-    """How far one server is off afterwards, or why it takes no requests any more."""
-    replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
-    try:
+    async def give(replica: Replica) -> None:
         await replica.client.call_workers("reload_weights", weights_path=str(folder))
         await replica.client.reset_prefix_cache()
-        apart = await _difference(replica, expected)
-        if not apart <= CANARY_NATS:
-            raise FleetError(
-                f"{replica.url} took the new weights but computes with others: log-probabilities "
-                f"are off by {apart:.2f} nats. Restart it; vLLM on the CPU keeps the old output "
-                "layer of models with tied embeddings."
-            )
-        await replica.include()
-    except RookeryError as error:
-        replica.exclude(str(error))
-        logger.warning("%s takes no requests: %s", replica.url, error)
-        return error
-    return apart
+
+    return give
+
+
+async def _refuse(replica: Replica) -> None:
+    raise FleetError(
+        f"{replica.url} was started again, or does not tell: it may have the weights it began "
+        "with. Call update_weights again."
+    )
 
 
 def require_updates(fleet: Fleet) -> None:
@@ -162,7 +139,7 @@ def _file_digest(file: Path) -> bytes:
         return hashlib.file_digest(handle, "blake2b").digest()
 
 
-def _logprobs(model: Model) -> list[float]:
+def _logprobs(model: Model, canary: Canary) -> list[float]:
     """The model's own log-probabilities of the canary's tokens, without dropout as on a server."""
     import torch
 
@@ -171,19 +148,9 @@ def _logprobs(model: Model) -> list[float]:
     model.eval()
     try:
         with torch.inference_mode():
-            logits = model(torch.tensor([CANARY], device=device)).logits[0].float()
+            logits = model(torch.tensor([canary.tokens], device=device)).logits[0].float()
     finally:
         for module in training:
             module.training = True
     rows = torch.log_softmax(logits, dim=-1)
-    return [float(rows[i, token]) for i, token in enumerate(CANARY[1:])]
-
-
-async def _difference(replica: Replica, expected: Sequence[float]) -> float:
-    tail = CANARY[1:]
-    prompts = [CANARY[:end] for end in range(1, len(CANARY))]
-    body = encode_body(replica.capabilities.model, Fields(ids=tuple(sorted(tail))), prompts)
-    choices = read_choices(await replica.client.complete(body), num_prompts=len(prompts), n=1)
-    rows = [read_reading(choice).after for [choice] in choices]
-    found = [row.get(token, float("inf")) for row, token in zip(rows, tail, strict=True)]
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    return [float(rows[end - 1, canary.tokens[end]]) for end in canary.ends]

@@ -3,10 +3,14 @@
 Built by `probe.py`; `wire.py` and `replica.py` decide by it which routes and fields to use.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["LOGPROB_IDS_LIMIT", "Capabilities", "Route"]
+from rookery.errors import FleetError
+from rookery.fleet.adapters.fit import base_names
+
+__all__ = ["LOGPROB_IDS_LIMIT", "Capabilities", "Route", "common_capabilities"]
 
 Route = Literal["extension", "http", "resolver", "none"]
 """How adapters reach a server, fastest first: tensors through the worker extension, a PEFT folder
@@ -58,3 +62,29 @@ class Capabilities:
     @property
     def has_worker_calls(self) -> bool:
         return "/collective_rpc" in self.routes
+
+
+def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
+    """What all servers can do; FleetError when they serve different models."""
+    first = capabilities[0]
+    for other in capabilities[1:]:
+        if base_names(other.root) != base_names(first.root):
+            raise FleetError(
+                f"The servers serve different models, {first.root} and {other.root}: one fleet "
+                "has one base model."
+            )
+    return replace(
+        first,
+        max_model_len=_least(c.max_model_len for c in capabilities),
+        max_logprobs=min(c.max_logprobs for c in capabilities),
+        has_label_logprobs=all(c.has_label_logprobs for c in capabilities),
+        has_prompt_logprobs=all(c.has_prompt_logprobs for c in capabilities),
+        has_processed_logprobs=all(c.has_processed_logprobs for c in capabilities),
+        has_prefix_cache=all(c.has_prefix_cache for c in capabilities),
+        block_tokens=max(c.block_tokens for c in capabilities),
+        max_lora_rank=_least(c.max_lora_rank for c in capabilities),
+    )
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)

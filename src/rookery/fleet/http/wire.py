@@ -9,11 +9,12 @@ A body carries many prompts, but one set of parameters: equal `Fields` may share
     completion = read_completion(choices[0][0], model=request.model, num_top=0)
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from rookery.errors import FleetError
 from rookery.fleet.http.capabilities import Capabilities
@@ -27,6 +28,7 @@ from rookery.types import (
     SamplingParams,
     TokenIds,
     TopLogprobs,
+    VersionSpan,
 )
 
 __all__ = [
@@ -53,7 +55,6 @@ _MAX_SEED = 2**63 - 1
 """vLLM draws without a seed when it is -1, and refuses or fails on what 64 bits do not hold."""
 
 NO_PENALTIES = Penalties()
-_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 Choice = Mapping[str, Any]
 
@@ -144,7 +145,7 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "return_tokens_as_token_ids": True,
         **_parameters(fields),
     }
-    return _to_json(body).encode()
+    return to_json(body)
 
 
 def encode_tokens(
@@ -152,7 +153,7 @@ def encode_tokens(
 ) -> bytes:
     """The JSON of one call of our own route; `path` is where its adapter is, None for the base."""
     body = {"model": model, "path": path, "prompts": prompts, "params": _parameters(fields)}
-    return _to_json(body).encode()
+    return to_json(body)
 
 
 def _parameters(fields: Fields) -> dict[str, Any]:
@@ -241,10 +242,15 @@ def read_completion(choice: Choice, *, model: ModelRef, num_top: int) -> Complet
     )
 
 
-def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple[Completion, ...]:
-    """The completions of one request, `params.n` of them."""
+def read_completions(
+    request: SampleRequest, choices: Sequence[Choice], *, has_versions: bool = False
+) -> tuple[Completion, ...]:
+    """The completions of one request, `params.n` of them; with the versions that drew them, where
+    the server tells."""
     num_top = request.params.top_logprobs
     found = tuple(read_completion(c, model=request.model, num_top=num_top) for c in choices)
+    if has_versions:
+        found = tuple(map(_with_versions, found, choices))
     if request.params.return_kept and request.params.is_cut:
         found = tuple(
             replace(completion, kept=read_kept(_tops(choice)))
@@ -252,6 +258,17 @@ def read_completions(request: SampleRequest, choices: Sequence[Choice]) -> tuple
         )
     # Greedy draws are all the same: the server made one.
     return found * request.params.n if len(found) == 1 else found
+
+
+def _with_versions(completion: Completion, choice: Choice) -> Completion:
+    spans = tuple(
+        VersionSpan(version=version, start=start, stop=stop)
+        for version, start, stop in choice.get("versions") or ()
+    )
+    if not spans:
+        return completion
+    model = replace(completion.model, version=spans[-1].version)
+    return replace(completion, model=model, version_spans=spans if len(spans) > 1 else ())
 
 
 def read_position(choice: Choice) -> dict[int, float]:

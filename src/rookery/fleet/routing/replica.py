@@ -7,6 +7,7 @@ choices = await replica.serve(call, adapter)
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +25,7 @@ from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens,
 from rookery.fleet.routing.breaker import Breaker
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.fleet.routing.proof import Proof
 from rookery.fleet.servers.launch import LocalServer
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
@@ -50,6 +52,8 @@ class ReplicaSettings:
     """Servers on other machines see the staging folder too."""
     has_resolver: bool
     """They search it for adapters by name."""
+    is_by_folder: bool = False
+    """Adapters go as PEFT folders, though servers could take them from memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,11 @@ class Replica:
         self._exclusion = CallExclusion()
         self._base_runs_apart = False
         """The base model and adapters are not computed together there; see `exclusion.py`."""
-        self._updated_process: str | None = None
-        """Which process got the newest base weights; None: they are those it started with."""
+        self.base: ModelRef
+        """The base weights that it has; calls that name others are refused."""
+        self.renew: Callable[[Replica], Awaitable[None]] | None = None
+        """Gives a server that was started again the newest weights; None: nobody can."""
+        self.proof = Proof(client, local)
 
     @property
     def url(self) -> str:
@@ -145,8 +152,7 @@ class Replica:
 
     async def reconnect(self, served: ServedAdapters) -> None:
         """After a loss: which of the served adapters the server still holds, then open it again."""
-        if self.route == "extension":
-            await self.client.call_workers("rookery_attach")
+        await self.reattach()
         self.load.forget()
         self._residency.resident.clear()
         for name in await list_names(self.client, self._staging.owner.token):
@@ -157,21 +163,27 @@ class Replica:
             else:
                 # It was retired while the server could not be told.
                 await self._residency.unload(name, model=self.capabilities.model)
-        if self._updated_process is not None and not await self._is_updated():
+        if self.proof.was_given and not await self.proof.is_current():
             self.exclude(
                 f"{self.url} was started again, or does not tell: it may have the weights it began "
                 "with. Call update_weights again."
             )
+            if self.renew is not None:
+                await self.renew(self)
         self._open()
+
+    async def reattach(self) -> None:
+        """Tell a process that was started again how adapters come."""
+        if self.route == "extension":
+            await self.client.call_workers("rookery_attach")
 
     def exclude(self, reason: str) -> None:
         """No requests from now on, until `include`."""
         self.excluded = self.last_error = reason
         self.load.is_open = False
 
-    async def include(self) -> None:
-        """It has the newest base weights: requests may come, as long as this process runs."""
-        self._updated_process = await self._process()
+    def include(self) -> None:
+        """Requests may come."""
         self.excluded = ""
         self._open()
 
@@ -185,6 +197,7 @@ class Replica:
         is_answered = False
         try:
             async with self._exclusion.take(kind):
+                self._require_base(call)
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
             is_answered = True
         except ServerRefusal as refusal:
@@ -201,6 +214,14 @@ class Replica:
         if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
         return [[compact(choice) for choice in own] for own in choices]
+
+    def _require_base(self, call: Call) -> None:
+        """A call may have waited, or been lost elsewhere, while the weights it names went."""
+        if call.is_base and call.ref != self.base:
+            raise FleetError(
+                f"{call.ref.served_name} was replaced by {self.base.served_name} before it was "
+                "asked: name the newest."
+            )
 
     def _kind(self, call: Call) -> str:
         """Calls of different kinds must not be in flight together; see `exclusion.py`."""
@@ -252,6 +273,7 @@ class Replica:
         """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
         if metrics is not None:
+            self.proof.check(metrics)
             busy = metrics.num_running + metrics.num_waiting
             self.load.foreign = max(0, busy - self.load.num_sequences)
         elif not await self.client.is_healthy():
@@ -304,7 +326,8 @@ class Replica:
         can_see = self._settings.is_folder_shared or is_local(self.url)
         if not can_see:
             return "none"
-        if has_extension and self.capabilities.has_lora_loading:
+        is_by_memory = has_extension and not self._settings.is_by_folder
+        if is_by_memory and self.capabilities.has_lora_loading:
             return "extension"
         if self.capabilities.has_lora_loading:
             return "http"
@@ -323,7 +346,7 @@ class Replica:
         name = self._staging.wire_name(ref)
         if self.route == "extension":
             dtype = self.capabilities.lora_dtype or "float32"
-            if self._staging.in_place:
+            if self._staging.is_in_place(adapter):
                 # A few kernels: sooner done than handed to a thread.
                 folder = self._staging.buffer_folder(ref, adapter, dtype=dtype)
             else:
@@ -346,17 +369,6 @@ class Replica:
             await self._residency.load(name, path=folder)
         else:
             self._residency.expect(name)
-
-    async def _is_updated(self) -> bool:
-        process = await self._process()
-        return bool(process) and process == self._updated_process
-
-    async def _process(self) -> str:
-        """Tells one process of the server from the next; empty when it cannot be told."""
-        if self.local is not None:
-            return str(self.local.pid)
-        metrics = await read_metrics(self.client)
-        return str(metrics.started_s) if metrics and metrics.started_s else ""
 
     def _open(self) -> None:
         self.breaker.record_success()

@@ -59,6 +59,7 @@ POLL_S = 0.5
 RESTART_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before the second restart, then twice as long each time: what killed a server (memory that
 another program holds, a driver that recovers) takes seconds to minutes to pass."""
+_SERVED_NAME = "--served-model-name"
 HEALTH_LIMIT_S = 20.0
 """How long `/health` may take to answer: under load vLLM is late by seconds."""
 
@@ -103,6 +104,8 @@ class LocalServer:
         """Where in the log what happened since the last start, or since it was ready, begins."""
         self._was_ready = False
         """Since the last start."""
+        self._starting = asyncio.Lock()
+        """Held by who stops and starts the process."""
 
     @property
     def is_alive(self) -> bool:
@@ -192,6 +195,23 @@ class LocalServer:
         FleetError with the last failure when all are used up. `why` says what is wrong with a
         server that lives.
         """
+        pid = self.pid
+        async with self._starting:
+            if self.pid == pid:  # else `serve_model` has started it meanwhile
+                await self._restart(why)
+
+    async def serve_model(self, model: str, *, name: str) -> None:
+        """Stop, and serve another model under the same name. No start of `launch.restarts`."""
+        args = [word for word in self.config.args if word not in (_SERVED_NAME, name)]
+        update = {"model": model, "args": (*args, _SERVED_NAME, name)}
+        async with self._starting:
+            self.config = self.config.model_copy(update=update)
+            await self.stop()
+            await self.start()
+            self._context.write_registry()
+            await self.wait_ready(lambda _seconds, _line, _is_ready: None)
+
+    async def _restart(self, why: str) -> None:
         await self.stop()
         failure = self._failure(why or f"ended with status {self._status}")
         while self.num_restarts < self.config.restarts:

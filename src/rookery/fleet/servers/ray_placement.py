@@ -27,7 +27,7 @@ from rookery.config import parse_config
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.executors.ray_cluster import connect_ray
 from rookery.fleet.servers.launch import open_servers
-from rookery.fleet.servers.settings import LaunchConfig
+from rookery.fleet.servers.settings import LaunchConfig, gpus_each
 from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["Placed", "place_on_ray"]
@@ -100,7 +100,7 @@ async def _room(config: LaunchConfig, *, num: int, address: str) -> AsyncIterato
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    num_gpus = 0 if config.device == "cpu" else config.tensor_parallel * config.data_parallel
+    num_gpus = 0 if config.device == "cpu" else gpus_each(config)
     each = {"CPU": 1, **({"GPU": num_gpus} if num_gpus else {})}
     group = placement_group([each] * num)
     try:

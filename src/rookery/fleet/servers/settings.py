@@ -22,15 +22,19 @@ __all__ = [
     "command_line",
     "environment",
     "exported_key",
+    "gpus_each",
     "num_replicas",
     "visible_gpus",
 ]
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks vLLM can be started with; between two of them the higher one is taken."""
+GPU_SHARE = 0.9
+"""vLLM's own default of --gpu-memory-utilization in the versions that are supported."""
 PLUGIN_MODULE = "rookery_vllm_plugin"
 """What the servers' Python knows the copy of `vllm_plugin` by."""
 EXTENSION_CLASS = f"{PLUGIN_MODULE}.extension.WorkerExtension"
+LIVE_WEIGHTS_CLASS = f"{PLUGIN_MODULE}.live_weights.WorkerExtension"
 WHOLE_GRAPHS_CLASS = f"{PLUGIN_MODULE}.whole_graphs.WorkerExtension"
 ROUTE_CLASS = f"{PLUGIN_MODULE}.token_route.TokenRoute"
 _SINGLE = "vllm.entrypoints.openai.api_server"
@@ -73,6 +77,10 @@ class LaunchConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that one copy of the model is spread over."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages of layers that one copy of the model is cut into, each on GPUs of its own."""
+    spare_gpus: int = Field(default=0, ge=0)
+    """GPUs that are left to others, a trainer for one: the last of those that are visible."""
     data_parallel: int = Field(default=1, ge=1)
     """Copies of the model behind one port, balanced by vLLM itself."""
     api_servers: int = Field(default=1, ge=1)
@@ -85,7 +93,9 @@ class LaunchConfig(Config):
     """Sequences computed together; by default vLLM's choice for the GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed in one step; by default vLLM's choice."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """The part of a GPU's memory that a server takes: by default 0.9, and beside a trainer on the
+    same GPU what that leaves."""
     cpu_cache_gib: int = Field(default=4, ge=1)
     """Key-value cache of a server on the CPU."""
     max_loras: int = Field(default=8, ge=0)
@@ -104,6 +114,9 @@ class LaunchConfig(Config):
     all on slow hosts. Where the attention cannot (before Hopper), vLLM takes its own choice. Every
     server shows first that it computes right."""
     max_logprobs: int = Field(default=20, ge=0)
+    live_weights: bool = False
+    """The base weights are changed while they are served: on the CPU vLLM then computes with them
+    and not with packed copies, which takes longer. A training of all weights sets it itself."""
     extension: bool = True
     """Rookery's own code in the servers: adapters straight from memory, a route for tokens."""
     placement: Literal["here", "ray"] = "here"
@@ -202,6 +215,9 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--max-num-seqs": config.max_num_seqs,
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--tensor-parallel-size": config.tensor_parallel if config.tensor_parallel > 1 else None,
+        "--pipeline-parallel-size": config.pipeline_parallel
+        if config.pipeline_parallel > 1
+        else None,
         "--data-parallel-size": config.data_parallel if config.data_parallel > 1 else None,
         "--api-server-count": config.api_servers if config.api_servers > 1 else None,
         "--worker-extension-cls": _extension_class(config),
@@ -212,7 +228,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         flags["--max-cpu-loras"] = config.max_cpu_loras
         flags["--max-lora-rank"] = config.lora_rank
     if not config.is_on_cpu:
-        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization
+        flags["--gpu-memory-utilization"] = config.gpu_memory_utilization or GPU_SHARE
     if config.has_whole_graphs:
         flags["--compilation-config"] = '{"cudagraph_mode": "FULL"}'
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
@@ -228,6 +244,8 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
 def _extension_class(config: LaunchConfig) -> str | None:
     if not config.has_extension:
         return None
+    if config.live_weights and config.is_on_cpu:
+        return LIVE_WEIGHTS_CLASS
     return WHOLE_GRAPHS_CLASS if config.has_whole_graphs else EXTENSION_CLASS
 
 
@@ -268,7 +286,23 @@ def num_replicas(config: LaunchConfig) -> int:
         return config.replicas
     if config.is_on_cpu:
         return 1
-    return max(1, len(visible_gpus()) // (config.tensor_parallel * config.data_parallel))
+    return max(1, len(_own_gpus(config)) // gpus_each(config))
+
+
+def _own_gpus(config: LaunchConfig) -> tuple[str, ...]:
+    """The GPUs that servers may use."""
+    gpus = visible_gpus()
+    return gpus[: max(0, len(gpus) - config.spare_gpus)]
+
+
+def first_spare_gpu(config: LaunchConfig) -> int:
+    """The first of the visible GPUs that servers leave to others; 0 when they leave none."""
+    return len(_own_gpus(config)) if config.spare_gpus else 0
+
+
+def gpus_each(config: LaunchConfig) -> int:
+    """How many GPUs one server takes."""
+    return config.tensor_parallel * config.pipeline_parallel * config.data_parallel
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -290,8 +324,8 @@ def _closed_flag(word: str) -> str:
 
 
 def _cuda(config: LaunchConfig, index: int) -> dict[str, str]:
-    size = config.tensor_parallel * config.data_parallel
-    own = visible_gpus()[index * size : (index + 1) * size]
+    size = gpus_each(config)
+    own = _own_gpus(config)[index * size : (index + 1) * size]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
 
 

@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .base_weights import SharedWeights, load_weights, sum_weights, why_not_shared
 from .buffer import FORMAT, MANIFEST, factor_view, open_buffer
 from .slots import SlotWriter, find_parts
 from .token_index import install_token_index
@@ -30,6 +31,27 @@ class WorkerExtension:
 
     model_runner: Any
     device: Any
+    rookery_is_live = False
+    """Whether it computes with the weights themselves, see `live_weights.py`."""
+    rookery_shared: SharedWeights | None = None
+
+    def rookery_share(self, source: str = "") -> dict[str, Any]:
+        """Where a trainer on this machine finds the base weights, or {"refusal": why}. `source` is
+        where to take them from; without one a worker that shares them already goes on to."""
+        if self.rookery_shared is None or source:
+            reason = why_not_shared(self.model_runner, is_live=self.rookery_is_live)
+            if reason:
+                return {"refusal": reason}
+            self.rookery_shared = SharedWeights(self.model_runner, source)
+        return self.rookery_shared.manifest
+
+    def rookery_load(self, manifest: str) -> None:
+        """Replace the base weights, see `base_weights.py`."""
+        load_weights(self, manifest)
+
+    def rookery_sums(self) -> dict[str, int]:
+        """Of every base weight here, to find the one that is not what it should be."""
+        return sum_weights(self.model_runner)
 
     def rookery_attach(self) -> dict[str, Any]:
         """Take over the loading of buffer folders; what this worker can do. Twice is harmless."""

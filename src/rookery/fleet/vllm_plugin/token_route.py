@@ -8,11 +8,13 @@ is served by `/v1/completions`.
      "prompts": [[1, 2, 3], ...], "params": {"max_tokens": 16, "n": 1, "seed": 7, ...}}
     -> {"choices": [{"index": 0, "text": "...", "finish_reason": "stop", "token_ids": [5, 2],
                      "token_logprobs": [-0.1, -2.5], "top": [[[5, 9], [-0.1, -3.0]], ...],
-                     "prompt_top": [null, [[2, 8], [-1.5, -0.9]], ...]}, ...]}
+                     "prompt_top": [null, [[2, 8], [-1.5, -0.9]], ...],
+                     "versions": [["step-3", 0, 1], ["step-4", 1, 2]]}, ...]}
 
 What `/v1/completions` does besides costs its process more than a GPU needs for the tokens: a string
 per token and per likely token, an object for each, the text of every prefix. Here the text is made
-once, at the end. `path` is loaded the first time it is named, so that an adapter and its first
+once, at the end. `versions` says which base weights drew which tokens, where vLLM was told their
+names. `path` is loaded the first time it is named, so that an adapter and its first
 request are one call, and go to the engine one right behind the other.
 """
 
@@ -37,6 +39,8 @@ _BROKEN = "\ufffd"
 """What a tokenizer writes for a character that is not whole."""
 _CONTEXT = 5
 """Tokens of the prompt before the text: a word that begins one is decoded with its space."""
+_UNNAMED = "default"
+"""What vLLM calls weights that nobody gave a name."""
 _OF_REQUESTS = (ValueError, KeyError, TypeError, OverflowError)
 """What fields that are missing, of a wrong type or too large raise."""
 _CLIENT_ERRORS = frozenset({"VLLMClientError", "VLLMValidationError"})
@@ -247,6 +251,10 @@ def _choice(
         # A token that stops is no part of the text.
         shown = tokens[:-1] if sample.finish_reason == "stop" else tokens
         choice["text"] = _text(tokenizer, output.prompt_token_ids, shown)
+    # Before 0.32 there are none.
+    spans = getattr(sample, "weight_versions", None) or ()
+    if any(span.version != _UNNAMED for span in spans):
+        choice["versions"] = [(span.version, span.start, span.end) for span in spans]
     if params.get("logprobs"):
         choice["top"] = positions
     if params.get("prompt_logprobs") is not None:

@@ -64,11 +64,14 @@ def evaluation_spec(
         ),
         other_files=dict(first.other_files),
     )
-    ignored = (*IGNORED, ".*", "openevolve_output", *([output.name] if output else []))
     return WorkerSpec(
         task="evaluation",
         settings=settings.model_dump_json().encode(),
-        folder=pack_folder(evaluator.resolve().parent, ignored=ignored),
+        folder=pack_folder(
+            evaluator.resolve().parent,
+            ignored=(*IGNORED, ".*", "openevolve_output"),
+            left_out=output.resolve() if output else None,
+        ),
     )
 
 

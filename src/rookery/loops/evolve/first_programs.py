@@ -108,8 +108,8 @@ async def _prepare(
         kind = f" ({evaluated.failure.kind})" if evaluated.failure else ""
         which = f"The first program {number}" if number > 1 else "The first program"
         raise ConfigError(
-            f"{which} gets no score{kind}: {problem} An evolution starts from a program that the "
-            "evaluator can score: mend the program or the evaluator."
+            f"{which} gets no score{kind}: {problem.rstrip('.')}. An evolution starts from a "
+            "program that the evaluator can score: mend the program or the evaluator."
         )
     event = await parts.run.append(FIRST_PROGRAM, to_data(evaluated), key=str(number))
     return from_data(Evaluated, event.payload)

@@ -100,7 +100,6 @@ class Hub:
         self._model_calls = asyncio.Semaphore(parts.config.rookery.in_flight)
         self._evaluations = asyncio.Semaphore(PER_WORKER * parts.config.workers)
         self._pace = Pace(num_workers=parts.config.workers)
-        self._num_generating = 0
         self._num_waiting = 0
         self._open: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -164,7 +163,7 @@ class Hub:
     def _has_room(self) -> bool:
         config = self._parts.config
         is_backlog_full = self._num_waiting >= self._pace.backlog
-        return self._num_generating < config.rookery.in_flight and not is_backlog_full
+        return len(self._generating) < config.rookery.in_flight and not is_backlog_full
 
     def _may_begin(self, number: int) -> bool:
         """Whether the budget has enough for one more. What was decided before costs nothing, and
@@ -222,7 +221,6 @@ class Hub:
         is_new = stages.planned is None
         if is_new:
             stages = replace(stages, planned=self._plan(number))
-        self._num_generating += stages.generated is None
         work = self._attempt(number, stages, is_new=is_new, decide=order.decide)
         task = group.create_task(work, name=f"attempt {number}")
         self._running[number] = task
@@ -249,7 +247,6 @@ class Hub:
         child: Child | None = None
         if stages.generated is None:
             stages, child = await self._generate(number, stages, is_new=is_new)
-            self._generating.discard(number)
         if stages.evaluated is None and stages.failure is None:
             stages = await self._evaluate(number, stages, child)
         decide(number, stages)
@@ -268,7 +265,7 @@ class Hub:
                     generated, child = await self._parts.proposer.generate(planned.plan)
                 await self._record(number, "generated", generated, epoch=epoch)
         finally:
-            self._num_generating -= 1
+            self._generating.discard(number)
             self._changed.set()
         return replace(stages, generated=generated, epoch=epoch), child
 

@@ -40,6 +40,9 @@ from rookery.search.programs.program import Member
 __all__ = ["Due", "Outputs", "open_outputs"]
 
 QUEUE = 64
+NEW_SHARE = 0.05
+"""A checkpoint names every program, so it waits until this share of them is new. Only populations
+of more than 20 checkpoint intervals are that large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,7 @@ class Outputs:
         self._other_files: Mapping[str, str] = {}
         if isinstance(first, FirstProgram):
             self._suffix, self._other_files = first.suffix, first.other_files
+        self._num_at_checkpoint = state.num_decided
         self._trace: TraceWriter | None = None
         self._earlier: Path | None = None
         """The checkpoint before, once it was looked for."""
@@ -107,13 +111,22 @@ class Outputs:
     def find_due(self, member: Member | None, *, is_best: bool, is_new: bool) -> Due:
         """A decision was told; `member` is its program. Not `is_new`: an earlier session did."""
         has_trace = member is not None and self._config.evolution_trace.enabled
-        is_due = self._state.num_decided % self._config.checkpoint_interval == 0
         return Due(
             is_new=is_new,
             is_best=is_best,
             traced=self._traced(member) if member is not None and has_trace else None,
-            checkpoint=self._checkpoint_now() if is_due else None,
+            checkpoint=self._checkpoint_now() if self._is_checkpoint_due() else None,
         )
+
+    def _is_checkpoint_due(self) -> bool:
+        num_decided = self._state.num_decided
+        if num_decided % self._config.checkpoint_interval:
+            return False
+        num_new = num_decided - self._num_at_checkpoint
+        if num_new < NEW_SHARE * len(self._state.database.members):
+            return False
+        self._num_at_checkpoint = num_decided
+        return True
 
     async def write(self, due: Due) -> None:
         """Have it written, as far as it is not yet."""

@@ -15,9 +15,9 @@ import torch
 from pydantic import TypeAdapter
 
 from rookery.errors import AdapterError, boundary
-from rookery.search.candidate import COMBINATIONS, ChildPlan, EsStep, Recipe
+from rookery.search.candidate import BY_BLOCK, COMBINATIONS, ChildPlan, EsStep, Recipe
 from rookery.types import Adapter, LoraFactors
-from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge
+from rookery.weights.merge import LinearConfig, MergeConfig, is_dense, merge, merge_by_block
 from rookery.weights.mutate import MutateConfig, mutate
 from rookery.weights.perturb import rounded, unrounded
 
@@ -178,7 +178,11 @@ class AdapterBuilder:
         if isinstance(recipe, EsStep):
             return self._es_step(recipe, parents[0])
         adapter = parents[0]
-        if recipe.merge is not None:
+        if recipe.merge == BY_BLOCK:
+            adapter = merge_by_block(
+                parents, weights=recipe.weights, rank=self._rank, device=self._device
+            )
+        elif recipe.merge is not None:
             method = self._merge(recipe.merge)
             what, lacking = f"Making {recipe.id}", tuple(_NO_MEMORY)
             with boundary(AdapterError, what, foreign=lacking, remedy=_NO_MEMORY):

@@ -15,6 +15,7 @@ from rookery.loops.genome.stages import GaStage, StageConfig
 from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
+from rookery.search.merit import Merit
 from rookery.search.parents import may_be_negative
 from rookery.search.racing import RaceConfig
 from rookery.tasks.taskset import TasksetConfig, from_folder
@@ -41,6 +42,8 @@ MERGES: Mapping[str, MergeConfig] = {
     "dare_ties": DareTiesConfig(),
     "slerp": SlerpConfig(),
     "layerwise": LayerwiseConfig(),
+    "layers": LayerwiseConfig(unit="layer"),
+    "mixture": LayerwiseConfig(mode="mix", unit="layer"),
     "extrapolate": ExtrapolateConfig(),
 }
 """The crossovers that operators can name; a config may change them or add its own."""
@@ -60,6 +63,10 @@ class GenomeConfig(Config):
     """How to search, one after another."""
     race: RaceConfig = RaceConfig()
     """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
+    merit: Merit = "certainty"
+    """What candidates are compared by in the search, in races and in the choice: `certainty`, the
+    probability of the right choice, which has less noise than whether it is the likeliest; or
+    `reward`. Tasks without choices count by their reward. Floors and reports hold of rewards."""
     floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
     """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
     rank: int | None = Field(default=None, ge=1)

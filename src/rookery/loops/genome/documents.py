@@ -90,7 +90,7 @@ def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[Candid
     return tuple(
         CandidateRecord(
             id=name,
-            score=search.measured[name].fitness.score,
+            score=search.measured[name].mean,
             violation=search.measured[name].fitness.violation,
             by_source=dict(search.means(name)),
         )
@@ -99,9 +99,10 @@ def _describe_all(search: SearchEvaluator, names: Iterable[str]) -> tuple[Candid
 
 
 def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
-    """Those that no other candidate beats on every taskset, of all that saw every task."""
+    """Those that no other candidate beats on every taskset by its rewards, of all that saw every
+    task."""
     complete = [name for name in names if search.measured[name].is_complete]
-    first = fronts([search.measured[name].fitness for name in complete])[0]
+    first = fronts([search.plain_fitness(name) for name in complete])[0]
     return [complete[index] for index in sorted(first)]
 
 
@@ -125,7 +126,7 @@ def _draw_lineage(
                 operator=recipe.operator if recipe is not None else "founder",
                 parents=tuple(recipe.parents) if recipe is not None else (),
                 weights=tuple(recipe.weights) if recipe is not None else (),
-                score=search.measured[name].fitness.score,
+                score=search.measured[name].mean,
                 is_winner=name == winner,
                 is_ancestor=name in ancestors,
             )
@@ -213,16 +214,22 @@ def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _warn_of_splits(tasksets: Sequence[Taskset]) -> list[str]:
-    warnings: list[str] = []
-    for taskset in tasksets:
-        warnings += taskset.notes
-        if not taskset.split("search"):
-            warnings.append(f"{taskset.name} has no search tasks: the search does not see it.")
-        elif not taskset.split("select"):
-            warnings.append(
-                f"{taskset.name} has no select tasks: the choice among finalists sees its search "
-                "tasks again."
-            )
-        if not taskset.split("report"):
-            warnings.append(f"{taskset.name} has no report tasks: the report says nothing of it.")
+    warnings = [note for taskset in tasksets for note in taskset.notes]
+    unseen = [t.name for t in tasksets if not t.split("search")]
+    unchosen = [t.name for t in tasksets if t.split("search") and not t.split("select")]
+    unreported = [t.name for t in tasksets if not t.split("report")]
+    if unseen:
+        warnings.append(f"No search tasks: the search does not see {_listed(unseen)}.")
+    if unchosen:
+        warnings.append(
+            "No select tasks: the choice among finalists sees the search tasks again of "
+            f"{_listed(unchosen)}."
+        )
+    if unreported:
+        warnings.append(f"No report tasks: the report says nothing of {_listed(unreported)}.")
     return warnings
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

@@ -9,6 +9,7 @@ missing is not averaged away.
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,6 +24,7 @@ from rookery.reports import ReportRow
 from rookery.rollout import TasksetEvaluator
 from rookery.search.fitness import FAILED, Fitness, fitness_of, rank_key
 from rookery.search.founders import random_plans
+from rookery.search.merit import merits_of
 from rookery.search.vote import vote
 from rookery.seeding import stream_seed
 from rookery.types import Adapter, Group, ModelRef, Rollout, Task
@@ -38,8 +40,13 @@ class FinalConfig(Config):
     """The best so many on the search split meet on the select split."""
     num_voters: int = Field(default=5, ge=1)
     """Size of the panels that vote: of the best founders, and of the finalists."""
+    evidence: Literal["both", "select"] = "select"
+    """What decides among the finalists: the select tasks, or these and the search tasks."""
     random_search: bool = True
     """Also try random merges of the founders, as many as the search tried candidates."""
+
+
+_DEFAULTS = FinalConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,9 @@ class FinalReport:
         builder: AdapterBuilder,
         search: SearchEvaluator,
         weights: Mapping[str, float],
+        settings: FinalConfig = _DEFAULTS,
     ) -> None:
+        self._settings = settings
         self._evaluator = evaluator
         self._loader = loader
         self._base = base
@@ -108,7 +117,7 @@ class FinalReport:
         floor_holders: Mapping[str, str],
         phase: str = "select",
     ) -> Choice:
-        """Rank the candidates on the select split; ties fall to the search split.
+        """Rank the candidates by their merits on the select split; ties fall to the search split.
 
         A taskset without select tasks counts by its search tasks. `floor_holders` are founders
         whose own mean on a source is the floor there, as in the search.
@@ -120,34 +129,40 @@ class FinalReport:
         names = list(dict.fromkeys([*by_search, *floor_holders.values()]))
         makers = {name: self._builder.maker(name) for name in names}
         groups = await self._rollout(makers, tasks, phase=phase)
-        means = {name: self._means(name, groups[name], tasks) for name in names}
+        evidence = {name: self._evidence(name, groups[name], tasks) for name in names}
         floors = dict(self._search.floors)
         for source, holder in floor_holders.items():
-            floors[source] = means[holder].get(source, floors[source])
+            floors[source] = evidence[holder].means.get(source, floors[source])
         # A taskset with report tasks alone has no say in the choice.
         sources = {task.source for task in tasks} | self._search.sources
-        fitness = {name: self._fitness(means[name], floors, sources) for name in by_search}
+        fitness = {name: self._fitness(evidence[name], floors, sources) for name in by_search}
         ranked = sorted(by_search, key=lambda name: rank_key(fitness[name]), reverse=True)
         failed = [name for name in ranked if fitness[name].is_failed]
         return Choice(
             ranked=tuple(ranked), errors={name: _first_error(groups[name]) for name in failed}
         )
 
-    def _means(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> dict[str, float]:
+    def _evidence(self, name: str, groups: Sequence[Group], tasks: Sequence[Task]) -> "_Evidence":
         """By source, of sources without a missing task; of the search split where the select
         split has none."""
-        asked = {task.source for task in tasks}
-        by_search = self._search.means(name)
-        means = {source: mean for source, mean in by_search.items() if source not in asked}
-        return means | complete_means(_rewards(groups), tasks)
+        measured, asked = self._search.measured[name], {task.source for task in tasks}
+        is_pooled = self._settings.evidence == "both"
+        searched = [task for task in self._search.tasks if is_pooled or task.source not in asked]
+        rewards = _rewards(groups)
+        merits = merits_of(rewards, _certainties(groups), merit=self._search.merit)
+        every = [*searched, *tasks]
+        return _Evidence(
+            means=complete_means({**measured.rewards, **rewards}, every),
+            merits=complete_means({**measured.merits, **merits}, every),
+        )
 
     def _fitness(
-        self, means: Mapping[str, float], floors: Mapping[str, float], sources: Set[str]
+        self, evidence: "_Evidence", floors: Mapping[str, float], sources: Set[str]
     ) -> Fitness:
-        if not set(means) >= sources:
+        if not set(evidence.means) >= sources:
             return FAILED
         weights = {name: self._weights[name] for name in self._weights if name in sources}
-        return fitness_of(means, weights=weights, floors=floors)
+        return fitness_of(evidence.means, weights=weights, floors=floors, merits=evidence.merits)
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
@@ -249,6 +264,14 @@ class FinalReport:
 _BASE = "base"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """What decides about one finalist: its mean reward and its mean merit by source."""
+
+    means: Mapping[str, float]
+    merits: Mapping[str, float]
+
+
 def _same(adapter: Adapter) -> Adapter:
     return adapter
 
@@ -273,6 +296,12 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         if len(earned) == len(group.rollouts):
             rewards[group.task.id] = sum(earned) / len(earned)
     return rewards
+
+
+def _certainties(groups: Sequence[Group]) -> dict[str, float]:
+    """The probability of the right choice, of tasks that have choices."""
+    found = {group.task.id: group.rollouts[0].metrics.get("certainty") for group in groups}
+    return {task: certainty for task, certainty in found.items() if certainty is not None}
 
 
 def _first_error(groups: Sequence[Group]) -> str:

@@ -89,11 +89,11 @@ class GenerationLog:
         self, stage: str, measured: Mapping[str, Measured], cost: Cost
     ) -> GenerationRecord:
         """Note the candidates that were measured together."""
-        scores = [m.fitness.score for m in measured.values() if m.fitness.score is not None]
+        scores = [m.mean for m in measured.values() if m.mean is not None]
         feasible = [
-            m.fitness.score
+            m.mean
             for m in measured.values()
-            if m.fitness.score is not None and m.fitness.violation == 0 and m.is_complete
+            if m.mean is not None and m.fitness.violation == 0 and m.is_complete
         ]
         number = len(self.generations)
         first = self._run.get("generation", str(number))
@@ -158,7 +158,8 @@ class GenerationLog:
             "version": self._builder.version(name),
             "operator": recipe.operator if recipe is not None else "founder",
             "parents": list(recipe.parents) if recipe is not None else [],
-            "score": result.fitness.score,
+            "score": result.mean,
+            "merit": result.fitness.score,
             "violation": result.fitness.violation,
             "num_tasks": len(result.rewards),
             "error": result.error,

@@ -65,6 +65,7 @@ def assemble(
         tasks=[task for taskset in tasksets for task in taskset.split("search")],
         weights={name: weight for name, weight in weights.items() if name in searched},
         race=config.race,
+        merit=config.merit,
         is_remote=engine.is_remote,
     )
     return RunParts(
@@ -81,6 +82,7 @@ def assemble(
             builder=builder,
             search=search,
             weights=weights,
+            settings=config.finals,
         ),
         log=GenerationLog(run, builder=builder, evaluator=evaluator, watcher=watcher),
         run=run,

@@ -15,6 +15,7 @@ from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
 from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
+from rookery.search.merit import Merit, merits_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.search.waves import Waves
 from rookery.seeding import stream
@@ -40,8 +41,14 @@ class Measured:
     """One candidate's result on the search split."""
 
     fitness: Fitness
+    """What it is compared by: its score is made of merits, its violation of rewards."""
     rewards: Mapping[str, float]
     """By task id; fewer than all when it was dropped or failed."""
+    merits: Mapping[str, float]
+    """The same tasks."""
+    mean: float | None
+    """The weighted mean reward, which reports show: of a dropped one estimated from the tasks that
+    it saw; None when it failed."""
     is_complete: bool
     error: str = ""
 
@@ -58,6 +65,7 @@ class SearchEvaluator:
         tasks: Sequence[Task],
         weights: Mapping[str, float],
         race: RaceConfig,
+        merit: Merit = "reward",
         is_remote: bool = False,
     ) -> None:
         self._evaluator = evaluator
@@ -67,10 +75,16 @@ class SearchEvaluator:
         self._tasks = {task.id: task for task in tasks}
         self._weights = dict(weights)
         self._race = race
+        self.merit: Merit = merit
         self._floors: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
+        self._merits: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return list(self._tasks.values())
 
     @property
     def sources(self) -> frozenset[str]:
@@ -87,7 +101,7 @@ class SearchEvaluator:
         self._floors = dict(floors)
         for name, measured in self.measured.items():
             if not measured.error:
-                fitness = self._fitness(measured.rewards, measured.fitness.score)
+                fitness = self._fitness(measured.rewards, measured.merits, measured.fitness.score)
                 self.measured[name] = replace(measured, fitness=fitness)
 
     def put_last(self, candidates: Iterable[str]) -> None:
@@ -114,23 +128,30 @@ class SearchEvaluator:
     ) -> None:
         in_turn = sorted(names, key=self._builder.effort)  # cheapest first: the engine has work
         makers = {name: self._builder.maker(name) for name in in_turn}
-        known = {r: self.measured[r].rewards for r in rivals if self.measured[r].is_complete}
+        known = {r: self.measured[r] for r in rivals if self.measured[r].is_complete}
         async with self._loader.load(makers, phase="search") as arrivals:
             race = await self._run(names, arrivals, known=known, seed=seed, keep=keep)
-        estimates = race.estimates
+        estimates, means = race.estimates, race.reward_estimates
         for name in names:
-            self.measured[name] = self._conclude(name, race, estimates[name])
+            self.measured[name] = self._conclude(
+                name, race, estimate=estimates[name], mean=means[name]
+            )
 
     def means(self, name: str) -> dict[str, float]:
         """A candidate's mean reward by source, of the tasks it saw."""
         return mean_by_source(self.measured[name].rewards, self._tasks.values())
+
+    def plain_fitness(self, name: str) -> Fitness:
+        """A candidate's fitness as its rewards alone would have it: what reports show."""
+        measured = self.measured[name]
+        return self._fitness(measured.rewards, measured.rewards, measured.mean)
 
     async def _run(
         self,
         candidates: Sequence[str],
         arrivals: Arrivals,
         *,
-        known: Mapping[str, Mapping[str, float]],
+        known: Mapping[str, Measured],
         seed: int,
         keep: int,
     ) -> Race:
@@ -143,7 +164,8 @@ class SearchEvaluator:
             sources={task.id: task.source for task in self._tasks.values()},
             weights=self._weights,
             floors=self._floors,
-            known=known,
+            known={name: measured.rewards for name, measured in known.items()},
+            known_merits={name: measured.merits for name, measured in known.items()},
         )
         waves = Waves(race, size=self._wave)
         in_flight: list[asyncio.Task[_Told]] = []  # oldest first; drained below
@@ -154,7 +176,9 @@ class SearchEvaluator:
                 if not in_flight:
                     return race
                 told = await in_flight.pop(0)
-                await asyncio.to_thread(racing.tell, race, told)
+                rewards = {name: None if both is None else both[0] for name, both in told.items()}
+                merits = {name: both[1] for name, both in told.items() if both is not None}
+                await asyncio.to_thread(racing.tell, race, rewards, merits=merits)
 
     @property
     def _wave(self) -> int:
@@ -171,7 +195,7 @@ class SearchEvaluator:
         return NUM_REMOTE_WAVES if self._is_remote else 1
 
     async def _ask(self, asks: Mapping[str, Sequence[str]], arrivals: Arrivals) -> "_Told":
-        """The rewards of each candidate on its tasks; None where it failed."""
+        """The rewards and merits of each candidate on its tasks; None where it failed."""
         told: _Told = {}
         # Nearly always all candidates are asked for the same tasks: then this is one batch.
         for tasks in dict.fromkeys(tuple(tasks) for tasks in asks.values()):
@@ -205,35 +229,54 @@ class SearchEvaluator:
         )
         for name, evaluation in zip(refs, evaluations, strict=True):
             self._errors.setdefault(name, {}).update(evaluation.errors)
-            self._rewards.setdefault(name, {}).update(evaluation.rewards)
-            told[name] = [evaluation.rewards.get(task) for task in tasks]
+            rewards = evaluation.rewards
+            merits = merits_of(rewards, evaluation.certainties, merit=self.merit)
+            self._rewards.setdefault(name, {}).update(rewards)
+            self._merits.setdefault(name, {}).update(merits)
+            told[name] = ([rewards.get(task) for task in tasks], [merits.get(t) for t in tasks])
         return told
 
-    def _conclude(self, name: str, race: Race, estimate: float | None) -> Measured:
+    def _conclude(
+        self, name: str, race: Race, *, estimate: float | None, mean: float | None
+    ) -> Measured:
         """What the race saw of a candidate. What was asked beyond that does not count."""
         fate = race.dropped.get(name)
-        rewards, errors = self._rewards.pop(name, {}), self._errors.pop(name, {})
+        rewards, merits = self._rewards.pop(name, {}), self._merits.pop(name, {})
+        errors = self._errors.pop(name, {})
         if fate is not None:
-            rewards = {task: rewards[task] for task in race.tasks[: fate.num_tasks]}
+            seen = race.tasks[: fate.num_tasks]
+            rewards, merits = ({task: of[task] for task in seen} for of in (rewards, merits))
         if fate is not None and fate.reason == "failed":
             error = next(errors[task] for task in race.tasks if task in errors)
-            return Measured(fitness=FAILED, rewards=rewards, is_complete=False, error=error)
+            return Measured(
+                fitness=FAILED,
+                rewards=rewards,
+                merits=merits,
+                mean=None,
+                is_complete=False,
+                error=error,
+            )
         return Measured(
-            fitness=self._fitness(rewards, estimate),
+            fitness=self._fitness(rewards, merits, estimate),
             rewards=rewards,
+            merits=merits,
+            mean=self._fitness(rewards, rewards, mean).score,
             is_complete=len(rewards) == len(self._tasks),
         )
 
-    def _fitness(self, rewards: Mapping[str, float], estimate: float | None) -> Fitness:
+    def _fitness(
+        self, rewards: Mapping[str, float], merits: Mapping[str, float], estimate: float | None
+    ) -> Fitness:
         """From all tasks, or for a dropped candidate from those it saw and the race's estimate."""
         means = mean_by_source(rewards, self._tasks.values())
         if set(means) >= set(self._weights):
-            fitness = fitness_of(means, weights=self._weights, floors=self._floors)
+            compared = mean_by_source(merits, self._tasks.values())
+            fitness = fitness_of(means, weights=self._weights, floors=self._floors, merits=compared)
             if len(rewards) == len(self._tasks) or estimate is None:
                 return fitness
             return replace(fitness, score=estimate)
         return Fitness(score=estimate, violation=find_violation(means, self._floors))
 
 
-_Told = dict[str, list[float | None] | None]
-"""Rewards in the order asked; None in place of one, or of all, says that it failed."""
+_Told = dict[str, tuple[list[float | None], list[float | None]] | None]
+"""Rewards and merits in the order asked; None in place of one, or of all, says that it failed."""

@@ -26,6 +26,13 @@ class DrawnRollout:
     sequences: tuple[TokenSequence, ...]
     text: str
     reward: float
+    advantages: tuple[float, ...] | None = None
+    """Of its drawn tokens, where the environment says them; None: they follow from the rewards of
+    the group. These and the next are for rollouts of one sequence."""
+    reference_logprobs: tuple[float, ...] = ()
+    """Of its drawn tokens, where the environment says them."""
+    temperature: float | None = None
+    """It was drawn with; None: that of the run."""
 
     @property
     def num_drawn(self) -> int:
@@ -108,6 +115,9 @@ def _group_document(group: DrawnGroup) -> dict[str, Any]:
             {
                 "text": rollout.text,
                 "reward": rollout.reward,
+                "advantages": rollout.advantages,
+                "reference_logprobs": rollout.reference_logprobs,
+                "temperature": rollout.temperature,
                 "sequences": [_sequence_document(sequence) for sequence in rollout.sequences],
             }
             for rollout in group.rollouts
@@ -134,10 +144,17 @@ def _group(document: Mapping[str, Any]) -> DrawnGroup:
                 sequences=tuple(_sequence(sequence) for sequence in rollout["sequences"]),
                 text=rollout["text"],
                 reward=rollout["reward"],
+                advantages=_floats(rollout.get("advantages")),
+                reference_logprobs=tuple(rollout.get("reference_logprobs", ())),
+                temperature=rollout.get("temperature"),
             )
             for rollout in document["rollouts"]
         ),
     )
+
+
+def _floats(values: list[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _sequence(document: Mapping[str, Any]) -> TokenSequence:

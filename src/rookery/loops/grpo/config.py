@@ -10,6 +10,9 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.environments import GameConfig
+from rookery.environments.atropos import AtroposConfig
+from rookery.environments.verifiers import VerifiersConfig
+from rookery.fleet import FleetConfig
 from rookery.loops.grpo.advantages import AdvantageName
 from rookery.runs.trackers import TrackerName
 from rookery.tasks.python_function import function_from_folder
@@ -21,7 +24,11 @@ from rookery.train.losses.grpo import Grpo
 from rookery.train.schedule import AdamWConfig, ScheduleConfig
 from rookery.types import SamplingParams
 
-__all__ = ["DrawingConfig", "GrpoConfig"]
+__all__ = ["BridgeName", "DrawingConfig", "GrpoConfig"]
+
+BridgeName = Literal["auto", "alias", "slot", "adapter", "copy", "reload", "restart"]
+_FULL_BRIDGES = ("auto", "alias", "copy", "reload", "restart")
+_ADAPTER_BRIDGES = ("auto", "slot", "adapter")
 
 
 class DrawingConfig(Config):
@@ -51,6 +58,16 @@ def _section(value: object) -> object:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
+def _python_unless_told(value: object) -> object:
+    return {"type": "python", **value} if isinstance(value, dict) else value
+
+
+AnyEnvironment = Annotated[
+    Annotated[GameConfig | AtroposConfig | VerifiersConfig, Field(discriminator="type")],
+    BeforeValidator(_python_unless_told),
+]
+
+
 class GrpoConfig(ScheduleConfig):
     """One training by group-relative policy optimisation."""
 
@@ -62,8 +79,14 @@ class GrpoConfig(ScheduleConfig):
     share: bool = False
     """One copy of the weights for the embedded engine and the trainer: half the memory, and slower
     answers on a CPU, where an engine of its own packs them. false: a copy for each."""
-    tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`."""
+    bridge: BridgeName = "auto"
+    """How new weights reach the servers of a fleet. All weights: `alias` (one copy of them for both
+    sides), `copy` (through memory), `reload` (through a folder) or `restart`; an adapter: `slot`
+    (from memory) or `adapter` (a PEFT folder). auto: the first that fits, and it says why."""
+    tasksets: tuple[TasksetConfig, ...] = ()
+    """Trained on `search`, the checkpoint chosen on `select`, measured on `report`. Where groups
+    come from an Atropos environment they may be left out: the newest checkpoint is chosen then, and
+    nothing is measured."""
     lora: LoraConfig = LoraConfig()
     """The shape of a new adapter."""
     full: Annotated[FullWeights | None, BeforeValidator(_section)] = None
@@ -79,9 +102,10 @@ class GrpoConfig(ScheduleConfig):
     group_size: int = Field(default=8, ge=1)
     """Answers to each task."""
     drawing: DrawingConfig = DrawingConfig()
-    environment: GameConfig | None = None
+    environment: AnyEnvironment | None = None
     """A game of several turns, which takes the place of the tasksets' scorers: each task is played
-    group_size times. null: one answer to each prompt."""
+    group_size times. Or `{type: atropos}`, `{type: verifiers}`: groups that environments elsewhere
+    play. null: one answer to each prompt."""
     max_extra_groups: int | None = Field(default=None, ge=0)
     """Groups whose rewards are all equal teach nothing and are replaced by the next tasks, at most
     so many in a step. null: as many as groups_per_step."""
@@ -131,14 +155,32 @@ class GrpoConfig(ScheduleConfig):
     @property
     def max_drawn_tokens(self) -> int:
         """Tokens that one rollout draws at most."""
+        if isinstance(self.environment, AtroposConfig | VerifiersConfig):
+            return self.environment.max_token_len
         return self.drawing.max_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
+    def game(self) -> GameConfig | None:
+        """The game that is played here, if one is."""
+        return self.environment if isinstance(self.environment, GameConfig) else None
+
+    @property
+    def atropos(self) -> AtroposConfig | None:
+        """The gateway that groups come through, if they do."""
+        if isinstance(self.environment, VerifiersConfig):
+            return self.environment.as_atropos(
+                group_size=self.group_size,
+                temperature=self.drawing.temperature,
+                max_tokens=self.drawing.max_tokens,
+            )
+        return self.environment if isinstance(self.environment, AtroposConfig) else None
 
     @property
     def judged_tasksets(self) -> tuple[TasksetConfig, ...]:
         """The tasksets; where a game judges, they need no scorer, and no reference for one."""
-        if self.environment is None:
+        if self.game is None:
             return self.tasksets
-        scorer = PythonConfig(function=self.environment.function)
+        scorer = PythonConfig(function=self.game.function)
         return tuple(taskset.model_copy(update={"scorer": scorer}) for taskset in self.tasksets)
 
     @property
@@ -184,18 +226,66 @@ class GrpoConfig(ScheduleConfig):
                 "computes with the weights that each step changes: write publish_every: 1, or "
                 "share: false"
             )
-        if self.reference is not None and self.loss.kl is None:
-            raise ValueError(
-                f"reference is {self.reference}, and the loss has no KL term to it: write loss.kl, "
-                "{weight: 0.04} for example, or leave reference out"
-            )
+        self._check_reference()
+        self._check_bridge()
+        self._check_tasks()
         scored = [taskset for taskset in self.tasksets if taskset.scorer is not None]
-        if self.environment is not None and scored:
+        if self.game is not None and scored:
             raise ValueError(
                 "a taskset has a scorer and environment is given too; the game returns the reward: "
                 "leave one of them out"
             )
         return self
+
+    def _check_reference(self) -> None:
+        if self.reference is not None and self.loss.kl is None:
+            raise ValueError(
+                f"reference is {self.reference}, and the loss has no KL term to it: write loss.kl, "
+                "{weight: 0.04} for example, or leave reference out"
+            )
+
+    def _check_tasks(self) -> None:
+        if self.atropos is None:
+            if not self.tasksets:
+                raise ValueError(
+                    "tasksets is empty, and there is nothing to train on: give one, or "
+                    "environment: {type: atropos}"
+                )
+            return
+        if self.drawing.params(group_size=2).is_cut:
+            raise ValueError(
+                "drawing has top_p, top_k or min_p, and the Atropos API has no room for what they "
+                "cut off: leave them out"
+            )
+        if self.staleness:
+            raise ValueError(
+                "staleness is for tasks that are drawn here; Atropos environments draw all the "
+                "time: leave it out"
+            )
+
+    def _check_bridge(self) -> None:
+        if isinstance(self.engine, EngineConfig) and self.bridge != "auto":
+            raise ValueError(
+                f"bridge is {self.bridge}, and the engine is in this process, where new weights "
+                "need none: leave bridge out, or take engine: {type: fleet, ...}"
+            )
+        fitting = _ADAPTER_BRIDGES if self.full is None else _FULL_BRIDGES
+        if self.bridge not in fitting:
+            trained = "an adapter is" if self.full is None else "all weights are"
+            raise ValueError(
+                f"bridge is {self.bridge}, and {trained} trained: write one of {', '.join(fitting)}"
+            )
+        launch = self.engine.launch if isinstance(self.engine, FleetConfig) else None
+        if self.bridge == "alias" and launch is not None and launch.spare_gpus:
+            raise ValueError(
+                f"bridge is alias and engine.launch.spare_gpus is {launch.spare_gpus}: one copy of "
+                "the weights is on one GPU. Leave out spare_gpus, or write bridge: copy"
+            )
+        if self.bridge == "alias" and self.publish_every > 1:
+            raise ValueError(
+                f"publish_every is {self.publish_every}, and with alias every step changes the "
+                "weights that the servers compute with: write publish_every: 1, or bridge: copy"
+            )
 
     def from_folder(self, folder: Path) -> Self:
         """The config with the paths in it taken from the folder of its file."""
@@ -204,9 +294,11 @@ class GrpoConfig(ScheduleConfig):
             "engine": engine_from_folder(self.engine, folder),
             "tokenizer": local_model(self.tokenizer, folder),
         }
-        if self.environment is not None:
+        if isinstance(self.environment, GameConfig):
             function = function_from_folder(self.environment.function, folder)
             update["environment"] = self.environment.model_copy(update={"function": function})
+        if isinstance(self.environment, AtroposConfig | VerifiersConfig):
+            update["environment"] = self.environment.from_folder(folder)
         for name, path in (("init_from", self.init_from), ("reference", self.reference)):
             if path is not None:
                 update[name] = (folder / path.expanduser()).resolve()

@@ -1,7 +1,9 @@
 """Batches -> data: each rollout one row or several, its advantage on every token it drew."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import fsum
+from typing import Any
 
 from rookery.errors import TrainError
 from rookery.loops.grpo.advantages import ADVANTAGES
@@ -24,10 +26,22 @@ def make_data(batch: Batch, config: GrpoConfig) -> tuple[Datum, ...]:
     weights = _weights(rollouts, config)
     params = config.drawing.params(group_size=config.group_size)
     return tuple(
-        _datum(sequence, advantage, weight, params)
+        _with_own_values(rollout, _datum(sequence, advantage, weight, params))
         for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
         for sequence in rollout.sequences
     )
+
+
+def _with_own_values(rollout: DrawnRollout, datum: Datum) -> Datum:
+    """What the environment said of this rollout takes the place of what follows from its group."""
+    own: dict[str, Any] = {}
+    if rollout.advantages is not None:
+        own["advantages"] = rollout.advantages
+    if rollout.reference_logprobs:
+        own["reference_logprobs"] = rollout.reference_logprobs
+    if rollout.temperature is not None:
+        own["temperature"] = rollout.temperature
+    return replace(datum, **own) if own else datum
 
 
 def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> float:
@@ -42,6 +56,8 @@ def mean_gap(data: Sequence[Datum], logprobs: Sequence[Sequence[float]]) -> floa
 
 def _advantages(group: DrawnGroup, config: GrpoConfig) -> tuple[float, ...]:
     rewards = [rollout.reward for rollout in group.rollouts]
+    if all(rollout.advantages is not None for rollout in group.rollouts):
+        return (0.0,) * len(rewards)
     rng = stream(config.seed, "grpo-advantages", group.position)
     return ADVANTAGES[config.advantage_name](rewards, rng=rng)
 

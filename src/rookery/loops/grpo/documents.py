@@ -52,7 +52,7 @@ def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
         loss=ending.config.loss.type,
         advantages=ending.config.advantage_name,
         staleness=ending.config.staleness,
-        game="" if ending.config.environment is None else ending.config.environment.function,
+        game="" if ending.config.game is None else ending.config.game.function,
         tasksets=tuple(_describe_taskset(taskset) for taskset in ending.tasksets),
         rows=tuple(ending.rows),
         chosen_step=best,
@@ -108,10 +108,14 @@ def _warn_of_result(ending: Ending) -> list[str]:
         for row in ending.rows
         if row.lead is not None and row.lead.low is not None and row.lead.low > 0
     ]
-    if ending.selection.best == 0:
+    if ending.selection.best == 0 and ending.tasksets:
         warnings.append(
             "No checkpoint is better than the start on the select tasks: what is called trained "
             "is the start itself."
+        )
+    if not ending.tasksets:
+        warnings.append(
+            "There were no tasksets to measure on: what is called trained is the newest checkpoint."
         )
     if ending.config.advantages == "shuffled":
         warnings.append("A control: advantages were shuffled, so nothing was to be learned.")
@@ -126,7 +130,7 @@ def _warn_of_failures(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[
         if row.num_failed
     ]
     unmeasured = [step for step, mean in ending.selection.means.items() if mean is None]
-    if unmeasured:
+    if unmeasured and ending.tasksets:
         warnings.append(
             f"{len(unmeasured)} of {len(ending.selection.means)} checkpoints failed on select "
             "tasks; they were compared with others on the tasks that both answered."

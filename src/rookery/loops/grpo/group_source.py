@@ -14,20 +14,17 @@ A batch that an event names is not drawn again. Its draws are functions of (seed
 that was cut off before its event is drawn again with the same random numbers.
 """
 
-import asyncio
 from collections.abc import Sequence
-from itertools import count
 
-from rookery.loops.grpo.batch import Batch, decode_batch, encode_batch
+from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import BatchDrawer, Policy
+from rookery.loops.grpo.batch_store import BatchStore
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.ports import GroupDrawer
-from rookery.runs import Event, Run
+from rookery.runs import Run
 from rookery.types import Task
 
 __all__ = ["GroupSource"]
-
-BATCH = "batch"
 
 
 class GroupSource:
@@ -38,43 +35,24 @@ class GroupSource:
     ) -> None:
         self._drawer = BatchDrawer(drawer, tasks=tasks, config=config)
         self._config = config
-        self._run = run
+        self._store = BatchStore(run)
 
     async def batch(self, step: int, *, policy: Policy) -> Batch:
         """What a step is trained on: found in the run, or drawn with this policy and kept."""
-        event = self._run.get(BATCH, str(step))
-        if event is not None:
-            return await asyncio.to_thread(self._read, event)
+        found = await self._store.read(step)
+        if found is not None:
+            return found
         assert policy.step == self._config.drawn_at(step)
-        before = self._run.get(BATCH, str(step - 1))
+        before = self._store.event(step - 1)
         start = 0 if before is None else int(before.payload["next_position"])
         batch = await self._drawer.draw(step, start=start, policy=policy)
-        digest = await asyncio.to_thread(lambda: self._run.blobs.put_bytes(encode_batch(batch)))
-        payload = {
-            "digest": digest,
-            "model": batch.model.served_name,
-            "model_step": batch.model_step,
-            "positions": [group.position for group in batch.groups],
-            "next_position": batch.next_position,
-        }
-        await self._run.append(BATCH, payload, key=str(step))
+        await self._store.write(batch)
         return batch
+
+    def use(self, policy: Policy) -> None:
+        """New weights; every batch names the ones it is drawn with."""
 
     async def release(self, *, before: int) -> None:
         """Steps below `before` are in a checkpoint: remove their rollouts, unless all are kept."""
-        if self._config.keep_rollouts:
-            return
-        await asyncio.to_thread(self._prune, before)
-
-    def _prune(self, before: int) -> None:
-        """A run that goes on may have drawn several steps that it has to train again."""
-        kept = []
-        for step in count(before):
-            event = self._run.get(BATCH, str(step))
-            if event is None:
-                break
-            kept.append(str(event.payload["digest"]))
-        self._run.blobs.prune(keep=kept)
-
-    def _read(self, event: Event) -> Batch:
-        return decode_batch(self._run.blobs.read_bytes(str(event.payload["digest"]), verify=True))
+        if not self._config.keep_rollouts:
+            await self._store.release(before=before)

@@ -36,13 +36,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rookery.concurrency import task_group
+from rookery.environments.atropos.feed import Feed
 from rookery.loops.grpo.batch import Batch
 from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.documents import Ending, write_report
+from rookery.loops.grpo.fed_source import FedSource
 from rookery.loops.grpo.group_source import GroupSource
 from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
@@ -53,7 +56,23 @@ from rookery.reports import GrpoReport
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
 
-__all__ = ["GrpoInputs", "GrpoResult", "train_policy"]
+__all__ = ["GrpoInputs", "GrpoResult", "Source", "train_policy"]
+
+
+class Source(Protocol):
+    """Where the batches of a run come from."""
+
+    def use(self, policy: Policy) -> None:
+        """New weights are published."""
+        ...
+
+    async def batch(self, step: int, *, policy: Policy) -> Batch:
+        """What a step is trained on, durable."""
+        ...
+
+    async def release(self, *, before: int) -> None:
+        """Steps below are in a checkpoint."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +85,8 @@ class GrpoInputs:
     see `read_start`."""
     tasksets: Sequence[Taskset]
     engine: Engine
-    drawer: GroupDrawer
+    drawer: GroupDrawer | Feed
+    """Who answers the tasks, or where batches of other tasks come from."""
     evaluator: Evaluator
 
 
@@ -108,7 +128,7 @@ class _Parts:
     """Who draws, who trains, who measures, who writes down."""
 
     config: GrpoConfig
-    source: GroupSource
+    source: Source
     trainer: PolicyTrainer
     checkpoints: Checkpoints
     selection: Selection
@@ -117,10 +137,9 @@ class _Parts:
 
 def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     config, tasksets, weights = inputs.config, inputs.tasksets, inputs.weights
-    tasks = [task for taskset in tasksets for task in taskset.split("search")]
     return _Parts(
         config=config,
-        source=GroupSource(inputs.drawer, tasks=tasks, config=config, run=run),
+        source=_source(inputs, run),
         trainer=PolicyTrainer(weights, engine=inputs.engine, config=config),
         checkpoints=Checkpoints(run, weights=weights, keep=config.keep),
         selection=Selection(inputs.evaluator, tasksets=tasksets, weights=weights, run=run),
@@ -128,11 +147,19 @@ def _assemble(inputs: GrpoInputs, *, run: Run, watcher: Watcher) -> _Parts:
     )
 
 
+def _source(inputs: GrpoInputs, run: Run) -> Source:
+    if not isinstance(inputs.drawer, GroupDrawer):
+        return FedSource(inputs.drawer, config=inputs.config, run=run)
+    tasks = [task for taskset in inputs.tasksets for task in taskset.split("search")]
+    return GroupSource(inputs.drawer, tasks=tasks, config=inputs.config, run=run)
+
+
 async def _train(parts: _Parts) -> None:
     """From the newest checkpoint to the last step."""
     config, source = parts.config, parts.source
     first = await parts.checkpoints.restore()
     policy = await parts.trainer.publish(first)
+    source.use(policy)
     await _save(parts, policy)
     if first == config.steps:
         return
@@ -144,6 +171,7 @@ async def _train(parts: _Parts) -> None:
         if (step + 1) % config.publish_every == 0 or step + 1 == config.steps:
             with seconds.spent_on("publish"):
                 policy = await parts.trainer.publish(step + 1)
+                source.use(policy)
         await parts.log.record(batch, {**trained, **seconds.take()})
         if config.is_checkpoint(step + 1):
             await _save(parts, policy)

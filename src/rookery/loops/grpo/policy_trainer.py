@@ -103,10 +103,10 @@ class PolicyTrainer:
         """The data with the log-probabilities that the loss needs, by the start or by the policy
         before this step."""
         needs = self._config.loss.needs
-        if "reference_logprobs" in needs:
+        if "reference_logprobs" in needs and not all(own.reference_logprobs for own in data):
             found = await _logprobs(self._reference, REFERENCE, data)
             data = tuple(
-                replace(datum, reference_logprobs=own)
+                datum if datum.reference_logprobs else replace(datum, reference_logprobs=own)
                 for datum, own in zip(data, found, strict=True)
             )
         if "old_logprobs" in needs:

@@ -21,6 +21,14 @@ from rookery.types import Evaluation, ModelRef, Task
 __all__ = ["Selection"]
 
 SELECT = "select"
+NOT_MEASURED: Mapping[str, object] = {
+    "mean": None,
+    "by_source": {},
+    "num_failed": 0,
+    "first_error": "",
+    "is_best": True,
+}
+"""Of a checkpoint without tasks to compare it on: the newest is taken for the best."""
 
 
 class Selection:
@@ -46,7 +54,8 @@ class Selection:
 
     @property
     def best(self) -> int:
-        """The best checkpoint so far, the earliest of equal ones; 0 is the start."""
+        """The best checkpoint so far, the earliest of equal ones; 0 is the start. The newest where
+        there are no tasks to measure by."""
         return 0 if self._best is None else self._best[0]
 
     async def measure(self, step: int, model: ModelRef) -> None:
@@ -54,21 +63,24 @@ class Selection:
         if step in self.means:
             return
         tasks = self._split("select")
+        measured = await self._measured(model, tasks) if tasks else NOT_MEASURED
+        payload = {**measured, "model": asdict(model)}
+        new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
+        [event] = await self._run.append_many([new])
+        self._note(event)
+
+    async def _measured(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, object]:
         [evaluation] = await self._evaluator.evaluate([model], tasks)
         by_source = complete_means(evaluation.rewards, tasks)
         mean = self._mean(by_source, tasks)
         errors = list(evaluation.errors.values())
-        payload = {
+        return {
             "mean": mean,
             "by_source": by_source,
             "num_failed": len(errors),
             "first_error": (errors or [""])[0],
-            "model": asdict(model),
             "is_best": await self._is_best(evaluation, mean, tasks),
         }
-        new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
-        [event] = await self._run.append_many([new])
-        self._note(event)
 
     def _note(self, event: Event) -> None:
         step, payload = int(event.key), event.payload
@@ -99,6 +111,8 @@ class Selection:
         """A row for each on the report tasks: the first is the result, gains are over the second.
         None is the base model."""
         tasks = self._split("report")
+        if not tasks:
+            return []
         rewards: dict[str, Mapping[str, float]] = {}
 
         async def evaluate(refs: Mapping[str, ModelRef]) -> None:

@@ -19,7 +19,18 @@ from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items, relabel
 from rookery.seeding import shuffled, stream, stream_seed
 
-__all__ = ["Baselines", "BaselinesConfig", "calibrated", "invert", "most_likely", "surest"]
+__all__ = [
+    "BOOTSTRAP",
+    "Baselines",
+    "BaselinesConfig",
+    "calibrated",
+    "invert",
+    "most_likely",
+    "surest",
+]
+
+
+BOOTSTRAP = "bootstrap"
 
 
 class BaselinesConfig(Config):
@@ -42,6 +53,14 @@ class Baselines:
         self._config = config
         self._seed = seed
         self._blank: Labels = (UNLABELLED,) * problem.num_items
+
+    async def unsearched(self) -> dict[str, Labels]:
+        """All ways to label that need neither a search nor true labels, by name."""
+        return {
+            "zero-shot": await self.zero_shot(),
+            "random few-shot": await self.random_few_shot(),
+            BOOTSTRAP: await self.bootstrap(),
+        }
 
     async def zero_shot(self) -> Labels:
         """The most likely label of each item by itself."""

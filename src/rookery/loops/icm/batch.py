@@ -25,6 +25,9 @@ class Batch:
     """Reads any items, in the order they are given, under the batch's model."""
     tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
     results: list[ChainResult] = field(default_factory=list)
+    """Of its chains, and the labels of a baseline where these are better than all of them."""
+    naive_tokens: int = 0
+    """Prompt tokens that its chains asked for, had nothing been shared."""
 
     @property
     def scorer(self) -> LabelScorer:
@@ -32,7 +35,7 @@ class Batch:
 
     @property
     def chain(self) -> int:
-        """The best one, the first of equals."""
+        """The place of the best result, the first of equals."""
         return max(range(len(self.results)), key=lambda c: self.results[c].rank)
 
     @property

@@ -103,6 +103,8 @@ class ChainResult:
     labelled_at: tuple[int, ...]
     """The iteration in which each item got its label; -1 for a start label and for none."""
     steps: tuple[Step, ...]
+    origin: str = "random labels"
+    """What it began with; of labels that were not searched for, what made them."""
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -53,7 +53,7 @@ class IcmConfig(Config):
     fit the model's context."""
     num_chains: int = Field(default=3, ge=1)
     """Searches of each batch from different start labels; the best counts. One alone ends in the
-    inverse concept about one time in ten."""
+    inverse concept about one time in ten. The last of several begins with bootstrap's labels."""
     parallel: int = Field(default=4, ge=1)
     """Chains at a time, over all batches."""
     speculate: int = Field(default=1, ge=1)

@@ -33,7 +33,7 @@ async def label_all_ways(
 ) -> list[Labelling]:
     """The result of the search first, then what needs none; `truth` by batch, where it is known."""
     rows = {
-        "icm": Labelling("icm", is_winner=True),
+        "icm": Labelling("icm", is_winner=True, note=_origins(batches)),
         "zero-shot": Labelling("zero-shot"),
         "random few-shot": Labelling("random few-shot", note=f"{config.num_shots} random labels"),
         "bootstrap": Labelling("bootstrap", note=f"{config.num_rounds} rounds, consistent"),
@@ -54,6 +54,15 @@ async def label_all_ways(
     return list(rows.values())
 
 
+def _origins(batches: Sequence[Batch]) -> str:
+    """Says which labels were not searched for, because no chain found better ones."""
+    origins = [batch.best.origin for batch in batches if not batch.best.num_iterations]
+    if not origins:
+        return ""
+    where = "" if len(batches) == 1 else f" in {len(origins)} of {len(batches)} batches"
+    return f"labels of {', '.join(dict.fromkeys(origins))}{where}: no chain found better ones"
+
+
 async def _utility(problem: Problem, labels: Labels) -> float | None:
     if UNLABELLED in labels:
         return None
@@ -65,12 +74,7 @@ async def _label_batch(
     batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
 ) -> dict[str, Labels]:
     baselines = Baselines(batch.problem, config=config, seed=batch.seed)
-    labels_by_name = {
-        "icm": batch.best.labels,
-        "zero-shot": await baselines.zero_shot(),
-        "random few-shot": await baselines.random_few_shot(),
-        "bootstrap": await baselines.bootstrap(),
-    }
+    labels_by_name = {"icm": batch.best.labels, **await baselines.unsearched()}
     if known:
         labels_by_name["golden few-shot"] = await baselines.golden_few_shot(known)
     if config.inverted:

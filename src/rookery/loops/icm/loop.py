@@ -2,7 +2,7 @@
 
     for each batch of items, several chains at a time:
         anneal the labels until nothing is frustrated          # chain.py
-    labels = the best chain of each batch
+    labels = the best chain of each batch, or a baseline that is better than all of them
     if iterating: train an adapter on the labels so far, go on with it
     compare with what needs no search                          # baselines.py
     read the true labels, if there are any, for the report     # verdict.py
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import ConfigError, TaskError
+from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.config import IcmConfig
@@ -31,7 +32,7 @@ from rookery.loops.icm.report import label_records, make_report
 from rookery.ports import Adapters, Sampler
 from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.search.labelling import UNLABELLED
+from rookery.search.labelling import UNLABELLED, Labels
 from rookery.search.orders import IdOrder, TreeOrder
 from rookery.seeding import stream_seed
 from rookery.types import Datum, ModelRef
@@ -225,7 +226,7 @@ async def _search(
     on_step: Callable[[ChainStep], None] | None,
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
-    room = asyncio.Semaphore(config.parallel)
+    room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
 
     async def search(batch: Batch, chain: int) -> ChainResult:
         decisions = DecisionLog(run, batch, chain=chain)
@@ -244,16 +245,20 @@ async def _search(
                     )
                 )
 
-        scorer = batch.scorer.of_chain((batch.index, chain))
+        problem = replace(batch.problem, scorer=batch.scorer.of_chain((batch.index, chain)))
         async with room:
+            begins_known = chain == last and last > 0
+            start = await _bootstrap(config, problem, batch) if begins_known else None
             result = await Chain(
-                replace(batch.problem, scorer=scorer),
+                problem,
                 config=config.search,
                 seed=stream_seed(batch.seed, "chain", chain),
                 speculate=config.speculate,
                 on_step=stepped,
-            ).run()
+            ).run(start)
         await decisions.flush()
+        if start is not None:
+            result = replace(result, origin=BOOTSTRAP)
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
@@ -265,8 +270,44 @@ async def _search(
                 ]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
+    store.part = "baselines"
     for batch in batches:
         batch.results = [task.result() for task in batch.tasks]
+        batch.naive_tokens = batch.scorer.naive_tokens
+        batch.results += await _better_baselines(config, batch)
+    store.part = "search"
+
+
+async def _bootstrap(config: IcmConfig, problem: Problem, batch: Batch) -> Labels | None:
+    """Bootstrap's labels as a start; None where a search cannot begin with them."""
+    labels = await Baselines(problem, config=config.baselines, seed=batch.seed).bootstrap()
+    [found] = await problem.assess([labels])
+    return None if found is None or found.num_violated else labels
+
+
+async def _better_baselines(config: IcmConfig, batch: Batch) -> list[ChainResult]:
+    """The best consistent labels that need no search, if they are better than every chain's."""
+    problem = batch.problem
+    baselines = Baselines(problem, config=config.baselines, seed=batch.seed)
+    better: list[ChainResult] = []
+    for name, labels in (await baselines.unsearched()).items():
+        [found] = await problem.assess([labels])
+        if found is None or found.num_violated:
+            continue
+        result = ChainResult(
+            labels=labels,
+            assessment=found,
+            start=labels,
+            num_iterations=0,
+            num_accepted=0,
+            is_settled=UNLABELLED not in labels and not found.frustrated,
+            labelled_at=(UNLABELLED,) * problem.num_items,
+            steps=(),
+            origin=name,
+        )
+        if result.rank > max(own.rank for own in [*batch.results, *better]):
+            better = [result]
+    return better
 
 
 def _metrics(step: Step, *, where: str) -> dict[str, float]:

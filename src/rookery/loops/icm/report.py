@@ -46,7 +46,7 @@ async def make_report(
 ) -> IcmReport:
     """Label the batches in every other way too, and compare: all but the run's name and seconds."""
     store.part = "baselines"
-    naive_tokens = sum(batch.scorer.naive_tokens for batch in batches)
+    naive_tokens = sum(batch.naive_tokens for batch in batches)
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
     rows = await label_all_ways(batches, config.baselines, config.search, truth)
@@ -226,6 +226,7 @@ def _chain(batch: Batch, chain: int, result: ChainResult, labels: Sequence[str])
         batch=batch.index,
         chain=chain,
         is_best=chain == batch.chain,
+        origin=result.origin,
         num_iterations=result.num_iterations,
         num_accepted=result.num_accepted,
         num_labelled=result.assessment.num_labelled,

@@ -23,7 +23,15 @@ from rookery.service.service import new_id
 from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
 
-__all__ = ["make_router"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "chat_choice",
+    "make_router",
+    "read_prompts",
+    "response_of",
+    "text_choice",
+]
 
 MAX_TOP = 20
 
@@ -101,7 +109,7 @@ def make_router(gate: Gate) -> APIRouter:
     async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
-        prompts = [codec.encode(p) if isinstance(p, str) else p for p in _prompts(body)]
+        prompts = [codec.encode(p) if isinstance(p, str) else p for p in read_prompts(body)]
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
             for place, prompt in enumerate(prompts)
@@ -109,11 +117,11 @@ def make_router(gate: Gate) -> APIRouter:
         answers = await together(works)
         has_logprobs = body.logprobs is not None
         choices = [
-            _text_choice(one, codec, prompt, has_logprobs=has_logprobs)
+            text_choice(one, codec, prompt, has_logprobs=has_logprobs)
             for prompt, drawn in zip(prompts, answers, strict=True)
             for one in drawn
         ]
-        return _response("text_completion", body.model, choices, prompts)
+        return response_of("text_completion", body.model, choices, prompts)
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
@@ -127,11 +135,11 @@ def make_router(gate: Gate) -> APIRouter:
         asked = body.max_completion_tokens or body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else 0
         drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))
-        choices = [_chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        choices = [chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
         if body.store:
             for one, choice in zip(drawn, choices, strict=True):
                 choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
-        return _response("chat.completion", body.model, choices, [prompt])
+        return response_of("chat.completion", body.model, choices, [prompt])
 
     return router
 
@@ -143,7 +151,8 @@ def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
     return gate.service.desk.backend(source.base_model).codec
 
 
-def _prompts(body: CompletionRequest) -> list[str | TokenIds]:
+def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
+    """Texts or tokens, at least one."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
@@ -194,9 +203,10 @@ async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Comp
     return sequence.id
 
 
-def _text_choice(
+def text_choice(
     one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
+    """One answer to a prompt."""
     choice: dict[str, Any] = {
         "text": one.text,
         "finish_reason": one.finish_reason,
@@ -216,9 +226,10 @@ def _text_choice(
     return choice
 
 
-def _chat_choice(
+def chat_choice(
     one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
+    """One answer to a chat."""
     choice: dict[str, Any] = {
         "message": {"role": "assistant", "content": one.text},
         "finish_reason": one.finish_reason,
@@ -250,12 +261,13 @@ def _offsets(texts: list[str]) -> list[int]:
     return offsets
 
 
-def _response(
+def response_of(
     kind: Literal["text_completion", "chat.completion"],
     model: str,
     choices: list[dict[str, Any]],
     prompts: list[TokenIds],
 ) -> dict[str, Any]:
+    """The answer to a request, with what it cost."""
     num_prompt = sum(map(len, prompts))
     num_drawn = sum(len(choice["token_ids"]) for choice in choices)
     return {

@@ -16,6 +16,12 @@ __all__ = ["make_router"]
 
 def make_router(gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["sampling"])
+    _add_samplers(router, gate)
+    _add_answers(router, gate)
+    return router
+
+
+def _add_samplers(router: APIRouter, gate: Gate) -> None:
     service, desk = gate.service, gate.service.desk
 
     @router.post("/create_sampling_session")
@@ -48,6 +54,10 @@ def make_router(gate: Gate) -> APIRouter:
         await service.change("end_sampler", tenant, ended)
         return Response(status_code=204)
 
+
+def _add_answers(router: APIRouter, gate: Gate) -> None:
+    service, desk = gate.service, gate.service.desk
+
     @router.post("/score")
     async def score(body: ScoreBody, tenant: Tenant) -> dict[str, Any]:
         """Log-probabilities of given tokens and of labels behind them."""
@@ -77,5 +87,3 @@ def make_router(gate: Gate) -> APIRouter:
         command = gate.work("sample", tenant, content, owner=sampler.id, seq=seq)
         read_draw(desk, service.drawing, command)  # refuses what can never be drawn
         return await service.accept(command)
-
-    return router

@@ -38,6 +38,7 @@ INLINE_BYTES = 1 << 15
 def make_router(gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["training"])
     _add_models(router, gate)
+    _add_losses(router, gate)
     _add_gradients(router, gate)
     _add_weights(router, gate)
     return router
@@ -96,6 +97,8 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
             "optimizer_config": {"type": "adamw"},
         }
 
+
+def _add_losses(router: APIRouter, gate: Gate) -> None:
     @router.post("/check_loss", status_code=204)
     async def check_loss(body: CheckLoss, tenant: Tenant) -> Response:
         """Whether the trainer has a loss with these options."""
@@ -107,7 +110,7 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
     async def create_custom_loss(body: CreateCustomLoss, tenant: Tenant) -> dict[str, Any]:
         """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
         gate.service.admission.check_rate(tenant)
-        desk.state.session(tenant, body.session_id)
+        gate.service.desk.state.session(tenant, body.session_id)
         await _check_loss(gate, "custom", body.model_dump(include={"inputs", "graph"}))
         return await gate.service.change("create_custom_loss", tenant, body)
 

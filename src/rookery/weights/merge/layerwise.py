@@ -8,9 +8,15 @@ from rookery.seeding import bulk_stream
 from rookery.weights.merge.cross import Cross, Space, Takes, shares
 from rookery.weights.merge.gram import Gram
 
-__all__ = ["LayerwiseConfig", "layerwise"]
+__all__ = ["LayerwiseConfig", "block_of", "layerwise"]
 
 _BLOCK = re.compile(r"^.*?\.\d+(?=\.)")
+
+
+def block_of(layer: str) -> str:
+    """The transformer block of a layer, "model.layers.3"; the layer itself if it is in none."""
+    block = _BLOCK.match(layer)
+    return block[0] if block else layer
 
 
 class LayerwiseConfig(Config):
@@ -27,8 +33,7 @@ class LayerwiseConfig(Config):
 def layerwise(method: LayerwiseConfig, *, cross: Cross, gram: Gram) -> tuple[float, ...]:
     """Coefficients of sum 1, the same for a and b and for every layer of one unit."""
     parts = shares(cross)
-    block = _BLOCK.match(gram.layer)
-    unit = block[0] if method.unit == "block" and block else gram.layer
+    unit = block_of(gram.layer) if method.unit == "block" else gram.layer
     rng = bulk_stream("layerwise", unit, *cross.key)
     if method.mode == "pick":
         chosen = int(rng.choice(len(parts), p=parts))

@@ -1,6 +1,7 @@
 """The evolve loop on a toy: it improves, writes its files, counts failures, obeys its limits."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from loops.evolve.toy import (
     toy_config,
 )
 
+from rookery.loops.evolve import outputs
 from rookery.loops.evolve.checkpoints import read_checkpoint
 
 
@@ -116,3 +118,17 @@ async def test_a_resumed_run_shares_the_programs_of_its_last_checkpoint(tmp_path
     both = {path.name for path in before.iterdir()} & {path.name for path in after.iterdir()}
     assert both
     assert all((before / name).samefile(after / name) for name in both)
+
+
+async def test_a_large_population_gets_a_checkpoint_when_enough_of_it_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "NEW_SHARE", 0.2)
+    config = toy_config(max_iterations=30, checkpoint_interval=1)
+    await evolve_toy(tmp_path, config)
+    folders = (tmp_path / "toy" / "checkpoints").iterdir()
+    numbers = sorted(int(folder.name.removeprefix("checkpoint_")) for folder in folders)
+    assert numbers[:4] == [1, 2, 3, 4]
+    assert numbers[-1] == 30
+    gaps = {after - before for before, after in pairwise(numbers)}
+    assert gaps >= {1, 2}, "one interval while it is small, more when it is large"

@@ -1,4 +1,5 @@
-"""CMA-ES over merge coefficients: a candidate is a weighted sum of the founders' deltas.
+"""CMA-ES over merge coefficients: a candidate is a weighted sum of the founders' deltas, with one
+coefficient per founder or, with `unit: block`, one per founder and block of the model.
 
 repeat: points = coefficients from a normal distribution; measure the sums; adapt it
 """
@@ -10,18 +11,21 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import BY_BLOCK, ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
 from rookery.seeding import stream_seed
+from rookery.weights.merge import block_names
 
 __all__ = ["CmaesStage", "run_cmaes"]
 
 
 class CmaesStage(CmaesConfig, Config):
-    """CMA-ES over one coefficient per founder, from their uniform average."""
+    """CMA-ES over the founders' coefficients, from their uniform average."""
 
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
+    unit: Literal["block", "model"] = "model"
+    """What has coefficients of its own: every block of the model, or the model as one."""
 
     @property
     def num_candidates(self) -> int:
@@ -34,11 +38,14 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     founders = context.builder.founders
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
-    plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations"}))
+    plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations", "unit"}))
+    num_blocks = 1
+    if config.unit == "block":
+        num_blocks = len(block_names([context.builder.adapter(f) for f in founders]))
     search = Cmaes(
         plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
-        start=average_start(plain, count=len(founders)),
+        start=average_start(plain, count=len(founders)) * num_blocks,
     )
     population: list[str] = []
     for _ in range(config.generations):
@@ -47,7 +54,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
             ChildPlan(
                 id=f"{context.prefix}m{generation:03d}-p{index:02d}",
                 generation=generation,
-                merge="sum",
+                merge=BY_BLOCK if config.unit == "block" else "sum",
                 parents=founders,
                 weights=point,
                 mutation=None,

@@ -30,13 +30,17 @@ __all__ = ["GaStage", "run_ga"]
 _CHILDREN = ChildrenConfig(
     count=16,
     operators=(
-        CrossoverConfig(name="sum", share=2.0, weights="free"),
+        CrossoverConfig(name="layers", share=2.0, weights="uniform", num_parents=3),
+        CrossoverConfig(name="layers", share=2.0, weights="uniform"),
+        CrossoverConfig(name="mixture", share=1.0, weights="uniform"),
+        CrossoverConfig(name="sum", share=3.0, weights="free"),
         CrossoverConfig(name="linear", share=1.0, weights="extrapolate"),
         CrossoverConfig(name="ties", share=0.5, weights="fitness"),
         MutationConfig(name="gaussian", share=1.0),
     ),
 )
-"""Convex crossover alone cannot leave the hull of the founders, where sums are often better."""
+"""Parents chosen layer by layer keep what sums of interfering adapters forget; sums leave the hull
+of the founders, outside of which better ones often are."""
 
 
 class GaStage(Config):

@@ -17,12 +17,12 @@ from rookery.train.processes import Processes
 from rookery.train.trainee import Trainee
 from rookery.types import TrainRequest
 
-__all__ = ["Job"]
+__all__ = ["RunningRequest"]
 
 Trained = TypeVar("Trained", bound=Trainee)
 
 
-class Job(Generic[Trained]):
+class RunningRequest(Generic[Trained]):
     """What this process computes of a request. Whatever goes wrong ends this request alone."""
 
     def __init__(self, request: TrainRequest, trainee: Trained) -> None:

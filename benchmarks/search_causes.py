@@ -1,0 +1,141 @@
+"""Where a finished genome run lost: noise, overfitting, the choice, operators, dropped candidates.
+
+    python benchmarks/search_causes.py runs/demo-0 [RUN ...]
+
+Asks every candidate of the run that saw all search tasks about the report tasks, which the run
+itself never does, on the engine of the run's config. For each run one line of JSON:
+
+    oracle       the best of all candidates on the report tasks: the ceiling of any choice
+    correlation  of merit on the search tasks with the mean on the report tasks, over candidates
+    overfit      the winner's mean reward on the search tasks minus that on the report tasks
+    choice       the best finalist on the report tasks minus the winner
+    dropped      the share of the search's answers that dropped candidates gave
+    operators    per operator: children, and their mean gain over their best parent, by merit on the
+                 search tasks and by reward on the report tasks
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rookery.engines import model_folder, open_engine
+from rookery.loops.genome import GenomeConfig, rebuild
+from rookery.ports import Engine
+from rookery.rollout import TasksetEvaluator, mean_by_source
+from rookery.runs import Run
+from rookery.tasks.taskset import Taskset, join_splits, load_tasksets
+from rookery.tasks.template import load_template
+from rookery.types import Adapter, Task
+from rookery.weights import read_adapter
+
+COHORT = 16
+"""Adapters in the engine at a time."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+")
+    for path in parser.parse_args().runs:
+        print(json.dumps(asyncio.run(find_causes(path))), flush=True)
+
+
+async def find_causes(path: Path) -> dict[str, Any]:
+    """What the docstring above says, and the run's name."""
+    with Run.view(path) as run:
+        config = GenomeConfig.model_validate(run.config)
+        candidates = {e.key: e.payload for e in run.events("candidate")}
+        lineage, report = run.read_json("lineage.json"), run.read_json("report.json")
+        winner, name = report["winner_id"], run.name
+    tasksets = list(join_splits(load_tasksets(config.tasksets)))
+    founders = [read_adapter(folder) for folder in sorted((path / "founders").iterdir())]
+    num_tasks = max(payload["num_tasks"] for payload in candidates.values())
+    complete = [key for key, own in candidates.items() if own["num_tasks"] == num_tasks]
+    by_name = {founder.name: founder for founder in founders}
+    adapters = [by_name.get(key) or rebuild(lineage, founders, key) for key in complete]
+    async with open_engine(config.engine) as engine:
+        means = await measure(engine, config, tasksets, adapters)
+    on_report = dict(zip(complete, means, strict=True))
+    return {"run": name, **summarise(candidates, on_report, winner=winner, config=config)}
+
+
+async def measure(
+    engine: Engine,
+    config: GenomeConfig,
+    tasksets: Sequence[Taskset],
+    adapters: Sequence[Adapter],
+) -> list[float]:
+    """Each adapter's weighted mean reward on the report tasks."""
+    template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
+    evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
+    tasks: list[Task] = [task for taskset in tasksets for task in taskset.split("report")]
+    weights = {taskset.name: taskset.weight for taskset in tasksets}
+    means: list[float] = []
+    for first in range(0, len(adapters), COHORT):
+        refs = [await engine.load(adapter) for adapter in adapters[first : first + COHORT]]
+        for evaluation in await evaluator.evaluate(refs, tasks):
+            by_source = mean_by_source(evaluation.rewards, tasks)
+            total = sum(weights[source] for source in by_source)
+            means.append(sum(weights[s] * mean for s, mean in by_source.items()) / total)
+        for ref in refs:
+            await engine.unload(ref)
+    return means
+
+
+def summarise(
+    candidates: Mapping[str, Mapping[str, Any]],
+    on_report: Mapping[str, float],
+    *,
+    winner: str,
+    config: GenomeConfig,
+) -> dict[str, Any]:
+    merits = {key: candidates[key]["merit"] for key in on_report}
+    finalists = sorted(on_report, key=lambda key: -merits[key])[: config.finals.num_finalists]
+    num_answers = sum(own["num_tasks"] for own in candidates.values())
+    num_dropped = sum(own["num_tasks"] for key, own in candidates.items() if key not in on_report)
+    pairs = np.array([(merits[key], on_report[key]) for key in on_report])
+    return {
+        "num_candidates": len(candidates),
+        "num_complete": len(on_report),
+        "winner": on_report[winner],
+        "oracle": max(on_report.values()),
+        "correlation": float(np.corrcoef(pairs.T)[0, 1]),
+        "overfit": candidates[winner]["score"] - on_report[winner],
+        "choice": max(on_report[key] for key in finalists) - on_report[winner],
+        "dropped": num_dropped / num_answers,
+        "operators": gains_of(candidates, on_report),
+    }
+
+
+def gains_of(
+    candidates: Mapping[str, Mapping[str, Any]], on_report: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """By operator; on the report tasks of children that saw all search tasks, as their parents."""
+    found: dict[str, list[tuple[float, float | None]]] = {}
+    for key, own in candidates.items():
+        parents = [parent for parent in own["parents"] if parent in candidates]
+        if not parents or own["merit"] is None:
+            continue
+        gain = own["merit"] - max(candidates[parent]["merit"] for parent in parents)
+        known = [on_report[parent] for parent in parents if parent in on_report]
+        reported = on_report[key] - max(known) if key in on_report and known else None
+        found.setdefault(own["operator"], []).append((gain, reported))
+    return {
+        operator: {
+            "children": len(gains),
+            "search": statistics.fmean(gain for gain, _ in gains),
+            "report": statistics.fmean([r for _, r in gains if r is not None] or [float("nan")]),
+        }
+        for operator, gains in found.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

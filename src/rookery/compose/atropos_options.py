@@ -1,0 +1,180 @@
+"""The options of the Atropos example trainer and its server, as a config of Rookery.
+
+    document, notes = translate(AtroposOptions(model_name="Qwen/Qwen2.5-3B"), os.environ)
+
+A note says what took the place of an option that has no use here.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rookery.errors import ConfigError
+
+__all__ = ["AtroposOptions", "translate"]
+
+Mode = Literal["none", "shared_vllm", "lora_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtroposOptions:
+    """As `example_trainer/grpo.py` and `vllm_api_server.py` have them, with their defaults."""
+
+    model_name: str
+    "Hugging Face id or folder."
+    weight_bridge_mode: Mode = "none"
+    "none: checkpoint and restart; shared_vllm: one copy of the weights; lora_only: an adapter."
+    single_copy: bool = False
+    "The same as --weight-bridge-mode shared_vllm."
+    vllm_config_path: Path | None = None
+    "Not needed: servers tell their memory when they are asked."
+    vllm_port: int = 9001
+    "Where environments ask the engine."
+    training_steps: int = 10
+    "Optimizer steps."
+    batch_size: int = 2
+    "Sequences of a micro-batch."
+    gradient_accumulation_steps: int = 32
+    "Micro-batches of a step: a step has batch_size times as many sequences."
+    seq_len: int = 2048
+    "The longest sequence."
+    lr: float = 1e-5
+    "Learning rate."
+    warmup_steps: int = 0
+    "Steps in which the learning rate rises."
+    clip_eps: float = 0.2
+    "How far a token's ratio counts."
+    save_path: Path = Path("trained_model_checkpoints")
+    "The run's folder; checkpoints are in its folder checkpoints."
+    checkpoint_interval: int = 3
+    "Steps between checkpoints."
+    vllm_restart_interval: int = 3
+    "Steps between restarts, with --weight-bridge-mode none."
+    lora_r: int = 16
+    "Rank of the adapter."
+    lora_alpha: float = 32.0
+    "The adapter's part is multiplied by lora_alpha / lora_r."
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    "Of the served weights."
+    benchmark: bool = False
+    "Print step, sync and fetch times and memory."
+    use_wandb: bool = False
+    "Write the curves to Weights & Biases."
+    trainer_rank: int | None = None
+    "Not needed: several processes are started by torchrun."
+    world_size: int | None = None
+    "Not needed: several processes are started by torchrun."
+    atropos_url: str = ""
+    "A run-api or gateway that runs already; else one is started here on port 8000."
+    tensor_parallel_size: int = 1
+    "GPUs of one copy of the model."
+    pipeline_parallel_size: int = 1
+    "Stages of one copy of the model."
+    gpu_memory_utilization: float = 0.45
+    "Of the GPU, for the server."
+    max_model_len: int = 4096
+    "Context of the server."
+    max_lora_rank: int | None = None
+    "The highest rank the server takes; by default --lora-r."
+    enable_lora: bool = False
+    "Implied by --weight-bridge-mode lora_only."
+    enforce_eager: bool = False
+    "No CUDA graphs."
+    vllm_python: str = sys.executable
+    "The interpreter that has vLLM."
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    "Where the server computes."
+
+
+def translate(
+    options: AtroposOptions, environment: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The config as a document, and what the options that it has no key for became."""
+    mode = _mode(options, environment)
+    sequences = options.batch_size * options.gradient_accumulation_steps
+    if sequences < 2 or sequences % 2:
+        raise ConfigError(
+            f"batch_size {options.batch_size} times gradient_accumulation_steps "
+            f"{options.gradient_accumulation_steps} is {sequences} sequences, and a step needs an "
+            "even number of at least 2: change one of them."
+        )
+    publish_every = options.vllm_restart_interval if mode == "none" else 1
+    save_every = -(-options.checkpoint_interval // publish_every) * publish_every
+    document: dict[str, Any] = {
+        "engine": {"type": "fleet", "launch": _launch(options, mode)},
+        "environment": {"type": "atropos", "max_token_len": options.seq_len},
+        "bridge": {"none": "restart", "shared_vllm": "alias", "lora_only": "auto"}[mode],
+        "steps": options.training_steps,
+        "groups_per_step": sequences // 2,
+        "group_size": 2,
+        "learning_rate": options.lr,
+        "warmup": min(1.0, options.warmup_steps / options.training_steps),
+        "loss": {"type": "grpo", "clip_low": options.clip_eps, "clip_high": options.clip_eps},
+        "drawing": {"max_tokens": options.seq_len},
+        "publish_every": publish_every,
+        "save_every": save_every,
+    }
+    if options.atropos_url:
+        document["environment"]["url"] = options.atropos_url
+    else:
+        document["environment"]["engine_ports"] = [options.vllm_port]
+    if mode == "lora_only":
+        document["lora"] = {"rank": options.lora_r, "alpha": options.lora_alpha}
+    else:
+        document["full"] = True
+    if options.use_wandb:
+        document["track"] = ["wandb"]
+    return document, _notes(options, environment, mode)
+
+
+def _mode(options: AtroposOptions, environment: Mapping[str, str]) -> Mode:
+    wants_one_copy = environment.get("VLLM_ENABLE_SHARED_WEIGHTS", "") not in ("", "0")
+    if options.weight_bridge_mode == "none" and (options.single_copy or wants_one_copy):
+        return "shared_vllm"
+    return options.weight_bridge_mode
+
+
+def _launch(options: AtroposOptions, mode: Mode) -> dict[str, Any]:
+    launch: dict[str, Any] = {
+        "model": options.model_name,
+        "python": options.vllm_python,
+        "replicas": 1,
+        "device": options.device,
+        "dtype": options.dtype,
+        "tensor_parallel": options.tensor_parallel_size,
+        "pipeline_parallel": options.pipeline_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_model_len": options.max_model_len,
+        "enforce_eager": options.enforce_eager,
+    }
+    if mode == "lora_only":
+        launch["max_lora_rank"] = options.max_lora_rank or options.lora_r
+    return launch
+
+
+def _notes(options: AtroposOptions, environment: Mapping[str, str], mode: Mode) -> list[str]:
+    notes = [
+        f"--save-path: the run is {options.save_path}, its checkpoints are in "
+        f"{options.save_path / 'checkpoints'}, logs of environments in {options.save_path / 'logs'}"
+    ]
+    if options.vllm_config_path is not None:
+        notes.append(
+            "--vllm-config-path: no file is needed; the server is asked for its memory, and a dead "
+            "server has none"
+        )
+    if options.trainer_rank is not None or options.world_size is not None:
+        notes.append(
+            "--trainer-rank, --world-size: start several processes with `torchrun "
+            "--nproc-per-node N -m rookery grpo run CONFIG`; their gradients are added up"
+        )
+    if options.enable_lora and mode != "lora_only":
+        notes.append("--enable-lora: adapters are served with --weight-bridge-mode lora_only")
+    known = {
+        "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon",
+        "NUM_INFERENCE_NODES": "servers elsewhere are engine: {type: fleet, urls: [...]}",
+        "LOGDIR": f"logs are in {options.save_path / 'logs'}",
+    }
+    notes += [f"{name}: {said}" for name, said in known.items() if environment.get(name)]
+    return notes

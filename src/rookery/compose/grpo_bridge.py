@@ -1,0 +1,276 @@
+"""How the weights of a grpo run reach its servers: which bridge, and the parts that it needs.
+
+| bridge    | weights | servers                              | auto takes it                       |
+|-----------|---------|--------------------------------------|-------------------------------------|
+| `alias`   | all     | of this machine and device, extended | when all weights can be views       |
+| `copy`    | all     | of this machine, extended            | when `alias` says why it cannot     |
+| `reload`  | all     | that see a folder of this machine    | when a server is not extended       |
+| `restart` | all     | started here                         | never                               |
+| `slot`    | LoRA    | of this machine, extended            | when all servers are                |
+| `adapter` | LoRA    | that see a folder of this machine    | else                                |
+
+A server is extended when it was started with `fleet/vllm_plugin`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rookery.compose.torchrun import num_processes
+from rookery.concurrency import run_in_thread
+from rookery.embedded import EmbeddedEngine
+from rookery.embedded.folders import ModelFolder
+from rookery.engines import AnyEngineConfig
+from rookery.errors import ConfigError, FleetError, TrainError
+from rookery.fleet import Fleet, FleetConfig
+from rookery.fleet.bridges.adapter import AdapterBridge
+from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
+from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.copy import CopyBridge
+from rookery.fleet.bridges.folder import FolderBridge
+from rookery.fleet.bridges.reload import reload_from, require_updates
+from rookery.fleet.bridges.restart import require_own_servers, restart_on
+from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.config import BridgeName
+from rookery.loops.grpo.policy_weights import POLICY
+from rookery.ports import Engine, Publisher, Trainer
+from rookery.slots import CausalAttend, SlottedModel
+from rookery.slots.attaching import attach_model
+from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
+from rookery.train.full import read_model_weights, write_model_folder
+from rookery.types import ModelRef, ModelWeights, TrainRequest
+
+__all__ = [
+    "Bridge",
+    "Opened",
+    "adapter_publisher",
+    "attach",
+    "bridged_engine",
+    "choose_bridge",
+    "full_publisher",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """Which one, why, and the memory that servers share with this process, if they do."""
+
+    name: BridgeName
+    why: str
+    shared: SharedBase | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An engine, the model that the trainer computes with, and what is between them."""
+
+    engine: Engine
+    model: SlottedModel
+    bridge: Bridge
+    folder: Path
+    """Where models may be put for servers; it goes with the run's process."""
+
+
+def bridged_engine(
+    config: GrpoConfig, *, gpu_share: float | None = None, is_beside: bool = False
+) -> AnyEngineConfig:
+    """The engine as the bridge needs it: servers that are started here can be told. `gpu_share` is
+    what the trainer leaves to them of its GPU; `is_beside`: there is one, on the trainer's GPU."""
+    engine = config.engine
+    if not isinstance(engine, FleetConfig):
+        return engine
+    update: dict[str, object] = {}
+    if config.bridge == "adapter":
+        update["peft_folders"] = True
+    elif config.full is None and is_beside:
+        update["in_place"] = True
+    if engine.launch is not None:
+        changed: dict[str, object] = {}
+        if config.full is not None:
+            # No adapter can be served beside weights that change.
+            changed = {"live_weights": config.bridge != "restart", "max_loras": 0}
+        if gpu_share is not None:
+            changed["gpu_memory_utilization"] = gpu_share
+        update["launch"] = engine.launch.model_copy(update=changed)
+    return engine.model_copy(update=update)
+
+
+async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
+    """The bridge of the config; for `auto` the first that fits."""
+    if not isinstance(engine, Fleet):
+        return Bridge("auto", "the engine is in this process")
+    if config.full is None:
+        return _choose_for_adapters(config, engine)
+    if config.bridge not in ("auto", "alias"):
+        return Bridge(config.bridge, "as configured")
+    apart = _why_apart(config, engine)
+    if apart and config.bridge == "alias":
+        raise ConfigError(f"bridge is alias, and {apart}: write bridge: copy.")
+    if apart:
+        return _choose_copy(engine, apart)
+    try:
+        shared = await share_base(engine)
+    except FleetError as error:
+        if config.bridge == "alias":
+            raise
+        return _choose_copy(engine, str(error))
+    why = (
+        "as configured" if config.bridge == "alias" else "all weights can be views of the servers'"
+    )
+    return Bridge("alias", why, shared)
+
+
+def _why_apart(config: GrpoConfig, fleet: Fleet) -> str:
+    """Why trainer and servers cannot have one copy, whatever the servers are; empty: they can."""
+    launch = fleet.config.launch
+    if num_processes() > 1:
+        return f"each of {num_processes()} processes of torchrun has a part of the weights"
+    if launch is not None and launch.spare_gpus:
+        return "the trainer has a GPU of its own (launch.spare_gpus)"
+    return "publish_every is above 1" if config.publish_every > 1 else ""
+
+
+async def attach(folder: ModelFolder, shared: SharedBase, *, start: Path) -> SlottedModel:
+    """The trainer's model over the servers' memory, which gets the weights that training begins
+    with: a server that ran before may have others."""
+
+    def make() -> SlottedModel:
+        model = attach_model(folder.path, shared.find, names=folder.names)
+        first = read_model_weights(start, name=POLICY, dtype=model.dtype)
+        model.set_weights(first.tensors)
+        return model
+
+    return await asyncio.to_thread(make)
+
+
+def _choose_copy(fleet: Fleet, why: str) -> Bridge:
+    own = [replica.local for replica in fleet.pool.replicas]
+    if all(local is not None and local.config.has_extension for local in own):
+        return Bridge("copy", f"not alias: {why}")
+    return Bridge("reload", f"not alias and not copy: {why}")
+
+
+def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
+    without = [r.url for r in fleet.pool.replicas if r.route != "extension"]
+    if config.bridge == "adapter":
+        return Bridge("adapter", "as configured")
+    if config.bridge == "slot" and without:
+        raise FleetError(
+            f"bridge is slot, and {without[0]} takes no adapters from memory: start it here with "
+            "launch.extension: true, or write bridge: adapter."
+        )
+    if without:
+        return Bridge("adapter", f"not slot: {without[0]} takes no adapters from memory")
+    return Bridge("slot", "all servers take adapters from memory")
+
+
+def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, dtype: torch.dtype) -> Publisher:
+    """Where an adapter in training goes; it is read on the trainer's GPU where servers can."""
+    if not isinstance(engine, Fleet):
+        return AdapterPublisher(engine)
+    if engine.config.in_place:
+        trainer.publish_in_place()
+    return AdapterBridge(
+        engine, canary=_canary(engine, dtype), logprobs=partial(_trainer_logprobs, trainer)
+    )
+
+
+def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publisher:
+    """Have the trainer publish its weights to the engine; the publisher of other weights, which are
+    measured when the training is over. `like` is the model's folder."""
+    engine, model, bridge = opened.engine, opened.model, opened.bridge
+    if isinstance(engine, EmbeddedEngine):
+        publisher = ModelPublisher(engine.replace_base)
+        trainer.publish_to(publisher)
+        return publisher
+    if not isinstance(engine, Fleet):
+        raise TrainError("This engine takes adapters only: write full: false.")
+    canary = _canary(engine, model.dtype)
+    own_logprobs = partial(_trainer_logprobs, trainer)
+    if bridge.shared is not None:
+        alias = AliasBridge(engine, bridge.shared, canary=canary, logprobs=own_logprobs)
+        trainer.share_with(alias)
+        return ModelPublisher(partial(_write_shared, alias, model))
+    given = _whole_models(opened, engine, canary=canary, like=like)
+
+    async def publish(weights: ModelWeights) -> ModelRef:
+        return await given.replace_base(weights, own_logprobs)
+
+    async def measure(weights: ModelWeights) -> ModelRef:
+        return await given.replace_base(weights, partial(_tensor_logprobs, like, weights))
+
+    trainer.publish_to(ModelPublisher(publish))
+    return ModelPublisher(measure)
+
+
+class _WholeModels(Protocol):
+    """What `copy`, `reload` and `restart` have in common."""
+
+    async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef: ...
+
+
+def _whole_models(opened: Opened, fleet: Fleet, *, canary: Canary, like: Path) -> _WholeModels:
+    name = opened.bridge.name
+    if name == "copy":
+        return CopyBridge(fleet, canary=canary)
+    if name == "restart":
+        require_own_servers(fleet)
+    else:
+        require_updates(fleet)
+    return FolderBridge(
+        fleet,
+        canary=canary,
+        write=lambda folder, tensors: write_model_folder(
+            opened.model, folder, like=like, tensors=tensors
+        ),
+        folder=opened.folder,
+        give_from=restart_on if name == "restart" else reload_from,
+    )
+
+
+def _canary(fleet: Fleet, dtype: torch.dtype) -> Canary:
+    launch = fleet.config.launch
+    served = "auto" if launch is None else launch.dtype
+    is_plain = served == "float32" or (launch is not None and launch.is_on_cpu and served == "auto")
+    return Canary.of(fleet.capabilities, is_float32=is_plain and dtype == torch.float32)
+
+
+async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]:
+    """What the trainer computes with its weights of now."""
+    [output] = await trainer.forward([TrainRequest(trainee=POLICY, data=(canary.datum,))])
+    if output.error:
+        raise TrainError(f"The trainer cannot read the canary: {output.error}")
+    return output.logprobs[0]
+
+
+async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) -> Sequence[float]:
+    """What a model with these weights computes, on the CPU."""
+
+    def compute() -> Sequence[float]:
+        model = attach_model(folder, lambda shapes: {n: weights.tensors[n] for n in shapes})
+        length = len(canary.tokens)
+        with torch.inference_mode():
+            hidden = model.layers(
+                model.embed(torch.tensor(canary.tokens)),
+                torch.arange(length),
+                attend=CausalAttend([length], device=torch.device("cpu")),
+            )
+            rows = torch.log_softmax(model.logits(hidden), dim=-1)
+        return [float(rows[end - 1, canary.tokens[end]]) for end in canary.ends]
+
+    return await asyncio.to_thread(compute)
+
+
+async def _write_shared(
+    bridge: AliasBridge, model: SlottedModel, weights: ModelWeights
+) -> ModelRef:
+    """Put other weights into the shared memory: the trainer's are gone then."""
+    async with bridge.changing_base() as rename:
+        await run_in_thread(model.set_weights, weights.tensors)
+        rename(ModelRef(name=weights.name, version=weights.version))
+    return ModelRef(name=weights.name, version=weights.version)

@@ -1,0 +1,107 @@
+"""What environments ask of the engine: completions of the newest policy, and log-probabilities.
+
+    side = EngineSide(engine, codec=template, book=gateway.book)
+    side.use(ref, step=3)
+    completions = await side.draw((5, 6), SamplingParams(n=4))
+
+While new weights are published, requests wait for them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from rookery.environments.atropos.draw_book import DrawBook, Drawn
+from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
+from rookery.ports import Codec, Engine
+from rookery.types import (
+    Completion,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    TokenIds,
+)
+
+__all__ = ["EngineSide", "ServingEngine"]
+
+Answer = TypeVar("Answer")
+
+LOOK_S = 0.02
+"""How often a request looks whether the weights it waits for are there."""
+PUBLISH_S = 600.0
+"""How long new weights may take: a restart of a server takes minutes."""
+
+
+class ServingEngine(Engine, Protocol):
+    """An engine that tells what it serves."""
+
+    @property
+    def loaded(self) -> tuple[ModelRef, ...]: ...
+
+
+class EngineSide:
+    """The engine for environments: they name no model, the newest policy answers."""
+
+    def __init__(self, engine: ServingEngine, *, codec: Codec, book: DrawBook) -> None:
+        self.codec = codec
+        self._engine = engine
+        self._book = book
+        self._is_adapter = False
+        self._ref = engine.base
+        self._step = 0
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self._engine.context_tokens
+
+    def use(self, ref: ModelRef, *, step: int) -> None:
+        """The policy after so many steps."""
+        self._is_adapter = ref != self._engine.base
+        self._ref, self._step = ref, step
+
+    async def draw(self, prompt: TokenIds, params: SamplingParams) -> tuple[Completion, ...]:
+        step = self._step
+
+        async def ask(ref: ModelRef) -> tuple[Completion, ...]:
+            [drawn] = await self._engine.sample(
+                [SampleRequest(model=ref, prompt=prompt, params=params)]
+            )
+            return drawn
+
+        completions = await self._asked(ask)
+        how = Drawn(step=step, temperature=params.temperature, is_cut=params.is_cut)
+        for completion in completions:
+            self._book.note((*prompt, *completion.tokens), how)
+        return completions
+
+    async def score(self, tokens: TokenIds, *, top_logprobs: int) -> Score:
+        """Of all tokens but the first."""
+
+        async def ask(ref: ModelRef) -> Score:
+            request = ScoreRequest(model=ref, tokens=tokens, top_logprobs=top_logprobs)
+            [score] = await self._engine.score([request])
+            return score
+
+        return await self._asked(ask)
+
+    async def _asked(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
+        """Ask the newest policy; when it is replaced before it could answer, the next."""
+        async with asyncio.timeout(PUBLISH_S) as limit:
+            while True:
+                ref = self._ref if self._is_adapter else self._engine.base
+                if self._is_served(ref):
+                    limit.reschedule(None)
+                    try:
+                        return await ask(ref)
+                    except (EngineDownError, FleetDownError):
+                        raise
+                    except (EngineError, FleetError):
+                        if self._is_served(ref):
+                            raise
+                    limit.reschedule(asyncio.get_running_loop().time() + PUBLISH_S)
+                await asyncio.sleep(LOOK_S)
+
+    def _is_served(self, ref: ModelRef) -> bool:
+        return ref == self._engine.base or ref in self._engine.loaded

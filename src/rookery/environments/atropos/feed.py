@@ -1,0 +1,155 @@
+"""Batches for a training, from the gateway in this process or from one elsewhere."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rookery.environments.atropos.client import GatewayClient
+from rookery.environments.atropos.draw_book import Drawn
+from rookery.environments.atropos.engine_side import EngineSide
+from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.group_queue import QueuedGroup
+from rookery.environments.atropos.programs import Programs
+from rookery.environments.atropos.scored_group import ScoredGroup, check_group
+from rookery.errors import TaskError
+from rookery.types import ModelRef
+
+__all__ = ["ClientFeed", "FedBatch", "FedGroup", "Feed", "GatewayFeed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedGroup:
+    """One group, who sent it, and how it was drawn where that is known."""
+
+    number: int
+    """No two groups of a run have the same."""
+    environment: str
+    group: ScoredGroup
+    draws: tuple[Drawn | None, ...]
+    error: str = ""
+    """Why it cannot be trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedBatch:
+    """The groups of one step."""
+
+    number: int
+    groups: tuple[FedGroup, ...]
+
+
+class Feed(Protocol):
+    """Where a training gets its batches from."""
+
+    def use(self, ref: ModelRef, *, step: int) -> None:
+        """The policy that answers from now on, after so many steps."""
+        ...
+
+    async def take(self, step: int, *, after: int) -> FedBatch:
+        """The batch that follows number `after`, for a step; TaskError when none comes."""
+        ...
+
+    async def acknowledge(self, batch: FedBatch) -> None:
+        """It is durable where it is trained on."""
+        ...
+
+
+class GatewayFeed:
+    """The gateway of this process."""
+
+    def __init__(
+        self, gateway: Gateway, side: EngineSide, *, programs: Programs, limit_s: float
+    ) -> None:
+        self._gateway = gateway
+        self._side = side
+        self._programs = programs
+        self._limit_s = limit_s
+        self._taken: dict[int, Sequence[QueuedGroup]] = {}
+
+    def use(self, ref: ModelRef, *, step: int) -> None:
+        self._side.use(ref, step=step)
+        self._gateway.step = step
+
+    async def take(self, step: int, *, after: int) -> FedBatch:
+        gateway = self._gateway
+        gateway.is_started, gateway.step = True, step
+        trainer = gateway.registry.trainer
+        assert trainer is not None, "the run registered itself"
+        batch = await self._before_the_end(trainer.batch_size)
+        self._taken[after + 1] = batch
+        return FedBatch(number=after + 1, groups=tuple(self._fed(queued) for queued in batch))
+
+    def _fed(self, queued: QueuedGroup) -> FedGroup:
+        env_id = queued.group.env_id
+        name = "" if env_id is None else self._gateway.registry.find(env_id).name
+        return FedGroup(number=queued.seq, environment=name, group=queued.group, draws=queued.draws)
+
+    async def _before_the_end(self, num_sequences: int) -> Sequence[QueuedGroup]:
+        """A batch, or why there will be none."""
+        taking = asyncio.create_task(self._gateway.queue.take(num_sequences))
+        ended = asyncio.create_task(self._programs.ended())
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await asyncio.wait({taking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise TaskError(
+                f"No batch of {num_sequences} sequences came together in {self._limit_s:g} s "
+                f"(environment.batch_s): {self._state()}."
+            ) from None
+        finally:
+            taking.cancel()
+            ended.cancel()
+        if taking.done() and not taking.cancelled():
+            return taking.result()
+        raise TaskError(f"No environment is left: {ended.result()}. {self._state()}.")
+
+    def _state(self) -> str:
+        groups = self._gateway.queue.groups
+        live = [
+            e.name for e in self._gateway.registry.environments if self._gateway.registry.is_live(e)
+        ]
+        return (
+            f"{len(groups)} groups of {sum(group.size for group in groups)} sequences wait, and "
+            f"the environments are {', '.join(live) or 'none'}"
+        )
+
+    async def acknowledge(self, batch: FedBatch) -> None:
+        await self._gateway.queue.acknowledge(self._taken.pop(batch.number))
+
+
+class ClientFeed:
+    """A gateway or a `run-api` elsewhere. The next question acknowledges a batch."""
+
+    def __init__(self, client: GatewayClient, *, vocab_size: int, limit_s: float) -> None:
+        self._client = client
+        self._vocab_size = vocab_size
+        self._limit_s = limit_s
+
+    def use(self, ref: ModelRef, *, step: int) -> None:
+        """Environments ask an engine that is not known here."""
+
+    async def take(self, step: int, *, after: int) -> FedBatch:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                number, groups = await self._client.batch(after=after)
+        except TimeoutError:
+            raise TaskError(
+                f"No batch came in {self._limit_s:g} s (environment.batch_s): look at the "
+                "environments of the gateway."
+            ) from None
+        fed = [self._fed((step << 20) + place, group) for place, group in enumerate(groups)]
+        return FedBatch(number=number, groups=tuple(fed))
+
+    def _fed(self, number: int, group: ScoredGroup) -> FedGroup:
+        error = ""
+        try:
+            check_group(group, vocab_size=self._vocab_size, max_tokens=0)
+        except TaskError as refused:
+            error = str(refused)
+        name = "" if group.env_id is None else f"environment_{group.env_id}"
+        draws = (None,) * group.size
+        return FedGroup(number=number, environment=name, group=group, draws=draws, error=error)
+
+    async def acknowledge(self, batch: FedBatch) -> None:
+        """Done by the next question."""

@@ -1,0 +1,107 @@
+"""The Atropos API without HTTP: a trainer, environments, and the groups between them.
+
+    gateway = await Gateway.open(run, trainer=registration, vocab_size=49152)
+    gateway.register_env(registration)
+    await gateway.accept(group)
+    batch = await gateway.queue.take(16)
+
+What was accepted, and who registered, is in the run: environments that were started before a
+restart of the gateway go on after it.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rookery.environments.atropos.draw_book import DrawBook
+from rookery.environments.atropos.group_queue import GroupQueue
+from rookery.environments.atropos.registry import (
+    Environment,
+    Registration,
+    Registry,
+    TrainerRegistration,
+)
+from rookery.environments.atropos.scored_group import (
+    ScoredGroup,
+    check_group,
+    drawn_sequences,
+)
+from rookery.errors import TaskError
+from rookery.runs import NewEvent, Run
+
+__all__ = ["Gateway"]
+
+logger = logging.getLogger(__name__)
+ENVIRONMENT, GONE = "environment", "environment_gone"
+
+
+@dataclass(slots=True)
+class Gateway:
+    """One trainer's groups."""
+
+    run: Run
+    registry: Registry
+    queue: GroupQueue
+    book: DrawBook
+    vocab_size: int
+    step: int = 0
+    """Steps that the trainer has begun."""
+    is_started: bool = False
+    """Whether the trainer has asked for a batch: environments wait for that."""
+    latest: ScoredGroup | None = None
+    num_accepted: int = 0
+
+    @classmethod
+    async def open(
+        cls,
+        run: Run,
+        *,
+        trainer: TrainerRegistration | None,
+        vocab_size: int,
+        trained: Collection[int] = (),
+    ) -> "Gateway":
+        """With what the run remembers; `trained` are groups that durable batches hold."""
+        registry = Registry(trainer)
+        for event in run.events(ENVIRONMENT):
+            registry.add(Registration.model_validate(event.payload))
+        for event in run.events(GONE):
+            registry.disconnect(int(event.payload["env_id"]))
+        queue = await GroupQueue.open(run, registry, trained=trained)
+        return cls(run, registry, queue, DrawBook(), vocab_size)
+
+    async def register_env(self, registration: Registration) -> Environment | None:
+        """The environment; None: the trainer has not started yet."""
+        if not self.is_started:
+            return None
+        env_id = len(self.registry.environments)
+        environment = self.registry.add(registration)
+        payload = registration.model_dump(mode="json")
+        await self.run.append(ENVIRONMENT, payload, key=str(env_id))
+        return environment
+
+    async def disconnect_env(self, env_id: int) -> None:
+        self.registry.disconnect(env_id)
+        new = NewEvent(kind=GONE, key=str(env_id), payload={"env_id": env_id}, first_wins=True)
+        await self.run.append_many([new])
+
+    async def accept(self, group: ScoredGroup) -> int | None:
+        """Keep a group until it was trained on; TaskError when it cannot be. Returns as
+        `GroupQueue.add`."""
+        if group.env_id is not None:
+            self.registry.hear(group.env_id)
+        longest = 0 if self.registry.trainer is None else self.registry.trainer.max_token_len
+        check_group(group, vocab_size=self.vocab_size, max_tokens=max(longest, 0))
+        draws = [
+            self.book.find(sequence.tokens, last_drawn=sequence.drawn[-1])
+            for sequence in drawn_sequences(group)
+        ]
+        if any(drawn is not None and drawn.is_cut for drawn in draws):
+            raise TaskError(
+                "A sequence of this group was drawn with top_p, top_k or min_p, and the API has no "
+                "room for what was cut off: draw what is trained on with top_p 1, top_k off and "
+                "min_p 0."
+            )
+        buffered = await self.queue.add(group, draws)
+        self.latest = group
+        self.num_accepted += 1
+        return buffered

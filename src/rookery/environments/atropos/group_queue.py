@@ -1,0 +1,155 @@
+"""Groups that were accepted and not trained on yet, durable in the run.
+
+    await queue.add(group)                   # durable when this returns
+    batch = await queue.take(16)             # waits for 16 sequences
+    ... a batch that names its groups is durable ...
+    await queue.acknowledge(batch)           # never given again
+
+A batch that was taken and not acknowledged is given again after a restart, and no group is given
+twice otherwise: what was trained on is known by the caller, who hands it to `GroupQueue.open`.
+"""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+
+from rookery.environments.atropos.draw_book import Drawn
+from rookery.environments.atropos.packing import complete_groups, pick_batch
+from rookery.environments.atropos.registry import Registry
+from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.runs import Run
+from rookery.runs.journal import Journal
+
+__all__ = ["GroupQueue", "QueuedGroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedGroup:
+    """A group with its number, which counts over the whole run."""
+
+    seq: int
+    group: ScoredGroup
+    draws: tuple[Drawn | None, ...]
+    """How each sequence was drawn, where that is known."""
+
+
+class GroupQueue:
+    """Filled by environments, drained by one trainer."""
+
+    def __init__(self, journal: Journal, registry: Registry) -> None:
+        self._journal = journal
+        self._registry = registry
+        self._waiting: list[QueuedGroup] = []
+        self._buffered: defaultdict[int, list[QueuedGroup]] = defaultdict(list)
+        """Groups of other sizes than their environment said, until some make up that size."""
+        self._taken: set[int] = set()
+        self._changed = asyncio.Event()
+
+    @classmethod
+    async def open(cls, run: Run, registry: Registry, *, trained: Collection[int]) -> "GroupQueue":
+        """The queue of a run; `trained` are the numbers of groups that are in durable batches."""
+        journal = await asyncio.to_thread(run.open_journal)
+        queue = cls(journal, registry)
+        done = set(trained)
+        # The journal was cut behind no group but these.
+        first = next(seq for seq in count(1) if seq not in done)
+
+        def read() -> list[QueuedGroup]:
+            entries = (e for e in journal.entries(after=first - 1) if e.seq not in done)
+            return [_decode(entry.seq, entry.data) for entry in entries]
+
+        for queued in await asyncio.to_thread(read):
+            queue._place(queued)
+        return queue
+
+    @property
+    def groups(self) -> Sequence[ScoredGroup]:
+        """Those that wait, oldest first."""
+        return [queued.group for queued in self._waiting]
+
+    async def add(self, group: ScoredGroup, draws: Sequence[Drawn | None]) -> int | None:
+        """Accept a group; it is durable when this returns. None: it waits for a batch; else how
+        many sequences of its environment wait for others to make up a group."""
+        data = await asyncio.to_thread(_encode, group, draws)
+        queued = QueuedGroup(await self._journal.append(data), group, tuple(draws))
+        if self._place(queued):
+            return None
+        assert group.env_id is not None
+        return sum(other.group.size for other in self._buffered[group.env_id])
+
+    def _place(self, queued: QueuedGroup) -> bool:
+        """False: it is of another size than its environment said, and buffered."""
+        env_id = queued.group.env_id
+        size = None if env_id is None else self._registry.find(env_id).group_size
+        if env_id is None or size == queued.group.size:
+            self._waiting.append(queued)
+            self._changed.set()
+            return True
+        buffer = self._buffered[env_id]
+        buffer.append(queued)
+        places = complete_groups([other.group.size for other in buffer], size or 1)
+        self._waiting += [buffer[place] for place in places]
+        self._buffered[env_id] = [q for place, q in enumerate(buffer) if place not in places]
+        self._changed.set()
+        return False
+
+    async def take(self, num_sequences: int) -> list[QueuedGroup]:
+        """The next batch, waited for; it stays in the journal until it is acknowledged."""
+        while not (batch := self.take_now(num_sequences)):
+            self._changed.clear()
+            await self._changed.wait()
+        return batch
+
+    def take_now(self, num_sequences: int) -> list[QueuedGroup]:
+        """The next batch, empty when there is none."""
+        sized = [(queued.group.env_id, queued.group.size) for queued in self._waiting]
+        minimums = self._registry.minimums
+        places = pick_batch(sized, num_sequences=num_sequences, minimums=minimums)
+        batch = [self._waiting[place] for place in places]
+        self._waiting = [q for place, q in enumerate(self._waiting) if place not in set(places)]
+        self._taken.update(queued.seq for queued in batch)
+        return batch
+
+    def take_these(self, seqs: Sequence[int]) -> list[QueuedGroup]:
+        """Groups that wait, by their numbers: a batch that was given before a restart."""
+        wanted = set(seqs)
+        buffers = [self._waiting, *self._buffered.values()]
+        found = {q.seq: q for buffer in buffers for q in buffer if q.seq in wanted}
+        for buffer in buffers:
+            buffer[:] = [queued for queued in buffer if queued.seq not in wanted]
+        self._taken.update(found)
+        return [found[seq] for seq in seqs if seq in found]
+
+    def take_rest(self) -> list[QueuedGroup]:
+        """All that wait, whether or not they make a batch."""
+        buffered = [queued for buffer in self._buffered.values() for queued in buffer]
+        rest, self._waiting = [*self._waiting, *buffered], []
+        self._buffered.clear()
+        self._taken.update(queued.seq for queued in rest)
+        return rest
+
+    async def acknowledge(self, batch: Sequence[QueuedGroup]) -> None:
+        """These groups are in a durable batch: they are not given again, and their room in the
+        journal is given back when all before them are done too."""
+        self._taken.difference_update(queued.seq for queued in batch)
+        buffered = [queued for buffer in self._buffered.values() for queued in buffer]
+        left = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
+        newest = max((queued.seq for queued in batch), default=0)
+        through = min(left, default=newest + 1) - 1
+        if through > 0:
+            await self._journal.cut(through=through)
+
+
+def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
+    known = [None if drawn is None else asdict(drawn) for drawn in draws]
+    document = {"group": group.model_dump(mode="json", exclude_none=True), "draws": known}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _decode(seq: int, data: bytes) -> QueuedGroup:
+    document = json.loads(data)
+    draws = tuple(None if own is None else Drawn(**own) for own in document["draws"])
+    return QueuedGroup(seq, ScoredGroup.model_validate(document["group"]), draws)

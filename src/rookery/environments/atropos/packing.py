@@ -1,0 +1,116 @@
+"""Which groups make the next batch: exactly so many sequences, of whole groups.
+
+As `run-api` deals them: groups of one size are put into packs of as many sequences as the largest
+group has, whole packs fill the batch in the order in which they came, and an environment with a
+`min_batch_allocation` gets at least that part of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+__all__ = ["complete_groups", "pick_batch"]
+
+Sized = tuple[int | None, int]
+"""A group: its environment, and how many sequences it has."""
+
+
+def pick_batch(
+    queue: Sequence[Sized], *, num_sequences: int, minimums: Mapping[int, float] | None = None
+) -> list[int]:
+    """The places of the groups that make a batch, empty when there is none yet.
+
+    Groups of sizes 4 2 4 2 and batches of 8: places 0, 1, 3 (a pack of two groups of 2).
+    """
+    packed = _packed(queue, by_environment=bool(minimums))
+    if not minimums:
+        return _fill([], packed, queue, num_sequences)
+    needed = _needed(minimums, num_sequences=num_sequences, queue=queue, packed=packed)
+    if needed is None:
+        return []
+    first: list[int] = []
+    for environment, least in needed.items():
+        taken = 0
+        for place in packed:
+            own, size = queue[place]
+            fits = taken < least and _total(first, queue) + size <= num_sequences
+            if own == environment and fits:
+                first.append(place)
+                taken += size
+    return _fill(first, sorted(packed), queue, num_sequences)
+
+
+def _fill(
+    chosen: list[int], packed: Sequence[int], queue: Sequence[Sized], num_sequences: int
+) -> list[int]:
+    """More groups up to the whole batch; empty when it cannot be made exactly."""
+    chosen = list(chosen)
+    total = _total(chosen, queue)
+    for place in packed:
+        size = queue[place][1]
+        if place not in chosen and total + size <= num_sequences:
+            chosen.append(place)
+            total += size
+        if total == num_sequences:
+            return chosen
+    return []
+
+
+def _packed(queue: Sequence[Sized], *, by_environment: bool) -> list[int]:
+    """The places of the groups that are in whole packs, pack by pack."""
+    largest = max((size for _, size in queue), default=0)
+    open_packs: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
+    packed: list[int] = []
+    for place, (environment, size) in enumerate(queue):
+        pack = open_packs[environment if by_environment else None, size]
+        pack.append(place)
+        if len(pack) * size == largest:
+            packed += pack
+            pack.clear()
+    return packed
+
+
+def _needed(
+    minimums: Mapping[int, float],
+    *,
+    num_sequences: int,
+    queue: Sequence[Sized],
+    packed: Sequence[int],
+) -> dict[int, int] | None:
+    """Sequences that each environment must have; None when one of them has no pack."""
+    needed = {env: int(num_sequences * part) for env, part in minimums.items()}
+    needed = {env: least for env, least in needed.items() if least > 0}
+    available = {queue[place][0] for place in packed}
+    if not needed.keys() <= available:
+        return None
+    total = sum(needed.values())
+    if total <= num_sequences:
+        return needed
+    smallest = {
+        env: min(queue[place][1] for place in packed if queue[place][0] == env) for env in needed
+    }
+    return {
+        env: max(smallest[env], int(least * num_sequences / total)) for env, least in needed.items()
+    }
+
+
+def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
+    """The places of groups that have `target` sequences together, the oldest first; empty when no
+    choice of them does. Sizes 3 2 1 and 4: places 0 and 2."""
+    oldest: list[int] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if total + size <= target:
+            oldest.append(place)
+            total += size
+    if total == target:
+        return oldest
+    reached: dict[int, tuple[int, ...]] = {0: ()}
+    for place, size in enumerate(sizes):
+        for total, places in list(reached.items()):
+            if total + size <= target:
+                reached.setdefault(total + size, (*places, place))
+    return list(reached.get(target, ()))
+
+
+def _total(places: Sequence[int], queue: Sequence[Sized]) -> int:
+    return sum(queue[place][1] for place in places)

@@ -1,0 +1,148 @@
+"""Environments that run beside a training: started, watched, and stopped with all they started.
+
+    async with running(commands, words={"gateway": url, ...}, logs=folder) as programs:
+        await programs.ended()            # the sentence why none is left
+
+Each has a process group of its own and a log. One that ends with an error is started again, later
+each time; it is stopped by its id and never by a name.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rookery.environments.atropos.config import EnvironmentCommand
+from rookery.errors import ConfigError
+from rookery.fleet.vllm_plugin import guard
+
+__all__ = ["Programs", "running"]
+
+logger = logging.getLogger(__name__)
+STOP_S = 10.0
+"""Seconds between asking a program to end and making it."""
+PAUSE_S = 2.0
+"""Before the first restart; twice as long each time."""
+SHOWN_LINES = 5
+_BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+class Programs:
+    """The environments of one run."""
+
+    def __init__(
+        self, commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
+    ) -> None:
+        self._commands = commands
+        self._words = words
+        self._logs = logs
+        self._left = len(commands)
+        self._ended = asyncio.Event()
+        self._last = ""
+        self.pids: dict[int, int] = {}
+        """Of the programs that run, by their place in the config."""
+
+    async def ended(self) -> str:
+        """Wait until none is left that could send groups: what the last one said."""
+        await self._ended.wait()
+        return self._last
+
+    async def keep(self, place: int) -> None:
+        """Run one program to its end, again after an error as often as it may."""
+        command = self._commands[place]
+        for attempt in range(command.restarts + 1):
+            if attempt:
+                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+            status = await self._run(place, command)
+            log = self._log(place)
+            self._last = f"environment {place} ended with status {status}; its log is {log}"
+            if status == 0:
+                logger.info("%s", self._last)
+                break
+            lines = await asyncio.to_thread(_last_lines, log)
+            logger.warning("%s: %s", self._last, " | ".join(lines))
+        self._left -= 1
+        if self._left == 0:
+            self._ended.set()
+
+    async def _run(self, place: int, command: EnvironmentCommand) -> int:
+        words = [self._filled(word) for word in command.command]
+        with self._log(place).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *_guarded(words),
+                cwd=command.folder,
+                env={**os.environ, **command.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pids[place] = process.pid
+        try:
+            return await process.wait()
+        finally:
+            await _end(process)
+            del self.pids[place]
+
+    def _filled(self, word: str) -> str:
+        for name, value in self._words.items():
+            word = word.replace("{" + name + "}", value)
+        return word
+
+    def _log(self, place: int) -> Path:
+        return self._logs / f"environment-{place}.log"
+
+
+@asynccontextmanager
+async def running(
+    commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
+) -> AsyncIterator[Programs]:
+    """Start them, and stop them at the end of the block, or when this process is killed."""
+    for place, command in enumerate(commands):
+        program = command.folder / command.command[0]
+        if shutil.which(command.command[0]) is None and shutil.which(program) is None:
+            raise ConfigError(
+                f"environments.{place}.command cannot be started: there is no program "
+                f"{command.command[0]}. Give the path of one."
+            )
+    programs = Programs(commands, words=words, logs=logs)
+    tasks = [asyncio.create_task(programs.keep(place)) for place in range(len(commands))]
+    try:
+        yield programs
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _guarded(words: Sequence[str]) -> list[str]:
+    """The command, with a watcher that ends it when this process is killed."""
+    if sys.platform != "linux":
+        return list(words)
+    return [sys.executable, guard.__file__, str(os.getpid()), "-c", _BECOME, *words]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask the whole group to end, wait, and make it."""
+    _signal(process.pid, signal.SIGTERM)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    _signal(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = log.read_bytes()[-4000:].decode("utf-8", "replace")
+    return text.splitlines()[-SHOWN_LINES:]

@@ -1,0 +1,149 @@
+"""One group as an Atropos environment sends it: sequences with masks, scores and log-probabilities.
+
+    tokens              [[5, 6, 7, 8], ...]            one list per sequence
+    masks               [[-100, -100, 7, 8], ...]      -100 where the model did not draw the token
+    inference_logprobs  [[1.0, 1.0, -0.3, -1.2], ...]  1.0 where it did not
+
+Everything that would train on something else than what was drawn is refused with a sentence.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rookery.errors import TaskError
+from rookery.types import TokenSequence
+
+__all__ = ["MASKED", "ScoredGroup", "check_group", "drawn_sequences"]
+
+MASKED = -100
+"""The mask of a token that the model read and did not draw."""
+_NOT_DRAWN = 1.0
+"""The log-probability that environments write for such a token."""
+
+
+class ScoredGroup(BaseModel):
+    """The fields of the Atropos API; others are dropped, as its own server does."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    """Of every token; they take the place of those that follow from the scores."""
+    ref_logprobs: list[list[float]] | None = None
+    """Of every token, under the model that a KL term holds the policy to."""
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    """Of each sequence: `set_advantage_to_zero`, `temperature`."""
+    group_overrides: dict[str, Any] | None = None
+    images: Any | None = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Sequences."""
+        return len(self.tokens)
+
+
+def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None:
+    """TaskError when it cannot be trained on, with what was given and what to send instead.
+
+    `max_tokens` is the longest sequence; 0: any length.
+    """
+    if not group.tokens:
+        raise TaskError("A group has no sequences: send at least two.")
+    _check_rows(group)
+    if group.inference_logprobs is None:
+        raise TaskError(
+            "A group has no inference_logprobs, and what was drawn cannot be weighed without: send "
+            "the log-probability of every drawn token, as managed_server of atroposlib gives it."
+        )
+    for row, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise TaskError(
+                f"Sequence {row} has token {outside[0]}, and the model knows 0 to "
+                f"{vocab_size - 1}: give the environment the model's own tokenizer."
+            )
+        if max_tokens and len(tokens) > max_tokens:
+            raise TaskError(
+                f"Sequence {row} has {len(tokens)} tokens and the trainer takes {max_tokens} at "
+                "most: shorten it, or raise max_token_len."
+            )
+        _check_drawn(row, mask, group.inference_logprobs[row])
+    values = [*group.scores, *_numbers(group.advantages), *_numbers(group.ref_logprobs)]
+    if not all(map(math.isfinite, values)):
+        raise TaskError("A score, advantage or ref_logprob is NaN or infinite: send numbers.")
+
+
+def _check_rows(group: ScoredGroup) -> None:
+    """As many of everything as there are sequences, and as long as they are."""
+    if len(group.scores) != group.size or len(group.masks) != group.size:
+        raise TaskError(
+            f"A group has {group.size} sequences, {len(group.masks)} masks and "
+            f"{len(group.scores)} scores: send one of each per sequence."
+        )
+    if group.overrides is not None and len(group.overrides) != group.size:
+        raise TaskError(
+            f"A group has {group.size} sequences and {len(group.overrides)} overrides: send one "
+            "per sequence, {} where there is none."
+        )
+    columns = {
+        "masks": group.masks,
+        "inference_logprobs": group.inference_logprobs,
+        "advantages": group.advantages,
+        "ref_logprobs": group.ref_logprobs,
+    }
+    lengths = [len(tokens) for tokens in group.tokens]
+    for name, rows in columns.items():
+        if rows is not None and [len(row) for row in rows] != lengths:
+            raise TaskError(
+                f"{name} have the lengths {[len(row) for row in rows]} and the tokens {lengths}: "
+                "send a value for every token."
+            )
+
+
+def _check_drawn(row: int, mask: Sequence[int], logprobs: Sequence[float]) -> None:
+    drawn = [place for place, own in enumerate(mask) if own != MASKED]
+    if not drawn or drawn[0] == 0:
+        raise TaskError(
+            f"Sequence {row} has {'no' if not drawn else 'its first'} token drawn by the model: "
+            f"set the mask of what the model drew, after a prompt, and {MASKED} elsewhere."
+        )
+    for place in drawn:
+        if not -math.inf < logprobs[place] <= 0:
+            raise TaskError(
+                f"inference_logprobs of sequence {row} is {logprobs[place]} at {place}, a token "
+                f"that was drawn: send its log-probability, which is at most 0; {_NOT_DRAWN:g} is "
+                f"for tokens whose mask is {MASKED}."
+            )
+
+
+def _numbers(rows: Sequence[Sequence[float]] | None) -> list[float]:
+    return [value for row in rows or () for value in row]
+
+
+def drawn_sequences(group: ScoredGroup) -> list[TokenSequence]:
+    """What to train on, one for each sequence of a group that was checked."""
+    assert group.inference_logprobs is not None, "the group was checked"
+    found = []
+    for tokens, mask, logprobs in zip(
+        group.tokens, group.masks, group.inference_logprobs, strict=True
+    ):
+        drawn = tuple(place for place, own in enumerate(mask) if own != MASKED)
+        found.append(
+            TokenSequence(
+                tokens=tuple(tokens),
+                drawn=drawn,
+                logprobs=tuple(logprobs[place] for place in drawn),
+            )
+        )
+    return found

@@ -1,0 +1,118 @@
+"""The `slot` and `adapter` bridges: an adapter in training, published under a new name each time.
+
+With `slot` a server takes it from memory into an idle slot of its own (see `vllm_plugin`); with
+`adapter` it reads a PEFT folder. Requests in flight keep their version, and nothing pauses.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rookery.concurrency import together
+from rookery.errors import FleetError, RookeryError
+from rookery.fleet.adapters.served import require_adapter
+from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.fleet import Fleet
+from rookery.fleet.http.client import ServerLost
+from rookery.fleet.routing.replica import Replica
+from rookery.types import ModelRef, Weights
+
+__all__ = ["AdapterBridge"]
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    ref: ModelRef
+    expected: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    process: str
+    logprobs: Sequence[float]
+
+
+class AdapterBridge:
+    """A Publisher: every server shows that it has the new weights before the old ones are retired.
+
+    Publications follow one another: await one before the next.
+    """
+
+    def __init__(self, fleet: Fleet, *, canary: Canary, logprobs: Logprobs) -> None:
+        """`logprobs` computes with the weights that are published next."""
+        self._fleet = fleet
+        self._canary = canary
+        self._logprobs = logprobs
+        self._published: dict[str, ModelRef] = {}
+        self._newest: _Newest | None = None
+        self._lock = asyncio.Lock()
+        """Held while servers show a version: one that comes back meanwhile shows the next."""
+        for replica in fleet.pool.replicas:
+            replica.renew = self._renew
+
+    async def publish(self, weights: Weights) -> ModelRef:
+        adapter = require_adapter(weights)
+        ref = await self._fleet.load(adapter)
+        computing = asyncio.ensure_future(self._logprobs(self._canary))
+        try:
+            async with self._lock:
+                replicas = self._fleet.pool.replicas
+                read = await together(self._read_if_open(replica, ref) for replica in replicas)
+                newest = self._newest = _Newest(ref, await computing)
+                for replica, own in zip(replicas, read, strict=True):
+                    if own is not None:
+                        self._judge(replica, own, newest)
+        except BaseException:  # whatever it was: nobody will name this version
+            computing.cancel()
+            await self._fleet.unload(ref)
+            raise
+        before = self._published.get(weights.name)
+        self._published[weights.name] = ref
+        if before is not None:
+            await self._fleet.unload(before)
+        return ref
+
+    async def _read_if_open(self, replica: Replica, ref: ModelRef) -> _Read | None:
+        """None: it shows it when it is back, before it takes requests."""
+        replica.proof.withdraw()
+        if not replica.load.is_open:
+            return None
+        try:
+            return await self._read(replica, ref)
+        except ServerLost as error:
+            self._fleet.pool.suspect(replica, str(error))
+            return None
+
+    async def _read(self, replica: Replica, ref: ModelRef) -> _Read:
+        process = await replica.proof.running()
+        return _Read(process, await self._canary.read(replica, ref, self._fleet.find(ref)))
+
+    async def _renew(self, replica: Replica) -> None:
+        """A server that is back shows that it computes with the newest version."""
+        async with self._lock:
+            newest = self._newest
+            try:
+                if newest is not None:
+                    self._judge(replica, await self._read(replica, newest.ref), newest)
+            except ServerLost:
+                raise
+            except RookeryError as error:
+                replica.exclude(str(error))
+                logger.warning("%s takes no requests: %s", replica.url, error)
+            else:
+                replica.include()
+
+    def _judge(self, replica: Replica, read: _Read, newest: _Newest) -> None:
+        gap = self._canary.gap(read.logprobs, newest.expected)
+        if self._canary.is_far(gap):
+            raise FleetError(
+                f"{replica.url} was given {newest.ref.served_name} and computes with other "
+                f"weights: log-probabilities are off by {gap:.2g} nats, more than "
+                f"{self._canary.limit_nats:g}. Check that server and trainer load the same base "
+                "model in the same dtype."
+            )
+        replica.proof.note(read.process)

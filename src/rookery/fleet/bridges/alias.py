@@ -1,0 +1,170 @@
+"""The `alias` bridge: trainer and servers on one machine compute with one copy of the weights.
+
+    shared = await share_base(fleet)
+    model = attach_model(folder, shared.find)            # the trainer's model: views of the memory
+    bridge = AliasBridge(fleet, shared, canary=canary, logprobs=trainer_logprobs)
+    trainer.share_with(bridge)
+
+| stage   | what happens                                                              |
+|---------|---------------------------------------------------------------------------|
+| pause   | no call is sent; what is in flight is kept where it is, caches are emptied |
+| change  | the trainer writes its memory, which is the servers'                      |
+| resume  | what was in flight goes on, with the new weights                          |
+| canary  | each server shows that it has them, and takes calls again                 |
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rookery.errors import FleetError, RookeryError, boundary
+from rookery.fleet.bridges.aliases import alias_weights, fused_name
+from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.update import BaseUpdate, first_wrong
+from rookery.fleet.fleet import Fleet
+from rookery.fleet.routing.replica import Replica
+from rookery.fleet.vllm_plugin.shared_memory import SharedFile, bit_sum, open_tensors, view
+from rookery.types import ModelRef
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PAUSE", "AliasBridge", "SharedBase", "share_base"]
+
+PAUSE = "/pause?mode=keep"
+"""vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
+
+
+class SharedBase:
+    """The memory of a fleet's base model, seen from this process."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self._packed: Mapping[str, Sequence[str]] = manifest["packed"]
+        self.file: SharedFile | None = None
+        with boundary(
+            FleetError,
+            "The servers' weights cannot be opened here",
+            remedy={Exception: "Start both on the same machine and device, or write bridge: copy."},
+        ):
+            if "path" in manifest:
+                self.file = SharedFile(manifest["path"], num_bytes=manifest["bytes"])
+                memory = self.file.memory
+                entries = manifest["tensors"].items()
+                self.served = {name: view(memory, entry) for name, entry in entries}
+            else:
+                self.served = open_tensors(manifest)
+        self._views: Mapping[str, torch.Tensor] = {}
+
+    def find(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, "torch.Tensor"]:
+        """The weights of the model's folder by their names there, as views."""
+        self._views = alias_weights(self.served, self._packed, shapes)
+        return self._views
+
+    def sums(self) -> dict[str, int]:
+        """What a server's weights must add up to, by its own names."""
+        totals: dict[str, int] = {}
+        for name, own in self._views.items():
+            fused = None if name in self.served else fused_name(name, self._packed)
+            key = name if fused is None else fused[0]
+            totals[key] = totals.get(key, 0) + bit_sum(own)
+        return totals
+
+
+async def share_base(fleet: Fleet) -> SharedBase:
+    """Have all servers compute with one memory, and open it here; FleetError says why not."""
+    first, *others = fleet.pool.replicas
+    await first.client.post("/resume", b"")  # a trainer that was killed may have paused it
+    shared = SharedBase(await _share(first, source=""))
+    if shared.file is None and others:
+        raise FleetError(
+            f"alias is for one server on a GPU, and the fleet has {len(others) + 1}, each with its "
+            "own memory: write bridge: copy, or launch.replicas: 1."
+        )
+    for replica in others:
+        assert shared.file is not None
+        await replica.client.post("/resume", b"")
+        await _share(replica, source=shared.file.path)
+    return shared
+
+
+async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
+    what = f"{replica.url} does not share its weights"
+    remedy = (
+        "Start it here (launch, or `rookery fleet up`) with live_weights: true, or write bridge: "
+        "reload."
+    )
+    try:
+        manifests = await replica.client.call_workers("rookery_share", source=source)
+    except FleetError as error:
+        raise FleetError(f"{what}: {error} {remedy}") from error
+    refusals = [m["refusal"] for m in manifests if "refusal" in m]
+    if refusals:
+        raise FleetError(f"{what}: {refusals[0]}. Write bridge: copy.")
+    manifest: Mapping[str, Any] = manifests[0]
+    return manifest
+
+
+class AliasBridge:
+    """What a trainer needs of an engine that shares its memory."""
+
+    def __init__(
+        self, fleet: Fleet, shared: SharedBase, *, canary: Canary, logprobs: Logprobs
+    ) -> None:
+        """`logprobs` computes with the shared memory."""
+        self._fleet = fleet
+        self._shared = shared
+        self._canary = canary
+        self._logprobs = logprobs
+        self._update = BaseUpdate(fleet, canary, explain=self._explain)
+
+    @asynccontextmanager
+    async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
+        """The weights may change inside the block; it is given what names them anew. After it all
+        servers are proved to have them."""
+        named = [self._fleet.base]
+        replicas = self._fleet.pool.replicas
+        async with self._update.lock:
+            await asyncio.gather(*map(self._pause, replicas))
+            try:
+                yield named.append
+                resume = partial(self._name_and_resume, named[-1])
+                await asyncio.gather(*map(resume, replicas), return_exceptions=True)
+            except BaseException:  # weights may have changed in part: the servers stay out
+                await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
+                raise
+            await self._update.publish(self._nothing, self._logprobs, named[-1], again=self._attach)
+
+    async def _pause(self, replica: Replica) -> None:
+        replica.exclude(f"{replica.url} waits for new weights.")
+        try:
+            await replica.client.post(PAUSE, b"")
+        except RookeryError as error:
+            # It computes nothing, or is looked after when it is back.
+            replica.exclude(f"{replica.url} could not be paused for new weights: {error}")
+
+    async def _name_and_resume(self, ref: ModelRef, replica: Replica) -> None:
+        """What goes on can then say which weights drew which of its tokens."""
+        await self._update.name(replica, ref)
+        await self._resume(replica)
+
+    async def _resume(self, replica: Replica) -> None:
+        await replica.client.post("/resume", b"")
+
+    async def _nothing(self, replica: Replica) -> None:
+        """The weights are there."""
+
+    async def _attach(self, replica: Replica) -> None:
+        """A server that was started again computes with the memory that is still here."""
+        if self._shared.file is None:
+            raise FleetError(
+                f"{replica.url} was started again, and the weights went with the memory of its "
+                "GPU: resume the run, which goes on from its last checkpoint."
+            )
+        await _share(replica, source=self._shared.file.path)
+        await replica.client.reset_prefix_cache()
+
+    async def _explain(self, replica: Replica) -> str:
+        found = await replica.client.call_workers("rookery_sums")
+        return first_wrong(found, await asyncio.to_thread(self._shared.sums))

@@ -1,0 +1,176 @@
+"""New base weights for all servers of a fleet, each proved by the canary before it takes requests.
+
+    update = BaseUpdate(fleet, canary)
+    async with update.lock:
+        await update.publish(give, logprobs, ref, again=give)
+
+`give` puts the weights into one server. A server that fails takes no requests; one that is started
+again later is given the newest weights, and takes requests when it has shown that it has them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rookery.errors import FleetError, RookeryError
+from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.fleet import Fleet
+from rookery.fleet.routing.replica import Replica
+from rookery.types import ModelRef
+
+__all__ = ["VERSION", "BaseUpdate", "Give", "first_wrong"]
+
+logger = logging.getLogger(__name__)
+
+VERSION = "/update_weight_version"
+"""Names the weights, on servers that tell which drew a token."""
+
+Give = Callable[[Replica], Awaitable[None]]
+"""Puts the newest weights into one server."""
+Explain = Callable[[Replica], Awaitable[str]]
+"""Which weight of a server is not what it should be, as the end of a sentence; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    again: Give
+    expected: Sequence[float]
+    ref: ModelRef
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    process: str
+    logprobs: Sequence[float]
+
+
+async def _unexplained(_: Replica) -> str:
+    return ""
+
+
+class BaseUpdate:
+    """The weights that a fleet's servers should have. One update at a time."""
+
+    def __init__(self, fleet: Fleet, canary: Canary, *, explain: Explain = _unexplained) -> None:
+        self._fleet = fleet
+        self._canary = canary
+        self._explain = explain
+        self._newest: _Newest | None = None
+        self.lock = asyncio.Lock()
+        """Held while weights change: a server that comes back meanwhile gets them afterwards."""
+        for replica in fleet.pool.replicas:
+            replica.renew = self._renew
+
+    async def publish(self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give) -> float:
+        """Give all servers the weights; the largest difference seen afterwards, in nats.
+
+        `logprobs` computes with them, while the servers do. `again` is for a server that was
+        started since the last time. `fleet.base` is `ref` then. FleetError when a server failed
+        that took requests before: the others go on with the new weights. The caller holds the lock.
+        """
+        replicas = self._fleet.pool.replicas
+        were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
+        if self._newest is not None:
+            give = _for_either(give, again)
+        computing = asyncio.ensure_future(logprobs(self._canary))
+        try:
+            read = await asyncio.gather(*(self._read(r, give, ref) for r in replicas))
+            newest = self._newest = _Newest(again, await computing, ref)
+        finally:
+            computing.cancel()
+        outcomes = await asyncio.gather(
+            *(self._judge(r, own, newest) for r, own in zip(replicas, read, strict=True))
+        )
+        proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
+        if proved:
+            self._fleet.rename_base(ref)
+        for replica in proved:  # only now: a request names the base model as the fleet does
+            replica.include()
+        failed = [
+            outcome
+            for outcome, was_up in zip(outcomes, were_up, strict=True)
+            if isinstance(outcome, RookeryError) and (was_up or not proved)
+        ]
+        if failed:
+            others = "the others go on with them" if proved else "no server takes requests"
+            raise FleetError(
+                f"{len(failed)} of {len(replicas)} servers did not get the new weights, {others}: "
+                f"{failed[0]}"
+            )
+        return max(outcome for outcome in outcomes if isinstance(outcome, float))
+
+    async def name(self, replica: Replica, ref: ModelRef) -> None:
+        """A server has these weights, and can say which of them drew a token."""
+        if VERSION in replica.capabilities.routes:
+            await replica.client.post_json(VERSION, {"new_version": ref.version})
+        replica.base = ref
+
+    async def _renew(self, replica: Replica) -> None:
+        """A server that was started again has its first weights: give it the newest."""
+        async with self.lock:
+            newest = self._newest
+            if newest is None or await replica.proof.is_current():
+                return
+            read = await self._read(replica, newest.again, newest.ref)
+            if isinstance(await self._judge(replica, read, newest), float):
+                replica.include()
+
+    async def _read(self, replica: Replica, give: Give, ref: ModelRef) -> _Read | RookeryError:
+        """What one server says when it has been given the weights; it takes no requests."""
+        replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
+        try:
+            await give(replica)
+            process = await replica.proof.running()
+            if replica.base != ref:
+                await self.name(replica, ref)
+            return _Read(process, await self._canary.read(replica, ref))
+        except RookeryError as error:
+            return error
+
+    async def _judge(
+        self, replica: Replica, read: _Read | RookeryError, newest: _Newest
+    ) -> float | RookeryError:
+        """How far one server is off, or why it takes no requests any more."""
+        try:
+            if isinstance(read, RookeryError):
+                raise read
+            gap = self._canary.gap(read.logprobs, newest.expected)
+            if self._canary.is_far(gap):
+                raise FleetError(await self._complaint(replica, gap))
+        except RookeryError as error:
+            replica.exclude(str(error))
+            logger.warning("%s takes no requests: %s", replica.url, error)
+            return error
+        replica.proof.note(read.process)
+        return gap
+
+    async def _complaint(self, replica: Replica, gap: float) -> str:
+        why = await self._explain(replica) or (
+            "All its weights are the right ones, so it computes with others than it shows: keys "
+            "and values cached for older weights, or packed copies (vLLM on the CPU keeps the old "
+            "output layer of models with tied embeddings unless launch.live_weights is true)."
+        )
+        return (
+            f"{replica.url} took the new weights but computes with others: log-probabilities are "
+            f"off by {gap:.2g} nats, more than {self._canary.limit_nats:g}. {why} Restart it."
+        )
+
+
+def _for_either(give: Give, again: Give) -> Give:
+    """`again` for a server that is another process than the one that was proved."""
+
+    async def choose(replica: Replica) -> None:
+        await (again if await replica.proof.is_of_another() else give)(replica)
+
+    return choose
+
+
+def first_wrong(found: Sequence[Mapping[str, int]], expected: Mapping[str, int]) -> str:
+    """The first weight whose sum is wrong, given the sums of every worker: their total, or all of
+    them where each has the whole."""
+    for name, right in expected.items():
+        sums = [own[name] for own in found if name in own]
+        if sums and sum(sums) != right and any(own != right for own in sums):
+            return f"The first weight that differs is {name}."
+    return ""

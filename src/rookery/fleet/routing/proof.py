@@ -1,0 +1,58 @@
+"""Which process of a server has shown that it has the newest weights.
+
+A process that was started again has the weights it began with.
+"""
+
+from rookery.fleet.http.client import Client, ServerLost
+from rookery.fleet.http.metrics import ServerMetrics
+from rookery.fleet.http.probe import read_metrics
+from rookery.fleet.servers.launch import LocalServer
+
+__all__ = ["Proof"]
+
+
+class Proof:
+    """Of one server; it need not have been asked for one."""
+
+    def __init__(self, client: Client, local: LocalServer | None) -> None:
+        self._client = client
+        self._local = local
+        self._process: str | None = None
+
+    @property
+    def was_given(self) -> bool:
+        """Whether any process has ever shown it."""
+        return self._process is not None
+
+    def note(self, process: str) -> None:
+        """This process has shown it; `running` told its name before it was asked."""
+        self._process = process
+
+    def withdraw(self) -> None:
+        """There are newer weights, and no process has shown that it has them."""
+        self._process = ""
+
+    async def is_current(self) -> bool:
+        """Whether the process that runs is the one that has shown it."""
+        running = await self.running()
+        return bool(running) and running == self._process
+
+    async def is_of_another(self) -> bool:
+        """Whether another process runs than the one that has shown it, as far as it tells."""
+        return await self.running() not in ("", self._process)
+
+    def check(self, metrics: ServerMetrics) -> None:
+        """ServerLost when another process answers now, though no call was lost in between."""
+        running = _started(metrics)
+        if self._local is None and self._process and running not in ("", self._process):
+            raise ServerLost(f"{self._client.url} was started again.", is_broken=False)
+
+    async def running(self) -> str:
+        """Tells one process of the server from the next; empty when it cannot be told."""
+        if self._local is not None:
+            return str(self._local.pid)
+        return _started(await read_metrics(self._client))
+
+
+def _started(metrics: ServerMetrics | None) -> str:
+    return str(metrics.started_s) if metrics and metrics.started_s else ""

@@ -1,0 +1,129 @@
+"""The trainer and the embedded engine over tensor-parallel ranks.
+
+| who        | does                                             | waits for                  |
+|------------|--------------------------------------------------|----------------------------|
+| first rank | tells a call, then computes it                   | the other ranks, in a pass |
+| the others | hear a call, compute the same (`follow`)         | a call                     |
+
+Calls of both go through one thread: ranks that computed them in different orders would wait for
+each other. All ranks see the same logits, so they draw the same tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rookery.embedded import EmbeddedEngine, EngineConfig
+from rookery.embedded.batcher import Batcher, Job
+from rookery.errors import RookeryError
+from rookery.megatron.ranks import Ranks
+from rookery.slots import SlottedModel
+from rookery.train import LoraTrainer
+from rookery.train.mixed import Turn
+from rookery.train.processes import Call
+from rookery.types import Adapter
+
+__all__ = ["RanksEngine", "RanksTrainer", "follow"]
+
+
+class RanksTrainer(LoraTrainer):
+    """A LoraTrainer of which every rank computes every pass."""
+
+    @property
+    def thread(self) -> Executor:
+        """Where it computes."""
+        return self._worker
+
+    def compute(self, turns: Sequence[Turn]) -> None:
+        assert isinstance(self._processes, Ranks)
+        with self._processes.together():
+            super().compute(turns)
+
+    def do_part(self, call: Call) -> None:
+        with suppress(RookeryError):  # it fails in all ranks alike, and the first tells its caller
+            super().do_part(call)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineCall:
+    """What the first rank's engine begins to compute."""
+
+    method: Literal["put", "free", "step"]
+    arguments: tuple[Any, ...] = ()
+    added: dict[int, Job] = field(default_factory=dict)
+    """By their id() in the first rank."""
+    dropped: tuple[int, ...] = ()
+
+
+class _RanksBatcher(Batcher):
+    """Its steps are told; what else changes it is a part of the engine's calls, or is done only
+    after memory was short, which ends ranks that are not alone."""
+
+    ranks: Ranks
+
+    def step(self, added: Sequence[Job], dropped: Sequence[Job]) -> list[Job]:
+        if self.ranks.is_first:
+            numbered = {id(job): job for job in added}
+            self.ranks.tell(_EngineCall("step", added=numbered, dropped=tuple(map(id, dropped))))
+        with self.ranks.together():
+            return super().step(added, dropped)
+
+
+class RanksEngine(EmbeddedEngine):
+    """The embedded engine, its thread shared with the trainer of the same model."""
+
+    batcher_type = _RanksBatcher
+    _batcher: _RanksBatcher
+
+    def __init__(
+        self,
+        model: SlottedModel,
+        *,
+        ranks: Ranks,
+        detokenize: Callable[[Sequence[int]], str],
+        name: str,
+        thread: Executor,
+    ) -> None:
+        config = EngineConfig(model=name)
+        super().__init__(model, config=config, detokenize=detokenize, name=name, thread=thread)
+        self._batcher.ranks = ranks
+        self._ranks = ranks
+        self._jobs: dict[int, Job] = {}
+
+    @property
+    def num_jobs(self) -> int:
+        """Those told and not answered, in a rank that is not the first."""
+        return len(self._jobs)
+
+    def do_part(self, call: _EngineCall) -> None:
+        """In a rank that is not the first."""
+        match call.method:
+            case "put":
+                self._put(*call.arguments)
+            case "free":
+                self._free(*call.arguments)
+            case "step":
+                self._jobs |= call.added
+                dropped = [self._jobs[n] for n in call.dropped if n in self._jobs]
+                answered = self._batcher.step(list(call.added.values()), dropped)
+                if gone := {id(job) for job in (*answered, *dropped)}:
+                    self._jobs = {n: job for n, job in self._jobs.items() if id(job) not in gone}
+
+    def _put(self, slot: int, adapter: Adapter, cut: int) -> None:
+        self._model.bank.check(adapter, max_rank=self.config.max_rank)
+        if self._ranks.is_first:
+            self._ranks.tell(_EngineCall("put", (slot, adapter, cut)))
+        super()._put(slot, adapter, cut)
+
+    def _free(self, slot: int) -> None:
+        if self._ranks.is_first:
+            self._ranks.tell(_EngineCall("free", (slot,)))
+        super()._free(slot)
+
+
+def follow(trainer: RanksTrainer, engine: RanksEngine) -> None:
+    """In a rank that is not the first: compute what it computes, until that one ends."""
+    while isinstance(told := trainer.help(), _EngineCall):
+        engine.do_part(told)

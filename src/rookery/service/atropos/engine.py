@@ -1,0 +1,250 @@
+"""The routes that environments ask the engine by; the newest policy answers, whatever they name.
+
+| route                    | for                                                               |
+|--------------------------|-------------------------------------------------------------------|
+| `/health`                | whoever waits for the engine                                      |
+| `/generate`              | `server_type: vllm` of atroposlib: tokens in, log-probabilities out |
+| `/inference/v1/generate` | vLLM's tokens in, tokens out, as the train client of verifiers    |
+| `/v1/...`                | OpenAI clients                                                    |
+"""
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rookery.concurrency import together
+from rookery.environments.atropos.engine_side import EngineSide
+from rookery.errors import TaskError
+from rookery.service.refusals import bad
+from rookery.service.routes.openai import (
+    ChatRequest,
+    CompletionRequest,
+    chat_choice,
+    read_prompts,
+    response_of,
+    text_choice,
+)
+from rookery.service.wire.requests import Finite
+from rookery.types import Completion, Message, SamplingParams, Score, TokenIds
+
+__all__ = ["make_router"]
+
+MODEL = "policy"
+"""What the policy is listed as."""
+DEFAULT_TOKENS = 16
+"""As many as vLLM draws for a request that does not say."""
+
+
+class Sampling(BaseModel):
+    """How to draw, in vLLM's words."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int | None = Field(default=DEFAULT_TOKENS, ge=1)
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+
+    def params(self, *, max_tokens: int, top_logprobs: int = 0) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            n=self.n,
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            stop=stop,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            seed=_seed() if self.seed is None else self.seed,
+            top_logprobs=top_logprobs,
+        )
+
+
+class TokenPrompt(BaseModel):
+    """A prompt that is tokens already."""
+
+    prompt_token_ids: list[int] = Field(min_length=1)
+
+
+class GenerateRequest(Sampling):
+    """A request of `server_type: vllm`."""
+
+    prompt: TokenPrompt | list[int] | str
+
+
+class TokensRequest(BaseModel):
+    """A request of vLLM's tokens in, tokens out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: Sampling = Sampling()
+    request_id: str = ""
+
+
+def make_router(side: EngineSide) -> APIRouter:
+    router = APIRouter(tags=["engine"])
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.post("/generate")
+    async def generate(body: GenerateRequest) -> dict[str, Any]:
+        return await _generate(side, body)
+
+    @router.post("/inference/v1/generate")
+    async def generate_tokens(body: TokensRequest) -> dict[str, Any]:
+        return await _generate_tokens(side, body)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        row = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rookery"}
+        return {"object": "list", "data": [row | {"max_model_len": side.context_tokens}]}
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionRequest) -> dict[str, Any]:
+        return await _complete(side, body)
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatRequest) -> dict[str, Any]:
+        return await _chat(side, body)
+
+    return router
+
+
+async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
+    prompt = _tokens(side, body.prompt)
+    params = body.params(max_tokens=_room(side, body.max_tokens, prompt))
+    drawn = await side.draw(prompt, params)
+    answer: dict[str, Any] = {
+        "text": [one.text for one in drawn],
+        "prompt": body.prompt if isinstance(body.prompt, str) else "",
+        "finish_reasons": [one.finish_reason for one in drawn],
+        "prompt_token_ids": list(prompt),
+        "token_ids": [list(one.tokens) for one in drawn],
+    }
+    if body.logprobs is not None:
+        answer["logprobs"] = [_vllm_logprobs(one) for one in drawn]
+    if body.prompt_logprobs is not None:
+        score = await side.score(prompt, top_logprobs=body.prompt_logprobs)
+        answer["prompt_logprobs"] = _prompt_logprobs(prompt, score)
+    return answer
+
+
+async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, Any]:
+    prompt, how = tuple(body.token_ids), body.sampling_params
+    params = how.params(max_tokens=_room(side, how.max_tokens, prompt))
+    drawn = await side.draw(prompt, params)
+    return {
+        "request_id": body.request_id or secrets.token_hex(8),
+        "model": MODEL,
+        "choices": [_token_choice(place, one) for place, one in enumerate(drawn)],
+        "prompt_token_ids": list(prompt),
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": sum(len(one.tokens) for one in drawn),
+            "total_tokens": len(prompt) + sum(len(one.tokens) for one in drawn),
+        },
+    }
+
+
+def _token_choice(place: int, one: Completion) -> dict[str, Any]:
+    content = [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
+        for token, logprob in zip(one.tokens, one.logprobs, strict=True)
+    ]
+    return {
+        "index": place,
+        "finish_reason": one.finish_reason,
+        "token_ids": list(one.tokens),
+        "logprobs": {"content": content},
+    }
+
+
+async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]:
+    _refuse_stream(is_stream=body.stream)
+    prompts = [side.codec.encode(p) if isinstance(p, str) else p for p in read_prompts(body)]
+
+    async def draw(prompt: TokenIds) -> tuple[Completion, ...]:
+        limit = _room(side, body.max_tokens, prompt)
+        seed = _seed() if body.seed is None else body.seed
+        params = body.params(max_tokens=limit, seed=seed, top_logprobs=body.logprobs or 0)
+        return await side.draw(prompt, params)
+
+    answers = await together(draw(prompt) for prompt in prompts)
+    has_logprobs = body.logprobs is not None
+    choices = [
+        text_choice(one, side.codec, prompt, has_logprobs=has_logprobs)
+        for prompt, drawn in zip(prompts, answers, strict=True)
+        for one in drawn
+    ]
+    return response_of("text_completion", body.model, choices, prompts)
+
+
+async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
+    _refuse_stream(is_stream=body.stream)
+    messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+    try:
+        prompt = side.codec.encode_chat(messages)
+    except TaskError as error:
+        raise bad(str(error)) from error
+    limit = _room(side, body.max_completion_tokens or body.max_tokens, prompt)
+    top = (body.top_logprobs or 0) if body.logprobs else 0
+    seed = _seed() if body.seed is None else body.seed
+    drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
+    choices = [chat_choice(one, side.codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+    return response_of("chat.completion", body.model, choices, [prompt])
+
+
+def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> TokenIds:
+    if isinstance(prompt, str):
+        return side.codec.encode(prompt)
+    return tuple(prompt.prompt_token_ids if isinstance(prompt, TokenPrompt) else prompt)
+
+
+def _room(side: EngineSide, asked: int | None, prompt: TokenIds) -> int:
+    """Tokens to draw at most: what is asked, within the context."""
+    if side.context_tokens is None:
+        return asked or DEFAULT_TOKENS
+    room = side.context_tokens - len(prompt)
+    if room < 1:
+        raise bad(
+            f"The prompt has {len(prompt)} tokens and the model reads {side.context_tokens}: "
+            "shorten it."
+        )
+    return min(asked or room, room)
+
+
+def _vllm_logprobs(one: Completion) -> list[list[dict[str, float]]]:
+    return [[{str(t): logprob}] for t, logprob in zip(one.tokens, one.logprobs, strict=True)]
+
+
+def _prompt_logprobs(prompt: TokenIds, score: Score) -> list[dict[str, float] | None]:
+    """Of every token of the prompt with the likeliest beside it; the first has none."""
+    rows: list[dict[str, float] | None] = [None]
+    for place, logprob in enumerate(score.logprobs):
+        top = score.top_logprobs[place] if score.top_logprobs else ()
+        rows.append({str(token): value for token, value in top} | {str(prompt[place + 1]): logprob})
+    return rows
+
+
+def _refuse_stream(*, is_stream: bool) -> None:
+    if is_stream:
+        raise bad("Answers are not streamed here: leave stream out.")
+
+
+def _seed() -> int:
+    return secrets.randbits(62)

@@ -1,0 +1,170 @@
+"""The routes of `run-api`: who takes part, groups in, batches out."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from rookery.environments.atropos.delivery import Delivery
+from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.registry import Registration, TrainerRegistration
+from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.errors import TaskError
+from rookery.service.refusals import Refusal, bad
+
+__all__ = ["make_router"]
+
+_ONE, _MANY = TypeAdapter(ScoredGroup), TypeAdapter(list[ScoredGroup])
+_EMPTY = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params",
+          "inference_logprobs", "messages", "images")  # fmt: skip
+_OWN_TRAINER = (
+    "This gateway belongs to a run that trains by itself: stop that run, or start a gateway alone "
+    "with `rookery grpo gateway` and give trainers its address."
+)
+
+
+class EnvIdentifier(BaseModel):
+    """Which environment is asking."""
+
+    env_id: int
+
+
+def make_router(gateway: Gateway, delivery: Delivery | None) -> APIRouter:
+    """Without a delivery, batches go to the trainer in this process alone."""
+    router = APIRouter(tags=["atropos"])
+    _add_taking_part(router, gateway, delivery)
+    _add_groups(router, gateway)
+    _add_batches(router, gateway, delivery)
+    return router
+
+
+def _add_taking_part(router: APIRouter, gateway: Gateway, delivery: Delivery | None) -> None:
+    registry = gateway.registry
+
+    @router.get("/")
+    async def root() -> dict[str, str]:
+        return {"message": "AtroposLib API"}
+
+    @router.post("/register")
+    async def register(trainer: TrainerRegistration) -> dict[str, int]:
+        if delivery is None:
+            raise Refusal(409, _OWN_TRAINER)
+        try:
+            number = registry.enter(trainer)
+        except TaskError as error:
+            raise Refusal(409, str(error)) from error
+        gateway.step = max(gateway.step, trainer.starting_step)
+        return {"uuid": int(number)}
+
+    @router.post("/register-env")
+    async def register_env(registration: Registration) -> dict[str, Any]:
+        environment = await gateway.register_env(registration)
+        if environment is None or registry.trainer is None:
+            return {"status": "wait for trainer to start"}
+        return {
+            "status": "success",
+            "env_id": environment.id,
+            "wandb_name": environment.name,
+            "checkpoint_dir": registry.trainer.checkpoint_dir,
+            "starting_step": gateway.step,
+            "checkpoint_interval": registry.trainer.save_checkpoint_interval,
+            "num_steps": registry.trainer.num_steps,
+        }
+
+    @router.post("/disconnect-env")
+    async def disconnect_env(who: EnvIdentifier) -> dict[str, str]:
+        try:
+            await gateway.disconnect_env(who.env_id)
+        except TaskError as error:
+            return {"status": "failure", "error": str(error)}
+        return {"status": "success"}
+
+    @router.get("/wandb_info")
+    async def wandb_info() -> dict[str, str | None]:
+        trainer = registry.trainer
+        return {
+            "group": None if trainer is None else trainer.wandb_group,
+            "project": None if trainer is None else trainer.wandb_project,
+        }
+
+    @router.get("/info")
+    async def info() -> dict[str, int]:
+        trainer = registry.trainer
+        return {
+            "batch_size": -1 if trainer is None else trainer.batch_size,
+            "max_token_len": -1 if trainer is None else trainer.max_token_len,
+        }
+
+
+def _add_groups(router: APIRouter, gateway: Gateway) -> None:
+    @router.post("/scored_data")
+    async def scored_data(request: Request) -> dict[str, Any]:
+        group = await _read(_ONE, request)
+        buffered = await gateway.accept(group)
+        if buffered is None:
+            return {"status": "received"}
+        return {"status": "buffered", "buffer_size": buffered}
+
+    @router.post("/scored_data_list")
+    async def scored_data_list(request: Request) -> dict[str, Any]:
+        groups = await _read(_MANY, request)
+        kept = [size for group in groups if (size := await gateway.accept(group)) is not None]
+        answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
+        if kept:
+            answer |= {"buffered": len(kept), "last_buffer_size": kept[-1]}
+        return answer
+
+    @router.get("/latest_example")
+    async def latest_example() -> dict[str, Any]:
+        if gateway.latest is None:
+            return {name: [] for name in _EMPTY}
+        return gateway.latest.model_dump(mode="json")
+
+    @router.get("/status")
+    async def status() -> dict[str, int]:
+        return {"current_step": gateway.step, "queue_size": len(gateway.queue.groups)}
+
+    @router.get("/status-env")
+    async def status_env(who: EnvIdentifier) -> dict[str, Any]:
+        return gateway.registry.status(who.env_id, gateway.queue.groups, step=gateway.step)
+
+
+def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None) -> None:
+    @router.get("/batch")
+    async def batch(after: int | None = None, trainer: str = "") -> dict[str, Any]:
+        if delivery is None or gateway.registry.trainer is None:
+            said = _OWN_TRAINER if delivery is None else "Register first with /register."
+            return {"status": "error", "message": said, "batch": []}
+        try:
+            gateway.registry.hear_trainer(trainer)
+        except TaskError as error:
+            raise Refusal(409, str(error)) from error
+        gateway.is_started = True
+        number, given = await delivery.next(after)
+        if not given:
+            return {"batch": None}
+        groups = [queued.group.model_dump(mode="json") for queued in given]
+        return {"batch": groups, "batch_id": number}
+
+    @router.get("/reset_data")
+    async def reset_data() -> PlainTextResponse:
+        if delivery is None:
+            raise Refusal(409, _OWN_TRAINER)
+        await delivery.drop_all()
+        for environment in gateway.registry.environments:
+            await gateway.disconnect_env(environment.id)
+        gateway.step, gateway.is_started = 0, False
+        gateway.registry.leave()
+        return PlainTextResponse("Reset successful")
+
+
+async def _read(kind: TypeAdapter[Any], request: Request) -> Any:
+    """Large bodies are parsed in a thread."""
+    try:
+        return await asyncio.to_thread(kind.validate_json, await request.body())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise bad(f"{place}: {first['msg']}.") from error

@@ -1,0 +1,113 @@
+"""Trainings on environments of real atroposlib, through Rookery's gateway and through `run-api`.
+
+ROOKERY_ATROPOS_PYTHON=/path/to/python-with-atroposlib pytest tests/real/test_atropos.py
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_tiny_model
+
+import rookery
+from rookery.runs import Run
+
+PYTHON = os.environ.get("ROOKERY_ATROPOS_PYTHON", "")
+ENVIRONMENT = Path(__file__).with_name("atropos_environment.py")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_ATROPOS_PYTHON has no atroposlib"),
+    pytest.mark.timeout(900),
+]
+
+
+def config_of(folder: Path, environment: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
+        "environment": {"type": "atropos", "max_token_len": 64, "batch_s": 400, **environment},
+        "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 6},
+        "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def variables(folder: Path, *, engine: str, gateway: str) -> dict[str, str]:
+    return {
+        "ATROPOS_MODEL": str(folder), "ATROPOS_ENGINE": engine, "ATROPOS_GATEWAY": gateway,
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+
+
+@contextmanager
+def running(words: list[str], **extra: Any) -> Iterator[None]:
+    with subprocess.Popen(words, start_new_session=True, **extra) as process:
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, 9)
+
+
+def test_an_environment_of_atroposlib_trains_through_the_gateway(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = {
+        "command": [PYTHON, str(ENVIRONMENT), "serve", "--slurm", "false"],
+        "env": variables(folder, engine=f"{url}/v1", gateway=url), "folder": str(tmp_path),
+    }  # fmt: skip
+    environment = {"port": port, "environments": [command]}
+    outcome = rookery.run_grpo(
+        config_of(folder, environment), runs_dir=tmp_path / "runs", name="own", progress=False
+    )
+    steps = outcome.report.steps
+    assert [step.metrics["grpo/num_rollouts"] for step in steps] == [8, 8, 8]
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in steps]
+    assert all(gap is not None and gap < 1e-3 for gap in gaps), "tokens are those that were drawn"
+    with Run.view(outcome.path) as run:
+        groups = [seq for event in run.events("batch") for seq in event.payload["groups"]]
+    assert len(groups) == 6 == len(set(groups))
+
+
+def test_batches_are_taken_from_a_real_run_api(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    api, engine = free_port(), free_port()
+    url = f"http://127.0.0.1:{api}"
+    run_api = [str(Path(PYTHON).with_name("run-api")), "--host", "127.0.0.1", "--port", str(api)]
+    gateway = tmp_path / "gateway.yaml"
+    gateway.write_text(
+        f"port: {engine}\nvocab_size: 97\n"
+        f"engine: {{type: embedded, model: {folder}, cache_gib: 0.01}}\n"
+    )
+    serve = [sys.executable, "-m", "rookery", "grpo", "gateway", str(gateway)]
+    env = variables(folder, engine=f"http://127.0.0.1:{engine}/v1", gateway=url)
+    plays = [PYTHON, str(ENVIRONMENT), "serve", "--slurm", "false"]
+    with running(run_api), running(serve), running(plays, env={**os.environ, **env}, cwd=tmp_path):
+        wait_for(url)
+        config = config_of(folder, {"url": url}) | {"max_gap": 1.0}
+        outcome = rookery.run_grpo(
+            config, runs_dir=tmp_path / "runs", name="client", progress=False
+        )
+    assert [step.metrics["grpo/num_rollouts"] for step in outcome.report.steps] == [8, 8, 8]
+
+
+def wait_for(url: str) -> None:
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except OSError:
+            assert time.monotonic() < end_s, f"{url} does not answer"
+            time.sleep(0.2)
+        else:
+            return

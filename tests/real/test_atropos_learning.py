@@ -1,0 +1,81 @@
+"""Addition is learned from an environment behind the gateway: with the embedded engine, and with a
+real vLLM server that shares its weights with the trainer.
+
+ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest \\
+  tests/real/test_atropos_learning.py
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rookery
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+PLAYS = Path(__file__).with_name("addition_environment.py")
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="ROOKERY_LONG is not set"),
+    pytest.mark.timeout(1200),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that adds half of the time, tasks to play and tasks to measure by."""
+    make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
+    folder = tmp_path_factory.mktemp("addition")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the start must be the same everywhere
+    make_addition(folder)
+    torch.set_num_threads(num_threads)
+    lines = (folder / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (folder / "played.jsonl").write_text("".join(lines[:600]))
+    (folder / "held_out.jsonl").write_text("".join(lines[600:]))
+    return folder
+
+
+def train(folder: Path, name: str, **changes: Any) -> Any:
+    command = [sys.executable, str(PLAYS), "{gateway}", "{engine}", str(folder / "played.jsonl")]
+    environment = {
+        "type": "atropos", "port": 0, "max_token_len": 32, "batch_s": 300,
+        "environments": [{"command": command}],
+    }  # fmt: skip
+    taskset = {
+        "type": "jsonl", "path": str(folder / "held_out.jsonl"), "scorer": {"type": "exact"},
+        "sampling": {"max_tokens": 4}, "splits": {"search": 0.01, "select": 0.5, "report": 0.49},
+    }  # fmt: skip
+    return rookery.run_grpo(
+        ROOT / "configs" / "grpo_addition.yaml",
+        tasksets=[taskset], environment=environment, runs_dir=folder / "runs", name=name,
+        progress=False, **changes,
+    ).report  # fmt: skip
+
+
+def check(report: Any) -> None:
+    start, *_, end = (checkpoint.mean for checkpoint in report.checkpoints)
+    assert start is not None and end is not None
+    assert end - start >= 0.10
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in report.steps]
+    assert all(gap is not None and gap < 1e-3 for gap in gaps)
+
+
+def test_an_adapter_learns_from_an_environment(folder: Path) -> None:
+    engine = {"type": "embedded", "model": str(folder / "model"), "cache_gib": 0.05}
+    check(train(folder, "embedded", engine=engine))
+
+
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+def test_all_weights_learn_in_the_memory_of_a_server(folder: Path) -> None:
+    launch = {
+        "model": str(folder / "model"), "python": PYTHON, "replicas": 1, "device": "cpu",
+        "dtype": "float32", "max_model_len": 64, "cpu_cache_gib": 1, "enforce_eager": True,
+        "env": {"HF_HUB_OFFLINE": "1"},
+    }  # fmt: skip
+    engine = {"type": "fleet", "launch": launch}
+    check(train(folder, "alias", engine=engine, full=True, bridge="alias", learning_rate=3e-4))

@@ -1,0 +1,44 @@
+"""A training on a taskset of real verifiers 0.4, which is played in its own interpreter.
+
+ROOKERY_VERIFIERS_PYTHON=/path/to/python-with-verifiers pytest tests/real/test_verifiers.py
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny_model
+from transformers import AutoTokenizer
+
+import rookery
+
+PYTHON = os.environ.get("ROOKERY_VERIFIERS_PYTHON", "")
+TASKS = Path(__file__).parents[1] / "unit" / "environments" / "verifiers_tasks"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VERIFIERS_PYTHON has no verifiers"),
+    pytest.mark.timeout(900),
+]
+
+
+def test_a_policy_is_trained_on_a_taskset_of_verifiers(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    outcome = rookery.run_grpo(
+        {
+            "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
+            "environment": {
+                "type": "verifiers", "python": PYTHON, "taskset": "even_tokens",
+                "folder": str(TASKS), "max_token_len": 64, "batch_s": 300,
+            },
+            "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 8},
+            "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},
+        },
+        runs_dir=tmp_path / "runs", name="verifiers", progress=False,
+    )  # fmt: skip
+    report = outcome.report
+    assert [step.metrics["grpo/num_rollouts"] for step in report.steps] == [8, 8, 8]
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in report.steps]
+    assert all(gap is not None and gap < 1e-3 for gap in gaps), "what was drawn is what is trained"

@@ -1,0 +1,82 @@
+"""A trainer that publishes to servers started for a test, by the bridge of a config."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny_training import make_batch
+
+from rookery.compose.grpo_bridge import (
+    Opened,
+    attach,
+    bridged_engine,
+    choose_bridge,
+    full_publisher,
+)
+from rookery.embedded.folders import ModelFolder
+from rookery.engines import find_model, open_engine
+from rookery.fleet import Fleet
+from rookery.fleet.bridges.canary import Canary
+from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.policy_weights import POLICY
+from rookery.slots import load_model
+from rookery.train import FullConfig, FullTrainer
+from rookery.types import OptimStep, TrainRequest
+
+TASKSETS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
+
+
+def config_of(bridge: str, **launch: Any) -> GrpoConfig:
+    """All weights are trained."""
+    engine = {"type": "fleet", "launch": {"replicas": 1, "env": {"HF_HUB_OFFLINE": "1"}, **launch}}
+    document = {"engine": engine, "bridge": bridge, "full": True, "tasksets": TASKSETS}
+    return GrpoConfig.model_validate(document)
+
+
+class Training:
+    """A trainer that publishes to servers."""
+
+    def __init__(self, opened: Opened, folder: ModelFolder, *, is_float32: bool) -> None:
+        assert isinstance(opened.engine, Fleet)
+        self.fleet: Fleet = opened.engine
+        self.bridge = opened.bridge
+        self.model = opened.model
+        self.canary = Canary.of(self.fleet.capabilities, is_float32=is_float32)
+        self.trainer = FullTrainer(
+            opened.model, name=POLICY, config=FullConfig(pass_tokens=256), like=folder.path
+        )
+        self.others = full_publisher(opened, self.trainer, like=folder.path)
+
+    async def step(self, *, learning_rate: float = 1e-2) -> None:
+        data = tuple(make_batch((12, 9, 15)))
+        request = TrainRequest(trainee=POLICY, data=data)
+        [output] = await self.trainer.forward_backward([request])
+        assert not output.error
+        await self.trainer.optim_step([OptimStep(trainee=POLICY, learning_rate=learning_rate)])
+        await self.trainer.publish(POLICY)
+
+    async def gap(self) -> float:
+        """The largest difference between the trainer and any server."""
+        request = TrainRequest(trainee=POLICY, data=(self.canary.datum,))
+        [output] = await self.trainer.forward([request])
+        replicas = self.fleet.pool.replicas
+        found = [await self.canary.read(replica, self.fleet.base) for replica in replicas]
+        return max(self.canary.gap(own, output.logprobs[0]) for own in found)
+
+
+@asynccontextmanager
+async def training(
+    config: GrpoConfig, folder: Path, *, device: str = "cpu", is_as_configured: bool = False
+) -> AsyncIterator[Training]:
+    """`folder` is for models on their way. On the CPU both compute in float32."""
+    found = find_model(config.engine, tokenizer="")
+    used = config.engine if is_as_configured else bridged_engine(config)
+    async with open_engine(used) as engine:
+        bridge = await choose_bridge(config, engine)
+        if bridge.shared is None:
+            model = load_model(found.path, device=device)
+        else:
+            model = await attach(found, bridge.shared, start=found.path)
+        opened = Opened(engine=engine, model=model, bridge=bridge, folder=folder)
+        yield Training(opened, found, is_float32=device == "cpu")

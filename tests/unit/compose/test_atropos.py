@@ -1,0 +1,343 @@
+"""Trainings on Atropos environments, through HTTP: the gateway of a run, and one alone."""
+
+import asyncio
+import gzip
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from environments.groups import make_document
+from tiny import write_tiny_model
+
+from rookery.compose.atropos_options import AtroposOptions, translate
+from rookery.compose.gateway import GatewayConfig, serving_gateway
+from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_plan import plan_grpo
+from rookery.compose.resuming import resume
+from rookery.environments.atropos.client import open_client
+from rookery.environments.atropos.registry import TrainerRegistration
+from rookery.errors import ConfigError, TaskError
+from rookery.loops.grpo import GrpoConfig
+from rookery.runs import Run
+
+TOY = Path(__file__).parents[1] / "environments" / "toy_environment.py"
+REGISTRATION = {
+    "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 16,
+    "checkpoint_dir": "c", "save_checkpoint_interval": 2, "starting_step": 0, "num_steps": 5,
+}  # fmt: skip
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    command = [sys.executable, str(TOY), "{gateway}", "{engine}"]
+    environment = {
+        "type": "atropos", "port": 0, "max_token_len": 64, "batch_s": 120,
+        "environments": [{"command": command}],
+    }  # fmt: skip
+    return {
+        "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
+        "environment": environment, "steps": 3, "groups_per_step": 2, "group_size": 4,
+        "learning_rate": 1e-2, "save_every": 2, "drawing": {"max_tokens": 8},
+        "lora": {"rank": 4}, **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    changes = {"full": True, "share": True, "learning_rate": 1e-3} if full else {}
+    outcome = run_grpo(
+        config_of(folder, **changes), runs_dir=tmp_path / "runs", name="toy", progress=False
+    )
+    report = outcome.report
+    assert [step.step for step in report.steps] == [0, 1, 2]
+    assert all(step.metrics["grpo/num_groups"] == 2 for step in report.steps)
+    assert all(step.metrics["game/toy_0/reward"] is not None for step in report.steps)
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in report.steps]
+    assert all(gap is not None and gap < 1e-3 for gap in gaps)
+    assert report.chosen_step == 3 and "no tasksets to measure on" in " ".join(report.warnings)
+    with Run.view(outcome.path) as run:
+        groups = [seq for event in run.events("batch") for seq in event.payload["groups"]]
+    assert len(groups) == 6 == len(set(groups)), "each group is trained on once"
+    assert (outcome.path / "logs" / "environment-0.log").exists()
+
+
+def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    plan = plan_grpo(config_of(folder))
+    assert plan.fits and {row.name for row in plan.rows} >= {"gradients", "prefix cache"}
+
+
+def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    command = [sys.executable, "-c", "raise SystemExit('no data here')"]
+    environment = {
+        "type": "atropos", "port": 0, "max_token_len": 64,
+        "environments": [{"command": command, "restarts": 0}],
+    }  # fmt: skip
+    with pytest.raises(TaskError, match="No environment is left: environment 0 ended with status"):
+        run_grpo(
+            config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
+        )
+
+
+KILLED = """
+import json, os, signal, sys
+from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_plan import plan_grpo
+from rookery.compose.resuming import resume
+from rookery.runs import Run
+
+config, runs, point, number = json.loads(sys.argv[1]), *sys.argv[2:]
+append, num = Run.append, 0
+
+async def passing(self, kind, payload, *, key=""):
+    global num
+    num += kind == "batch"
+    if point == "before" and num == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    event = await append(self, kind, payload, key=key)
+    if point == "after" and num == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return event
+
+Run.append = passing
+run_grpo(config, runs_dir=runs, name="toy", progress=False)
+"""
+
+
+@pytest.mark.parametrize(("point", "number"), [("before", 2), ("after", 3)])
+def test_a_killed_training_goes_on_and_trains_each_group_once(
+    point: str, number: int, tmp_path: Path
+) -> None:
+    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=4)
+    words = [sys.executable, "-c", KILLED, json.dumps(config), str(tmp_path / "runs"), point]
+    killed = subprocess.run([*words, str(number)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    log = (tmp_path / "runs" / "toy" / "logs" / "environment-0.log").read_text()
+    assert "Traceback" not in log
+    outcome = resume(tmp_path / "runs" / "toy")
+    assert [step.step for step in outcome.report.steps] == [0, 1, 2, 3]
+    with Run.view(outcome.path) as run:
+        groups = [seq for event in run.events("batch") for seq in event.payload["groups"]]
+        names = [event.payload["desired_name"] for event in run.events("environment")]
+    assert len(groups) == 8 == len(set(groups))
+    assert names == ["toy", "toy"], "the one that was killed with the run, and its successor"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"environment": {"type": "atropos", "host": "0.0.0.0"}}, "others reach: write key_env"),
+        ({"environment": {"type": "atropos"}, "staleness": 1}, "staleness is for tasks"),
+        ({"environment": {"type": "atropos"}, "drawing": {"top_p": 0.9}}, "no room for what they"),
+        ({"environment": None}, "tasksets is empty"),
+        ({"bridge": "alias"}, "the engine is in this process"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        GrpoConfig.model_validate(config_of(tmp_path, **changes))
+
+
+@asynccontextmanager
+async def gateway(folder: Path, **changes: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    config = GatewayConfig(port=0, folder=folder / "gateway", vocab_size=97, **changes)
+    async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
+        yield session, url
+
+
+async def ask(session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
+    async with session.request(method, path, json=body) as response:
+        return await response.json()
+
+
+async def test_the_thirteen_routes_answer_as_run_api_does(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (session, _):
+        assert await ask(session, "GET", "/") == {"message": "AtroposLib API"}
+        assert await ask(session, "GET", "/info") == {"batch_size": -1, "max_token_len": -1}
+        assert await ask(session, "GET", "/wandb_info") == {"group": None, "project": None}
+        assert (await ask(session, "GET", "/batch"))["status"] == "error"
+        assert isinstance((await ask(session, "POST", "/register", REGISTRATION))["uuid"], int)
+        assert await ask(session, "GET", "/info") == {"batch_size": 4, "max_token_len": 16}
+        assert await ask(session, "GET", "/wandb_info") == {"group": "g", "project": "p"}
+        env = {"max_token_length": 16, "desired_name": "e", "weight": 1.0, "group_size": 2}
+        waiting = await ask(session, "POST", "/register-env", env)
+        assert waiting == {"status": "wait for trainer to start"}
+        assert await ask(session, "GET", "/batch") == {"batch": None}
+        found = await ask(session, "POST", "/register-env", env)
+        assert found["env_id"] == 0 and found["wandb_name"] == "e_0" and found["num_steps"] == 5
+        assert (await ask(session, "GET", "/latest_example"))["tokens"] == []
+        one = make_document(env_id=0)
+        assert await ask(session, "POST", "/scored_data", one) == {"status": "received"}
+        many = await ask(session, "POST", "/scored_data_list", [one, make_document(1, env_id=0)])
+        assert many == {
+            "status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 1,
+        }  # fmt: skip
+        status = await ask(session, "GET", "/status")
+        assert status == {"current_step": 0, "queue_size": 2}
+        assert (await ask(session, "GET", "/status-env", {"env_id": 0}))["self_queue_size"] == 2
+        batch = await ask(session, "GET", "/batch?after=0")
+        assert batch["batch_id"] == 1 and len(batch["batch"]) == 2
+        assert set(batch["batch"][0]) >= {"tokens", "masks", "scores", "distill_logprobs"}
+        assert await ask(session, "GET", "/batch?after=0") == batch, "until it is acknowledged"
+        assert await ask(session, "POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
+        gone = await ask(session, "POST", "/disconnect-env", {"env_id": 7})
+        assert gone["status"] == "failure" and "no environment 7" in gone["error"]
+        async with session.get("/reset_data") as response:
+            assert await response.text() == "Reset successful"
+        assert await ask(session, "GET", "/status") == {"current_step": 0, "queue_size": 0}
+
+
+async def test_bad_requests_get_a_sentence_and_cost_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path, body_mib=0.01) as (session, _):
+        await ask(session, "POST", "/register", REGISTRATION)
+        plain = make_document(env_id=3)
+        assert "no environment 3" in (await ask(session, "POST", "/scored_data", plain))["error"]
+        missing = {"tokens": [[1, 2]]}
+        assert (
+            "masks: Field required"
+            in (await ask(session, "POST", "/scored_data", missing))["error"]
+        )
+        bomb = gzip.compress(b"0" * 10**7)
+        headers = {"Content-Encoding": "gzip"}
+        for body in (bomb, b"x" * 20_000):
+            async with session.post("/scored_data", data=body, headers=headers) as response:
+                assert response.status == 413 and "The body is larger" in await response.text()
+        async with session.post("/scored_data", data=b"nogzip", headers=headers) as response:
+            assert response.status == 400 and "not gzip" in await response.text()
+        small = gzip.compress(json.dumps(make_document()).encode())
+        async with session.post("/scored_data", data=small, headers=headers) as response:
+            assert await response.json() == {"status": "received"}
+
+
+async def test_a_second_trainer_is_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (session, url), open_client(url) as client:
+        await client.register(TrainerRegistration.model_validate(REGISTRATION))
+        other = await ask(session, "POST", "/register", REGISTRATION | {"batch_size": 8})
+        assert "uuid" in other, "nobody has asked for a batch yet"
+        with pytest.raises(TaskError, match="Another trainer has registered since"):
+            await client.batch(after=0)
+        assert await ask(session, "GET", "/batch") == {"batch": None}
+        refused = await ask(session, "POST", "/register", REGISTRATION)
+        assert "A trainer with batch_size 8 asked for a batch 0 s ago" in refused["error"]
+
+
+async def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    async with gateway(tmp_path, key="secret") as (session, url):
+        async with session.get("/status") as response:
+            assert response.status == 401
+        headers = {"Authorization": "Bearer secret"}
+        async with aiohttp.ClientSession(url, headers=headers) as known, known.get("/status") as ok:
+            assert ok.status == 200
+
+
+async def test_what_was_accepted_survives_a_killed_gateway(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (session, _):
+        await ask(session, "POST", "/register", REGISTRATION)
+        for score in (1.0, 2.0):
+            group = make_document(scores=[0.0, score])
+            await ask(session, "POST", "/scored_data", group)
+        first = await ask(session, "GET", "/batch?after=0")
+    async with gateway(tmp_path) as (session, _):
+        await ask(session, "POST", "/register", REGISTRATION)
+        assert await ask(session, "GET", "/batch?after=0") == first
+        assert await ask(session, "GET", "/batch?after=1") == {"batch": None}
+
+
+async def test_a_trainer_makes_itself_known_to_a_gateway_that_was_started_anew(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    config = GatewayConfig(port=port, folder=tmp_path / "gateway", vocab_size=97)
+    registration = TrainerRegistration.model_validate(REGISTRATION)
+    async with open_client(f"http://127.0.0.1:{port}") as client:
+        for number in range(2):
+            async with serving_gateway(config) as url, aiohttp.ClientSession(url) as session:
+                if number == 0:
+                    await client.register(registration)
+                for _ in range(2):
+                    await ask(session, "POST", "/scored_data", make_document())
+                found, groups = await client.batch(after=number)
+                assert found == number + 1 and len(groups) == 2
+
+
+async def test_engine_routes_over_the_embedded_engine(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    engine = {"type": "embedded", "model": str(folder), "cache_gib": 0.01}
+    async with gateway(tmp_path, engine=engine) as (session, _):
+        assert (await ask(session, "GET", "/health"))["status"] == "ok"
+        body = {
+            "prompt": {"prompt_token_ids": [5, 6, 7]}, "n": 2, "max_tokens": 3, "logprobs": 0,
+            "prompt_logprobs": 2, "ignore_eos": True,
+        }  # fmt: skip
+        answer = await ask(session, "POST", "/generate", body)
+        assert len(answer["logprobs"]) == 2 and len(answer["logprobs"][0]) == 3
+        assert [int(next(iter(e[0]))) for e in answer["logprobs"][0]] == answer["token_ids"][0]
+        assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == 3
+        assert "7" in answer["prompt_logprobs"][2] and len(answer["prompt_logprobs"][2]) >= 2
+        asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+        tokens = (await ask(session, "POST", "/inference/v1/generate", asked))["choices"][0]
+        assert len(tokens["token_ids"]) == 2 == len(tokens["logprobs"]["content"])
+        completion = {"model": "any", "prompt": "w5 w6", "max_tokens": 2}
+        text = await ask(session, "POST", "/v1/completions", completion)
+        assert text["choices"][0]["prompt_token_ids"][-2:] == [5, 6]
+        assert (await ask(session, "GET", "/v1/models"))["data"][0]["id"] == "policy"
+        long = {"token_ids": [5] * 200, "sampling_params": {}}
+        assert "shorten it" in (await ask(session, "POST", "/inference/v1/generate", long))["error"]
+
+
+async def test_a_training_takes_batches_from_a_gateway_elsewhere(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    async with gateway(tmp_path) as (session, url):
+        environment = {"type": "atropos", "url": url, "batch_s": 60}
+        config = config_of(folder, environment=environment, steps=2, max_gap=100.0)
+        training = asyncio.create_task(
+            asyncio.to_thread(
+                run_grpo, config, runs_dir=tmp_path / "runs", name="client", progress=False
+            )
+        )
+        while not training.done():
+            status = await ask(session, "GET", "/status")
+            if status["queue_size"] < 8:
+                await ask(session, "POST", "/scored_data", make_document(4))
+        report = (await training).report
+    assert [step.metrics["grpo/num_rollouts"] for step in report.steps] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, {"bridge": "restart", "publish_every": 3, "full": True}),
+        ({"weight_bridge_mode": "shared_vllm"}, {"bridge": "alias", "full": True}),
+        ({"single_copy": True}, {"bridge": "alias", "full": True}),
+        ({"weight_bridge_mode": "lora_only"}, {"lora": {"rank": 16, "alpha": 32.0}}),
+        ({"use_wandb": True}, {"track": ["wandb"]}),
+    ],
+)
+def test_options_of_the_example_trainer_are_a_config(
+    options: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    document, notes = translate(AtroposOptions(model_name="m", device="cpu", **options), {})
+    assert {key: document[key] for key in keys} == keys
+    assert GrpoConfig.model_validate(document).steps == 10
+    assert any(note.startswith("--save-path") for note in notes)
+
+
+def test_variables_and_options_without_a_use_are_answered() -> None:
+    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": ".", "NUM_INFERENCE_NODES": "0"}
+    options = AtroposOptions(model_name="m", vllm_config_path=Path("x"), world_size=2)
+    document, notes = translate(options, environment)
+    assert document["bridge"] == "alias"
+    for name in ("--vllm-config-path", "--world-size", "LOGDIR", "NUM_INFERENCE_NODES"):
+        assert any(name in note for note in notes), name
+    with pytest.raises(ConfigError, match="is 3 sequences"):
+        translate(AtroposOptions(model_name="m", batch_size=1, gradient_accumulation_steps=3), {})

@@ -1,0 +1,94 @@
+"""Which bridge a training takes to stub servers, and why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet.sharing import SharingStub
+from fleet.stub import serve
+
+from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
+from rookery.errors import ConfigError, FleetError
+from rookery.fleet import FleetConfig, open_fleet
+from rookery.loops.grpo import GrpoConfig
+
+TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
+
+
+def config_of(*stubs: SharingStub, **changes: Any) -> GrpoConfig:
+    engine = {"type": "fleet", "urls": [stub.url for stub in stubs], "all_down_timeout_s": 5}
+    return GrpoConfig.model_validate({"engine": engine, "full": True, "tasksets": TASKS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("stub", "changes", "name", "why"),
+    [
+        (SharingStub(), {}, "alias", "all weights can be views"),
+        (SharingStub(), {"bridge": "alias"}, "alias", "as configured"),
+        (SharingStub(), {"bridge": "copy"}, "copy", "as configured"),
+        (SharingStub(), {"publish_every": 2}, "reload", "publish_every is above 1"),
+        (SharingStub(refusal="its weights are quantised (fp8)"), {}, "reload", "quantised"),
+        (SharingStub(), {"full": False}, "adapter", "takes no adapters from memory"),
+    ],
+)
+async def test_auto_takes_the_nearest_bridge_and_says_why(
+    stub: SharingStub, changes: dict[str, Any], name: str, why: str
+) -> None:
+    async with serve(stub):
+        config = config_of(stub, **changes)
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            bridge = await choose_bridge(config, fleet)
+    assert bridge.name == name and why in bridge.why
+
+
+async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stub = SharingStub()
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            bridge = await choose_bridge(config, fleet)
+            assert bridge.name == "reload" and "2 processes of torchrun" in bridge.why
+            with pytest.raises(ConfigError, match=r"2 processes .*: write bridge: copy"):
+                await choose_bridge(config_of(stub, bridge="alias"), fleet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bridge": "slot"}, "all weights are trained: write one of auto, alias, copy"),
+        ({"full": False, "bridge": "alias"}, "an adapter is trained: write one of auto, slot"),
+        ({"bridge": "alias", "publish_every": 2}, "write publish_every: 1, or bridge: copy"),
+    ],
+)
+def test_bridges_for_other_weights_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config_of(SharingStub(port=1), **changes)
+
+
+async def test_slot_without_the_extension_is_refused() -> None:
+    stub = SharingStub()
+    async with serve(stub):
+        config = config_of(stub, full=False, bridge="slot")
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            with pytest.raises(FleetError, match=r"takes no adapters from memory: .*adapter"):
+                await choose_bridge(config, fleet)
+
+
+def test_servers_are_started_as_the_bridge_needs_them(tmp_path: Path) -> None:
+    launch = {"model": str(tmp_path), "device": "cpu"}
+    document = {"engine": {"type": "fleet", "launch": launch}, "tasksets": TASKS}
+
+    def started(**changes: Any) -> Any:
+        config = GrpoConfig.model_validate({**document, **changes})
+        return bridged_engine(config, gpu_share=0.4)
+
+    full = started(full=True)
+    assert full.launch.live_weights and full.launch.max_loras == 0
+    assert full.launch.gpu_memory_utilization == 0.4
+    assert not started(full=True, bridge="restart").launch.live_weights
+    adapter = started(bridge="adapter")
+    assert adapter.peft_folders and adapter.launch.max_loras and not adapter.launch.live_weights

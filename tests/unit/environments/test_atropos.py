@@ -1,0 +1,223 @@
+"""The gateway without HTTP: what is refused, what makes a batch, what survives a restart."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments.groups import make_document, make_group
+
+from rookery.environments.atropos.delivery import Delivery, trained_groups
+from rookery.environments.atropos.draw_book import Drawn
+from rookery.environments.atropos.gateway import Gateway
+from rookery.environments.atropos.packing import complete_groups, pick_batch
+from rookery.environments.atropos.registry import (
+    SILENT_S,
+    Registration,
+    Registry,
+    TrainerRegistration,
+)
+from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
+from rookery.errors import TaskError
+from rookery.runs import Run
+
+TRAINER = TrainerRegistration(batch_size=4, max_token_len=8, num_steps=10)
+NAN = float("nan")
+
+
+def environment(name: str = "gsm8k", **changes: Any) -> Registration:
+    values = {"max_token_length": 64, "desired_name": name, "weight": 1.0, "group_size": 2}
+    return Registration.model_validate({**values, **changes})
+
+
+def new_run(folder: Path) -> Run:
+    return Run.create(folder, kind="gateway", name="gateway", config={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"masks": [[-100, -100, 7]] * 2}, r"masks have the lengths \[3, 3\] and the tokens"),
+        ({"inference_logprobs": None}, "no inference_logprobs"),
+        ({"inference_logprobs": [[1, 1, -1]] * 2}, "inference_logprobs have the lengths"),
+        ({"inference_logprobs": [[1, 1, 1.0, -1]] * 2}, "is 1.0 at 2, a token that was drawn"),
+        ({"inference_logprobs": [[1, 1, NAN, -1]] * 2}, "is nan at 2"),
+        ({"scores": [1.0]}, "2 sequences, 2 masks and 1 scores"),
+        ({"scores": [1.0, NAN]}, "score, advantage or ref_logprob is NaN"),
+        ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
+        ({"advantages": [[0.0] * 3] * 2}, "advantages have the lengths"),
+        ({"ref_logprobs": [[0.0] * 5] * 2}, "ref_logprobs have the lengths"),
+        ({"overrides": [{}]}, "2 sequences and 1 overrides"),
+        ({"tokens": [[5, 6, 7, 97]] * 2}, "token 97, and the model knows 0 to 96"),
+        ({"tokens": [[5, 6, 7, -1]] * 2}, "token -1"),
+        ({"masks": [[-100] * 4] * 2}, "has no token drawn by the model"),
+        ({"masks": [[5, 6, 7, 8]] * 2}, "has its first token drawn"),
+        ({"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}, "no sequences"),
+    ],
+)
+def test_what_was_not_drawn_like_this_is_refused(changes: dict[str, Any], said: str) -> None:
+    group = ScoredGroup.model_validate(make_document(**changes))
+    with pytest.raises(TaskError, match=said):
+        check_group(group, vocab_size=97, max_tokens=8)
+
+
+def test_a_sequence_that_is_too_long_is_refused() -> None:
+    check_group(make_group(), vocab_size=97, max_tokens=4)
+    with pytest.raises(TaskError, match="has 4 tokens and the trainer takes 3 at most"):
+        check_group(make_group(), vocab_size=97, max_tokens=3)
+
+
+def test_drawn_tokens_are_those_without_a_mask() -> None:
+    [first, _] = drawn_sequences(make_group())
+    assert first.tokens == (5, 6, 7, 10)
+    assert first.drawn == (2, 3) and first.logprobs == (-0.5, -1.0)
+
+
+def test_batches_are_whole_packs_in_the_order_they_came() -> None:
+    assert pick_batch([(0, 4), (0, 2), (0, 4), (0, 2)], num_sequences=8) == [0, 2]
+    assert pick_batch([(0, 4), (0, 2), (0, 2), (0, 4)], num_sequences=8) == [0, 1, 2]
+    assert pick_batch([(0, 4), (0, 2)], num_sequences=8) == []
+    assert pick_batch([], num_sequences=8) == []
+
+
+def test_an_environment_gets_at_least_its_part() -> None:
+    queue = [(0, 2), (0, 2), (0, 2), (1, 2)]
+    assert pick_batch(queue, num_sequences=4) == [0, 1]
+    assert pick_batch(queue, num_sequences=4, minimums={1: 0.5}) == [3, 0]
+    assert pick_batch(queue[:3], num_sequences=4, minimums={1: 0.5}) == [], "it waits for it"
+
+
+def test_groups_of_other_sizes_make_up_the_size_that_was_said() -> None:
+    assert complete_groups([3, 2, 1], 4) == [0, 2]
+    assert complete_groups([3, 3], 4) == []
+    assert complete_groups([3, 2, 2], 4) == [1, 2]
+
+
+def test_an_environment_that_is_silent_no_longer_holds_up_batches() -> None:
+    now = [0.0]
+    registry = Registry(TRAINER, clock=lambda: now[0])
+    registry.add(environment(min_batch_allocation=0.5))
+    assert registry.minimums == {0: 0.5}
+    now[0] = SILENT_S
+    assert registry.minimums == {}
+    registry.hear(0)
+    assert registry.minimums == {0: 0.5}
+
+
+def test_the_status_counts_in_groups_of_the_environment() -> None:
+    registry = Registry(TRAINER)
+    registry.add(environment("a", weight=3.0))
+    registry.add(environment("a"))
+    assert [e.name for e in registry.environments] == ["a_0", "a_1"]
+    queue = [make_group(2, env_id=0), make_group(4, env_id=1)]
+    status = registry.status(0, queue, step=7)
+    assert status["current_step"] == 7 and status["env_weight"] == 0.75
+    assert status["self_queue_size"] == 1 and status["max_group_size"] == 4
+    assert status["queue_size"] == (2 + 4) // 2
+    with pytest.raises(TaskError, match=r"no environment 5; there are: 0 \(a_0\), 1 \(a_1\)"):
+        registry.status(5, queue, step=0)
+
+
+async def test_what_was_accepted_survives_and_is_given_once(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        assert await gateway.register_env(environment()) is None, "the trainer has not started"
+        gateway.is_started = True
+        await gateway.register_env(environment())
+        for scores in ([0.0, 1.0], [0.0, 2.0], [0.0, 3.0]):
+            assert await gateway.accept(make_group(env_id=0, scores=scores)) is None
+        batch = await gateway.queue.take(4)
+        assert [queued.seq for queued in batch] == [1, 2]
+    with Run.open(run.path) as run:  # killed before the batch was durable
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        assert [e.name for e in gateway.registry.environments] == ["gsm8k_0"]
+        batch = await gateway.queue.take(4)
+        assert [queued.group.scores[1] for queued in batch] == [1.0, 2.0]
+        await run.append("batch", {"groups": [queued.seq for queued in batch]}, key="0")
+    with Run.open(run.path) as run:  # killed before it was acknowledged
+        trained = trained_groups(run)
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97, trained=trained)
+        assert [group.scores[1] for group in gateway.queue.groups] == [3.0]
+        await gateway.queue.acknowledge(batch)
+        await gateway.accept(make_group(env_id=0, scores=[0.0, 4.0]))
+    with Run.open(run.path) as run:
+        trained = trained_groups(run)
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97, trained=trained)
+        assert [group.scores[1] for group in gateway.queue.groups] == [3.0, 4.0]
+
+
+async def test_groups_of_other_sizes_wait_for_one_another(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        await gateway.register_env(environment(group_size=4))
+        assert await gateway.accept(make_group(3, env_id=0)) == 3
+        assert not gateway.queue.groups
+        assert await gateway.accept(make_group(1, env_id=0)) == 0
+        assert [group.size for group in gateway.queue.groups] == [3, 1]
+
+
+async def test_how_a_sequence_was_drawn_is_found_again(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.book.note((5, 6, 7, 10), Drawn(step=3, temperature=0.7, is_cut=False))
+        await gateway.accept(make_group())
+        [queued] = gateway.queue.take_now(2)
+        assert queued.draws == (Drawn(step=3, temperature=0.7, is_cut=False), None)
+        gateway.book.note((5, 6, 7, 11), Drawn(step=3, temperature=0.7, is_cut=True))
+        with pytest.raises(TaskError, match="drawn with top_p, top_k or min_p"):
+            await gateway.accept(make_group())
+
+
+async def test_a_trainer_elsewhere_is_given_a_batch_until_it_asks_for_the_next(
+    tmp_path: Path,
+) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        delivery = Delivery(gateway)
+        assert await delivery.next(0) == (1, [])
+        for score in range(1, 5):
+            await gateway.accept(make_group(scores=[0.0, float(score)]))
+        first = await delivery.next(0)
+        assert first[0] == 1 and await delivery.next(0) == first, "it may not have arrived"
+        number, second = await delivery.next(1)
+        assert number == 2 and [queued.seq for queued in second] == [3, 4]
+        assert await delivery.next(None) == (3, []), "a trainer that names none has the last one"
+        assert trained_groups(run) == {1, 2, 3, 4}
+    with Run.open(run.path) as run:
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        assert await Delivery(gateway).next(2) == (3, [])
+
+
+async def test_a_batch_that_arrived_is_not_given_again_by_the_next_process(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        for score in range(1, 7):
+            await gateway.accept(make_group(scores=[0.0, float(score)]))
+        number, first = await Delivery(gateway).next(0)
+        assert number == 1 and [queued.seq for queued in first] == [1, 2]
+    with Run.open(run.path) as run:  # killed before the trainer asked for the next one
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        number, second = await Delivery(gateway).next(1)
+        assert number == 2 and [queued.seq for queued in second] == [3, 4]
+        assert trained_groups(run) == {1, 2}
+    with Run.open(run.path) as run:  # and the second one never arrived
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        number, again = await Delivery(gateway).next(1)
+        assert number == 2 and [queued.seq for queued in again] == [3, 4]
+
+
+async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        waiting = asyncio.create_task(gateway.queue.take(4))
+        await gateway.accept(make_group())
+        assert not waiting.done()
+        await gateway.accept(make_group())
+        assert [queued.seq for queued in await waiting] == [1, 2]

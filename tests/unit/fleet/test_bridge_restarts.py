@@ -1,0 +1,192 @@
+"""Servers that are started again while weights are trained: none answers for weights it has not."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet.adapters import make_small, write_model
+from fleet.sharing import (
+    SharingStub,
+    ask,
+    first_weights,
+    fleet_of,
+    said_of,
+    training,
+)
+from fleet.stub import Stub, logprobs_after, serve, until
+
+from rookery.errors import FleetError
+from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.bridges.adapter import AdapterBridge
+from rookery.fleet.bridges.canary import Canary
+from rookery.types import Adapter, ModelRef
+
+
+async def test_a_server_that_is_started_again_computes_with_the_memory_that_is_there() -> None:
+    stubs = [SharingStub(), SharingStub()]
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        ref = await trainer.step()
+        replica = fleet.pool.replicas[1]
+        await stubs[1].stop()
+        await ask(fleet, ref)
+        fleet.pool.suspect(replica, "as asked")
+        await until(lambda: not replica.load.is_open)
+        stubs[1].restart()
+        await stubs[1].start()
+        await until(lambda: replica.load.is_open)
+        assert said_of(stubs[1].tensors) == said_of(trainer.weights)
+        await trainer.step()
+
+
+async def test_a_server_that_is_started_again_stays_out_when_it_cannot_get_the_weights() -> None:
+    stubs = [SharingStub(), SharingStub()]
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        replica = fleet.pool.replicas[1]
+        await stubs[1].stop()
+        fleet.pool.suspect(replica, "as asked")
+        stubs[1].restart()
+        stubs[1].refusal = "its weights are quantised (fp8)"
+        await stubs[1].start()
+        await until(lambda: "quantised" in replica.excluded)
+        assert not replica.load.is_open
+
+
+async def test_a_server_that_was_started_again_unnoticed_gets_the_newest_weights() -> None:
+    """No call was lost: only its metrics show it."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        ref = await trainer.step()
+        [replica] = fleet.pool.replicas
+        stub.restart()
+        replica.attention.set()
+        await until(lambda: said_of(stub.tensors) == said_of(trainer.weights))
+        await until(lambda: replica.load.is_open)
+        row = logprobs_after("tiny" + said_of(trainer.weights), (1, 2))
+        assert await ask(fleet, ref) == row.index(max(row))
+
+
+async def test_a_server_that_was_started_again_gets_the_weights_with_the_next_step() -> None:
+    """It came back in the middle of a step, when there was nothing to give it."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        stub.restart()
+        assert await ask(fleet, await trainer.step())
+        assert said_of(stub.tensors) == said_of(trainer.weights)
+
+
+async def test_a_server_that_hides_its_restart_is_named() -> None:
+    stubs = [SharingStub(), SharingStub()]
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        stubs[1].tensors = first_weights()
+        with pytest.raises(FleetError, match=rf"1 of 2 servers .*{stubs[1].url} .*first weight"):
+            await trainer.step()
+        assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
+
+
+async def test_a_call_that_waited_while_its_weights_went_is_not_answered_by_others() -> None:
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        first = await trainer.step()
+        num_served = stub.num_served
+        async with trainer.bridge.changing_base() as rename:
+            waiting = asyncio.create_task(ask(fleet, first))
+            await until(lambda: fleet.pool.router.waiting)
+            rename(ModelRef(name="policy", version="other"))
+        with pytest.raises(FleetError, match="policy@step-1 was replaced by policy@other"):
+            await waiting
+        assert stub.num_served == num_served + 1, "the canary"
+
+
+async def test_a_call_that_is_sent_again_is_not_answered_by_other_weights() -> None:
+    stubs = [SharingStub(hang=True), SharingStub(hang=True)]
+    for stub in stubs:
+        stub.hang = False
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        first = await trainer.step()
+        for stub in stubs:
+            stub.hang = True
+        asked = asyncio.create_task(ask(fleet, first))
+        await until(lambda: any(stub.in_flight["tiny"] for stub in stubs))
+        for stub in stubs:
+            stub.hang = False
+        await trainer.step()
+        [holder] = [stub for stub in stubs if stub.in_flight["tiny"]]
+        await holder.stop()
+        with pytest.raises(FleetError, match="policy@step-1 was replaced by policy@step-2"):
+            await asked
+        assert fleet.pool.num_resent == 1
+        await holder.start()
+
+
+class ForgetfulStub(Stub):
+    """Computes with another base model once it was started again."""
+
+    def _choice(self, body: dict[str, Any], prompt: list[int], sample: int) -> dict[str, Any]:
+        other = "" if self.started_s == 1.0 else "other "
+        return super()._choice({**body, "model": other + body["model"]}, prompt, sample)
+
+
+class Publishing:
+    """An adapter in training on stub servers, which answer by its name."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        canary = Canary.of(fleet.capabilities, is_float32=True)
+        self.bridge = AdapterBridge(fleet, canary=canary, logprobs=self._logprobs)
+        self._newest: Adapter | None = None
+
+    async def publish(self, seed: int) -> ModelRef:
+        self._newest = make_small("policy", seed)
+        return await self.bridge.publish(self._newest)
+
+    async def _logprobs(self, canary: Canary) -> Sequence[float]:
+        assert self._newest is not None
+        name = f"policy@{self._newest.version}"
+        rows = [logprobs_after(name, canary.tokens[:end]) for end in canary.ends]
+        return [row[canary.tokens[end]] for row, end in zip(rows, canary.ends, strict=True)]
+
+
+async def test_a_restarted_server_shows_the_newest_adapter_before_it_takes_calls(
+    tmp_path: Path,
+) -> None:
+    root = str(write_model(tmp_path / "tiny"))
+    stub = Stub(root=root)
+    config = FleetConfig(urls=(await started(stub),), all_down_timeout_s=5, name="tiny")
+    async with open_fleet(config) as fleet:
+        publishing, [replica] = Publishing(fleet), fleet.pool.replicas
+        await publishing.publish(1)
+        ref = await publishing.publish(2)
+        stub.adapters.clear()
+        stub.started_s = 2.0
+        num_bodies = len(stub.bodies)
+        replica.attention.set()
+        await until(lambda: len(stub.bodies) > num_bodies and replica.load.is_open)
+        assert {body["model"].rpartition("~")[0] for body in stub.bodies[num_bodies:]} == {
+            ref.served_name
+        }
+        assert await ask(fleet, ref)
+    await stub.stop()
+
+
+async def test_a_restarted_server_that_computes_otherwise_stays_out(tmp_path: Path) -> None:
+    root = str(write_model(tmp_path / "tiny"))
+    stub = ForgetfulStub(root=root)
+    config = FleetConfig(urls=(await started(stub),), all_down_timeout_s=5, name="tiny")
+    async with open_fleet(config) as fleet:
+        publishing, [replica] = Publishing(fleet), fleet.pool.replicas
+        await publishing.publish(1)
+        stub.adapters.clear()
+        stub.started_s = 2.0
+        replica.attention.set()
+        await until(lambda: "computes with other weights" in replica.excluded)
+        assert not replica.load.is_open and stub.url in replica.excluded
+    await stub.stop()
+
+
+async def started(stub: Stub) -> str:
+    await stub.start()
+    return stub.url
