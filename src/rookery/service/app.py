@@ -24,6 +24,7 @@ from rookery.service.routes import (
     openai,
     plain,
     sampling,
+    sequences,
     sessions,
     training,
     vllm,
@@ -37,6 +38,9 @@ from rookery.service.wire.body import too_large
 __all__ = ["make_app"]
 
 RETRY_AFTER_S = "1"
+ROUTES = (
+    sessions, training, sampling, futures, checkpoints, plain, openai, vllm, sequences,
+)  # fmt: skip
 
 
 def make_app(
@@ -54,7 +58,17 @@ def make_app(
         docs_url="/docs",
     )
     app.state.gate = gate
-    for module in (sessions, training, sampling, futures, checkpoints, plain, openai, vllm):
+    for module in (
+        sessions,
+        training,
+        sampling,
+        futures,
+        checkpoints,
+        plain,
+        openai,
+        vllm,
+        sequences,
+    ):
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)

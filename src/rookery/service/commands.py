@@ -20,6 +20,7 @@ from rookery.service.records import (
     RegisteredAdapter,
     SamplingSession,
     Session,
+    StoredSequence,
 )
 from rookery.service.refusals import bad, missing
 from rookery.service.state import State
@@ -41,11 +42,15 @@ __all__ = [
     "EndSampler",
     "EndSession",
     "NewAdapter",
+    "SequenceId",
+    "StoreSequence",
     "apply",
     "is_immediate",
 ]
 
 Reply = dict[str, Any]
+MAX_SEQUENCES = 1000
+"""Turns that a tenant may have stored: they are in every snapshot."""
 
 
 class EndSession(BaseModel):
@@ -85,6 +90,22 @@ class NewAdapter(BaseModel):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+
+
+class StoreSequence(BaseModel):
+    """A turn of a chat to keep."""
+
+    id: str
+    model: str
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class SequenceId(BaseModel):
+    """Which stored turn."""
+
+    id: str
 
 
 class AdapterId(BaseModel):
@@ -304,6 +325,22 @@ def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
         state.models.pop(checkpoint.model_id, None)
 
 
+def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
+    """The oldest of too many of a tenant goes."""
+    state.sequences[request.id] = StoredSequence(
+        tenant=command.tenant, created=command.time, **request.model_dump()
+    )
+    own = [one.id for one in state.sequences.values() if one.tenant == command.tenant]
+    for sequence_id in own[:-MAX_SEQUENCES]:
+        del state.sequences[sequence_id]
+    return {}
+
+
+def _remove_sequence(state: State, command: Command, request: SequenceId) -> Reply:
+    del state.sequences[state.sequence(command.tenant, request.id).id]
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     request: type[BaseModel]
@@ -323,6 +360,8 @@ _CHANGES = {
     "unpublish_checkpoint": _Change(CheckpointPath, _unpublish),
     "set_checkpoint_ttl": _Change(CheckpointTtl, _set_ttl),
     "copy_weights": _Change(CopyWeights, _copy),
+    "store_sequence": _Change(StoreSequence, _store_sequence),
+    "remove_sequence": _Change(SequenceId, _remove_sequence),
     "register_adapter": _Change(NewAdapter, _register_adapter),
     "remove_adapter": _Change(AdapterId, _remove_adapter),
 }

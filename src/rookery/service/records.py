@@ -16,6 +16,7 @@ __all__ = [
     "RegisteredAdapter",
     "SamplingSession",
     "Session",
+    "StoredSequence",
 ]
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
@@ -131,4 +132,28 @@ class RegisteredAdapter:
             "adapter_id": self.adapter_id,
             "lora_path": self.lora_path,
             "tinker_path": self.tinker_path,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredSequence:
+    """A turn of a chat that its client asked to keep: what was read, and what was drawn."""
+
+    id: str
+    tenant: str
+    model: str
+    created: float
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+
+    def datum(self) -> dict[str, list[float] | list[int]]:
+        """As training takes it: each token read predicts the next, the drawn ones count."""
+        whole = [*self.prompt, *self.tokens]
+        unread = [0.0] * (len(self.prompt) - 1)
+        return {
+            "tokens": whole[:-1],
+            "target_tokens": whole[1:],
+            "weights": [*unread, *([1.0] * len(self.tokens))],
+            "logprobs": [*unread, *self.logprobs],
         }

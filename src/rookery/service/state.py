@@ -15,6 +15,7 @@ from rookery.service.records import (
     RegisteredAdapter,
     SamplingSession,
     Session,
+    StoredSequence,
 )
 from rookery.service.refusals import Refusal, bad, missing
 from rookery.types import LoraShape
@@ -38,6 +39,8 @@ class State:
         self.adapters: dict[tuple[str, str], RegisteredAdapter] = {}
         """By tenant and adapter id."""
         self.losses: dict[str, CustomLoss] = {}
+        self.sequences: dict[str, StoredSequence] = {}
+        """Oldest first."""
 
     def session(self, tenant: str, session_id: str) -> Session:
         """One that is not over."""
@@ -101,6 +104,13 @@ class State:
             raise missing("custom loss", loss_id)
         return loss
 
+    def sequence(self, tenant: str, sequence_id: str) -> StoredSequence:
+        """A turn that the tenant stored."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or sequence.tenant != tenant:
+            raise missing("sequence", sequence_id)
+        return sequence
+
     def own_checkpoints(self, tenant: str, *, now: float) -> list[Checkpoint]:
         """Those of a tenant that have not expired, newest first."""
         own = [
@@ -136,6 +146,7 @@ class State:
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints.values()],
             "adapters": [asdict(adapter) for adapter in self.adapters.values()],
             "losses": [asdict(loss) for loss in self.losses.values()],
+            "sequences": [asdict(sequence) for sequence in self.sequences.values()],
         }
 
     @classmethod
@@ -155,4 +166,6 @@ class State:
             state.adapters[row["tenant"], row["adapter_id"]] = RegisteredAdapter(**row)
         for row in document.get("losses", ()):
             state.losses[row["id"]] = CustomLoss(**row)
+        for row in document.get("sequences", ()):
+            state.sequences[row["id"]] = StoredSequence(**row)
         return state

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pyrage
-from service.tenants import Client, fake_backend, serve, train_body
+from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
+from rookery.service.config import ServiceConfig
 from rookery.types import SampleRequest
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -235,3 +236,57 @@ async def test_checkpoints_are_listed_expire_and_are_not_overwritten(tmp_path: P
         moved = await ada.send("GET", archive)
         assert moved.status_code == 302
         assert b"value.json" in (await ada.send("GET", moved.headers["location"])).content
+
+
+async def test_turns_of_a_chat_are_kept_to_train_on(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    chat = {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "5 6"}],
+        "max_tokens": 3,
+        "n": 2,
+        "store": True,
+    }
+    async with serve(tmp_path / "run", key_file=keys) as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        answer = (await ada.send("POST", "/v1/chat/completions", json=chat)).json()
+        first, second = [choice["sequence_id"] for choice in answer["choices"]]
+        place = f"/api/v1/sequences/{first}"
+        assert (await bob.send("GET", place)).status_code == 404
+        assert (await bob.send("DELETE", place)).status_code == 404
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        key = ada._key
+    async with serve(killed, key_file=keys) as served:
+        ada = served.client("ada")
+        ada._key = key
+        stored = (await ada.send("GET", place)).json()
+        tokens = answer["choices"][0]["token_ids"]
+        assert (stored["prompt"], stored["tokens"]) == ([5, 6], tokens)
+        datum = stored["datum"]
+        assert datum["tokens"] == [5, 6, *tokens[:-1]]
+        assert datum["target_tokens"] == [6, *tokens]
+        assert datum["weights"] == [0.0, 1.0, 1.0, 1.0]
+        assert datum["logprobs"] == [0.0, *stored["logprobs"]]
+        assert (await ada.send("DELETE", place)).status_code == 204
+        left = (await ada.send("GET", "/api/v1/sequences")).json()
+        assert [row["id"] for row in left["sequences"]] == [second]
+
+
+async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept(
+    tmp_path: Path,
+) -> None:
+    config = ServiceConfig(poll_s=20.0, keep_last=2)
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        paths = []
+        for seq in range(1, 4):
+            save = {"model_id": model, "seq_id": seq, "path": f"ck{seq}"}
+            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        body = {"session_id": session, "sampling_session_seq_id": 0}
+        await ada.post("create_sampling_session", {**body, "model_path": paths[0]}, status=404)
+        made = await ada.post("create_sampling_session", {**body, "model_path": paths[2]})
+        sample = {"prompt": PROMPT, "sampling_session_id": made["sampling_session_id"], "seq_id": 0}
+        sample["sampling_params"] = {"max_tokens": 2}
+        assert len((await ada.samples(await ada.post("asample", sample))).sequences) == 1

@@ -9,6 +9,7 @@ futures.py      results
 checkpoints.py  training runs, checkpoints, downloads
 plain.py        /api/v1/sample and /api/v1/adapters, for clients without the SDK
 openai.py       /v1 for OpenAI clients
+sequences.py    stored turns of chats, as training data
 vllm.py         what clients of vLLM ask for besides
 """
 

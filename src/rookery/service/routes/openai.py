@@ -14,6 +14,7 @@ from rookery.concurrency import together
 from rookery.errors import TaskError
 from rookery.ports import Codec
 from rookery.seeding import stream_seed
+from rookery.service.commands import StoreSequence
 from rookery.service.drawing import Draw
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
@@ -88,6 +89,8 @@ class ChatRequest(_Options):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    store: bool = False
+    """Keep the answers by their `sequence_id`, to train on: /api/v1/sequences."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
@@ -133,6 +136,9 @@ def make_router(gate: Gate) -> APIRouter:
         top = (body.top_logprobs or 0) if body.logprobs else 0
         drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))
         choices = [chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        if body.store:
+            for one, choice in zip(drawn, choices, strict=True):
+                choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
         return response_of("chat.completion", body.model, choices, [prompt])
 
     return router
@@ -182,6 +188,19 @@ async def _complete(
     )
     completions, _ = await drawing.draw(draw)
     return completions
+
+
+async def _store(gate: Gate, tenant: str, asked: tuple[str, TokenIds], one: Completion) -> str:
+    model, prompt = asked
+    sequence = StoreSequence(
+        id=new_id("seq"),
+        model=model,
+        prompt=list(prompt),
+        tokens=list(one.tokens),
+        logprobs=list(one.logprobs),
+    )
+    await gate.service.change("store_sequence", tenant, sequence)
+    return sequence.id
 
 
 def text_choice(
