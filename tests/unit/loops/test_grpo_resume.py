@@ -160,7 +160,7 @@ async def test_delays_change_no_bit(
     """Whether drawing or training is slower, or either now and then, a step is drawn with the
     weights of its schedule."""
     versions = set()
-    for slow in ("none", "sample", "forward_backward", "now and then"):
+    for slow in ("none", "sample", "forward_backward", "random"):
         with make_run(tmp_path, slow) as run:
             await run_training(run, inputs, model=model, wrap=partial(_Slow, slow=slow), **changes)
             versions.add(str(final_weights(run)))
@@ -210,7 +210,7 @@ class _Slow:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._part, name)
-        if name != self._slow and (name not in BOUNDARIES or self._slow != "now and then"):
+        if name != self._slow and (name not in BOUNDARIES or self._slow != "random"):
             return found
 
         async def later(*args: Any, **values: Any) -> Any:
@@ -222,7 +222,7 @@ class _Slow:
         return later
 
     async def _wait(self) -> None:
-        is_random = self._slow == "now and then"
+        is_random = self._slow == "random"
         for _ in range(self._random.randrange(60) if is_random else 100):
             await asyncio.sleep(0)
 
