@@ -291,7 +291,7 @@ class WorkerPool:
         named: dict[str, list[str]] = {}
         for worker in self._refused.values():
             named.setdefault(worker.refusal, []).append(worker.name)
-        reasons = [f"{', '.join(names)}: {refusal}" for refusal, names in named.items()]
+        reasons = [f"{', '.join(sorted(names))}: {refusal}" for refusal, names in named.items()]
         self._down = "No worker can run jobs. " + " ".join(reasons)
         self._changed.set()
         for entry in list(self._in_flight.values()):

@@ -181,7 +181,7 @@ async def test_a_fork_of_the_hub_does_not_keep_the_workers(tmp_path: Path) -> No
 
 async def test_a_task_that_refuses_this_machine_is_told_at_once() -> None:
     refusing = WorkerSpec(task="fake", settings=b'{"refuse": "No sandbox works here."}')
-    with pytest.raises(ExecutorError, match="local/0: No sandbox works here"):
+    with pytest.raises(ExecutorError, match="local/0, local/1: No sandbox works here"):
         async with open_local(refusing, num_workers=2):
             pass
 
