@@ -176,15 +176,14 @@ class FakeTextModel:
         if text is None:
             raise EngineError(f"{self._name} was told to fail.")
         words = text.split()
-        prompt_tokens = sum(len(message.content.split()) for message in request.messages)
+        is_cut = len(words) > request.max_tokens
+        num_prompt = sum(len(message.content.split()) for message in request.messages)
+        num_new = min(len(words), request.max_tokens)
         return TextReply(
-            text=" ".join(words[: request.max_tokens]) if len(words) > request.max_tokens else text,
-            finish_reason="length" if len(words) > request.max_tokens else "stop",
+            text=" ".join(words[:num_new]) if is_cut else text,
+            finish_reason="length" if is_cut else "stop",
             model=self._name,
-            usage=TokenUsage(
-                prompt_tokens=prompt_tokens,
-                completion_tokens=min(len(words), request.max_tokens),
-            ),
+            usage=TokenUsage(prompt_tokens=num_prompt, completion_tokens=num_new),
         )
 
 

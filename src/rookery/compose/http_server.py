@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -10,13 +10,13 @@ import uvicorn
 
 from rookery.errors import ConfigError
 
-__all__ = ["Server", "answering", "listen_all"]
+__all__ = ["answering", "listen_all"]
 
 GRACE_S = 3
 """How long requests in flight may take at the end; clients send them again."""
 
 
-class Server(uvicorn.Server):
+class _Server(uvicorn.Server):
     """Without signal handlers of its own: the command line has them."""
 
     def __init__(self, settings: uvicorn.Config) -> None:
@@ -50,8 +50,14 @@ def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list
 
 
 @asynccontextmanager
-async def answering(app: Any, listeners: Sequence[socket.socket]) -> AsyncIterator[str]:
-    """The application answers inside the block; its address, of the first port."""
+async def answering(
+    app: Any,
+    listeners: Sequence[socket.socket],
+    *,
+    release: Callable[[], None] = lambda: None,
+) -> AsyncIterator[str]:
+    """The application answers inside the block; its address, of the first port. `release` ends the
+    requests that would wait for long."""
     settings = uvicorn.Config(
         app,
         log_level="warning",
@@ -59,7 +65,7 @@ async def answering(app: Any, listeners: Sequence[socket.socket]) -> AsyncIterat
         timeout_keep_alive=75,
         timeout_graceful_shutdown=GRACE_S,
     )
-    server = Server(settings)
+    server = _Server(settings)
     task = asyncio.create_task(server.serve(sockets=list(listeners)), name="http")
     try:
         await server.ready.wait()
@@ -67,4 +73,5 @@ async def answering(app: Any, listeners: Sequence[socket.socket]) -> AsyncIterat
         yield f"http://{host}:{port}"
     finally:
         server.should_exit = True
+        release()
         await task

@@ -2,18 +2,17 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from pydantic import Field
 
 from rookery.compose.backends import open_backend
 from rookery.compose.environment import engine_of_environment, megatron_of_environment
+from rookery.compose.http_server import answering, listen_all
 from rookery.compose.megatron import open_megatron_backend
 from rookery.compose.running import ConfigSource, quiet_libraries, read_config, run_async
 from rookery.config import Config
@@ -24,7 +23,6 @@ from rookery.runs import Run
 from rookery.service.app import make_app
 from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
-from rookery.service.futures import Futures
 from rookery.service.keys import Keys, default_key_file, list_keys
 from rookery.service.service import open_service
 from rookery.train import TrainerConfig
@@ -32,8 +30,10 @@ from rookery.ui.service import render_service_page
 
 __all__ = ["ServeConfig", "serve", "serving"]
 
-GRACE_S = 3
-"""How long requests in flight may take when the service ends; clients send them again."""
+PORT_REMEDY = (
+    "A vLLM server takes port 8000 by default too: set `port` of the service, or VLLM_PORT and the "
+    "--port of vLLM, to another."
+)
 
 
 class ServeConfig(Config):
@@ -97,52 +97,17 @@ async def serving(
     """The service at its address, inside the block; with backends of the caller's instead of the
     models of the config."""
     keys = _keys(config)
-    with _listen(config) as listener, _own_run(config) as run:
+    ports = listen_all(config.host, [config.port], remedy=PORT_REMEDY)
+    with ports as listeners, _own_run(config) as run:  # taken before models are loaded
         async with AsyncExitStack() as stack:
             if backends is None:
                 backends = await _open_backends(config, stack)
             service = await stack.enter_async_context(open_service(run, backends, config.service))
             app = make_app(service, keys=keys, render=render_service_page)
-            settings = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=GRACE_S,
-            )
-            host, port = listener.getsockname()[:2]
-            async with _answering(_Server(settings), listener, service.desk.futures):
-                yield f"http://{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """Without signal handlers of its own: the command line has them."""
-
-    def __init__(self, settings: uvicorn.Config) -> None:
-        super().__init__(settings)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def _answering(
-    server: _Server, listener: socket.socket, futures: Futures
-) -> AsyncIterator[None]:
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    try:
-        await server.ready.wait()
-        yield
-    finally:
-        server.should_exit = True
-        futures.release()  # polls end with "not yet", and are sent again to the next process
-        await task
+            # Polls end with "not yet", and are sent again to the next process.
+            release = service.desk.futures.release
+            async with answering(app, listeners, release=release) as url:
+                yield url
 
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:
@@ -191,24 +156,6 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-@contextmanager
-def _listen(config: ServeConfig) -> Iterator[socket.socket]:
-    """The port, taken before models are loaded."""
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.create_server(
-            (config.host, config.port), family=family, backlog=2048, reuse_port=False
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"{config.host}:{config.port} cannot be used: {error.strerror}. A vLLM server takes "
-            "port 8000 by default too: set `port` of the service, or VLLM_PORT and the --port of "
-            "vLLM, to another."
-        ) from error
-    with listener:
-        yield listener
 
 
 @contextmanager

@@ -51,6 +51,9 @@ from rookery.seeding import shuffled
 
 __all__ = ["Dropped", "Race", "RaceConfig", "start", "tell"]
 
+Rewards = Sequence[float | None]
+"""In the order of the tasks asked; None could not be measured."""
+
 NUM_RIVALS = 64
 """Rivals that are followed at least. Fewer tests than the confidence pays for are always sound:
 they only drop later. What any other rival would prove, one of the best 64 nearly always does."""
@@ -232,13 +235,7 @@ class Race:
         if self._floors is not None:
             self._floors.know(self._index[id], violation=violation)
 
-    def take(
-        self,
-        id: str,
-        rewards: Sequence[float | None] | None,
-        *,
-        merits: Sequence[float | None] | None = None,
-    ) -> None:
+    def take(self, id: str, rewards: Rewards | None, *, merits: Rewards | None = None) -> None:
         """Keep a candidate's next rewards until they are looked at; None is a failure."""
         row = self._index.get(id)
         if row is None:
@@ -383,9 +380,9 @@ def start(
 
 def tell(
     race: Race,
-    told: Mapping[str, Sequence[float | None] | None],
+    told: Mapping[str, Rewards | None],
     *,
-    merits: Mapping[str, Sequence[float | None]] | None = None,
+    merits: Mapping[str, Rewards] | None = None,
 ) -> Race:
     """Hand over answers and make every look that they complete; the same race, changed.
 
