@@ -122,7 +122,7 @@ def test_a_killed_training_goes_on_and_trains_each_group_once(
     killed = subprocess.run([*words, str(number)], check=False)
     assert killed.returncode == -signal.SIGKILL
     log = (tmp_path / "runs" / "toy" / "logs" / "environment-0.log").read_text()
-    assert "Traceback" not in log
+    assert "ClientResponseError" not in log, "it may see the connection end, and no refusal"
     outcome = resume(tmp_path / "runs" / "toy")
     assert [step.step for step in outcome.report.steps] == [0, 1, 2, 3]
     with Run.view(outcome.path) as run:

@@ -178,8 +178,9 @@ class Outputs:
         await self._queue.put(None)
 
     async def write_bests(self) -> None:
-        """Until `close`. Apart from the rest: a checkpoint may take seconds."""
-        while not self._is_closed:
+        """Until `close`, and what is due then. Apart from the rest: a checkpoint may take
+        seconds."""
+        while self._is_best_due.is_set() or not self._is_closed:
             await self._is_best_due.wait()
             self._is_best_due.clear()
             await self._write_best()

@@ -1,8 +1,10 @@
 """The evolve loop on a toy: it improves, writes its files, counts failures, obeys its limits."""
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loops.evolve.toy import (
@@ -45,6 +47,30 @@ async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
     lines = (folder / "evolution_trace.jsonl").read_text().splitlines()
     assert len(lines) == report.num_committed
     assert all(json.loads(line)["llm_response"] for line in lines)
+
+
+async def test_a_best_found_while_an_earlier_one_is_written_is_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closing, num = threading.Event(), 0
+    fill_best, close = outputs.fill_best, outputs.Outputs.close
+
+    def fill_slowly(*args: Any, **options: Any) -> None:
+        nonlocal num
+        num += 1
+        if num == 2:  # the first program's was the first
+            assert is_closing.wait(timeout=60)
+        fill_best(*args, **options)
+
+    async def close_and_tell(self: outputs.Outputs) -> None:
+        await close(self)
+        is_closing.set()
+
+    monkeypatch.setattr(outputs, "fill_best", fill_slowly)
+    monkeypatch.setattr(outputs.Outputs, "close", close_and_tell)
+    result = await evolve_toy(tmp_path, toy_config())
+    assert num == 3
+    assert read_best(tmp_path)["id"] == result.best.id
 
 
 async def test_every_attempt_goes_through_its_states_once(tmp_path: Path) -> None:
