@@ -182,8 +182,10 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         All trainees begin at one layer."""
         model = self._model
         passes = [packed for _, packed in members]
-        stacks = Stacks([trainee for trainee, _ in members], model)
         rows = MixedRows(passes, has_padding=not pads_alone(model.device))
+        stacks = Stacks(
+            [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]
+        )
         cut, lengths = self._cut(members[0][0]), rows.lengths
         hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))
         if padding := padding_rows(rows.num_rows, device=model.device):

@@ -1,6 +1,6 @@
 """The factors of several trainees as the slots of one pass, and the gradients that come back.
 
-    stacks = Stacks([ada, bob], model)
+    stacks = Stacks([ada, bob], model, num_rows=[9, 5])
     ... model.layers(..., rows=stacks.rows([range(0, 9), range(9, 14)], 14))
     stacks.add_gradients(loss, [gradients of ada, gradients of bob])
 
@@ -47,15 +47,17 @@ def padding_rows(num_rows: int, *, device: torch.device) -> int:
 
 
 class Stacks:
-    """Of the given trainees, in their order; one may come twice."""
+    """Of the given trainees, in their order, with the rows that each has; one may come twice."""
 
-    def __init__(self, members: Sequence[LoraTrainee], model: SlottedModel) -> None:
+    def __init__(
+        self, members: Sequence[LoraTrainee], model: SlottedModel, *, num_rows: Sequence[int]
+    ) -> None:
         self._device = model.device
         self._banks: dict[tuple[tuple[int, ...], ...], dict[str, list[SlotFactors]]]
         """By the members of each bank, the banks of the layers that have such."""
         self._banks = defaultdict(dict)
         self._stacks: list[_Stack] = []
-        for banks, layers in _alike_layers(members, model):
+        for banks, layers in _alike_layers(members, model, num_rows):
             stacks = [_stack(bank, layers, members, model) for bank in banks]
             self._stacks.extend(stacks)
             slots = tuple(bank.slots for bank in banks)
@@ -121,8 +123,12 @@ class Stacks:
     def _block(self, num_rows: int, *, longest: int) -> int:
         if not pads_alone(self._device):
             return next((size for size in BLOCKS if longest <= size), BLOCKS[-1])
-        # A long one by itself is one plain product.
-        return next((size for size in BLOCKS if num_rows <= size), num_rows)
+        return _block_of(num_rows)
+
+
+def _block_of(num_rows: int) -> int:
+    """A long one by itself is one plain product."""
+    return next((size for size in BLOCKS if num_rows <= size), num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,7 @@ class _Stack:
 
 
 def _alike_layers(
-    members: Sequence[LoraTrainee], model: SlottedModel
+    members: Sequence[LoraTrainee], model: SlottedModel, num_rows: Sequence[int]
 ) -> Iterator[tuple[list[_Bank], list[str]]]:
     """Layers of one shape that have the same banks, in the order of their names."""
     ranks: dict[str, dict[int, int]] = defaultdict(dict)
@@ -186,27 +192,28 @@ def _alike_layers(
     found: dict[tuple[object, ...], tuple[list[_Bank], list[str]]] = {}
     for layer in sorted(ranks):
         linear = model.linears[layer]
-        banks = _banks(layer, ranks[layer], model=model, num_members=len(members))
+        banks = _banks(layer, ranks[layer], model=model, num_rows=num_rows)
         key = (linear.in_features, linear.out_features, *banks)
         found.setdefault(key, (banks, []))[1].append(layer)
     yield from found.values()
 
 
 def _banks(
-    layer: str, ranks: dict[int, int], *, model: SlottedModel, num_members: int
+    layer: str, ranks: dict[int, int], *, model: SlottedModel, num_rows: Sequence[int]
 ) -> list[_Bank]:
-    """Of one layer; ranks are by slot."""
-    padded: dict[int, list[int]] = defaultdict(list)
+    """Of one layer; ranks are by slot. On the CPU members of one bank also have blocks of one size:
+    a product then takes the whole bank, and selecting from it would cost operations backward."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     if pads_alone(model.device):
         for slot, rank in ranks.items():
-            padded[_padded_rank(rank, model)].append(slot)
+            alike[_padded_rank(rank, model), _block_of(num_rows[slot])].append(slot)
     else:
         # The head is large, and few train it.
         is_head = decoder_layer(layer, default=-1) < 0
-        padded[max(ranks.values())] = list(ranks if is_head else range(num_members))
+        alike[max(ranks.values()), 0] = list(ranks if is_head else range(len(num_rows)))
     return [
         _Bank(rank, tuple(slots), tuple(ranks.get(slot, 0) for slot in slots))
-        for rank, slots in padded.items()
+        for (rank, _), slots in alike.items()
     ]
 
 
