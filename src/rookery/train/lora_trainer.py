@@ -65,7 +65,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def add(self, trainee: str, start: Adapter) -> None:
         """Train this adapter, or a continuation of it that `load` restores, under that name.
 
-        Its weights are published under that name too, whatever the name of the start.
+        Its weights are published under that name too, whatever the name of the start. Waits for the
+        calls that have begun: the thread that does them makes room for it.
         """
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
@@ -76,9 +77,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self.trainees[trainee] = added
 
     def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that have begun are still done, on it."""
+        """Forget it with all it has learned. Calls that have begun are still done, on it; this does
+        not wait for them."""
         removed = self.trainee(trainee)
-        self._worker.submit(self.tell, "remove", trainee).result()
+        # If the other processes are lost, the next call says so too.
+        self._worker.submit(self.tell, "remove", trainee)
         del self.trainees[trainee]
         self._worker.submit(self.parking.forget, removed)
 
