@@ -335,6 +335,7 @@ instance = Callable()
 def nothing(task, completion): return None
 def nan(task, completion): return float("nan")
 def huge(task, completion): return 10**5000
+def large(task, completion): return -1e308
 def leaves(task, completion): raise SystemExit(3)
 async def leaves_later(task, completion): raise SystemExit("stop")
 def text(task, completion): return "1.0"
@@ -374,6 +375,7 @@ async def test_python(
         ("leaves", r"called exit\(3\)"),
         ("leaves_later", r"called exit\(stop\)"),
         ("huge", r"a number of more than 300 digits \(int\)"),
+        ("large", r"returned -1e\+308 \(float\); return a finite number up to 1e\+100"),
         ("text", r"returned '1\.0' \(str\)"),
         ("fails", "my_rewards.py:fails failed: 'colour'"),
     ],
@@ -404,7 +406,7 @@ async def test_python_of_an_installed_module(
     [
         ("nowhere_at_all:f", "Importing the scorer module nowhere_at_all.*Install it, or name"),
         ("nowhere.py:f", r"There is no scorer file nowhere\.py"),
-        ("{file}:wrong", "has no wrong; its functions are fails, huge, is_right, later"),
+        ("{file}:wrong", "has no wrong; its functions are fails, huge, is_right, large, later"),
         ("{file}:not_a_function", "has no not_a_function"),
     ],
 )

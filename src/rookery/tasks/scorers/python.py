@@ -24,6 +24,7 @@ from pydantic import Field
 
 from rookery.errors import TaskError, boundary
 from rookery.tasks.python_function import (
+    LARGEST,
     FunctionName,
     exits_as_errors,
     find_function,
@@ -88,7 +89,10 @@ class PythonScorer:
             value = await self._limited(verdict, name) if inspect.isawaitable(verdict) else verdict
         number = finite_number(value)
         if number is None:
-            raise TaskError(f"{name} returned {shown(value)}; return a finite number or a bool.")
+            raise TaskError(
+                f"{name} returned {shown(value)}; return a finite number up to {LARGEST:g} or a "
+                "bool."
+            )
         return number
 
     async def _in_thread(self, task: Task, completion: Completion, name: str) -> Verdict:
