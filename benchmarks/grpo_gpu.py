@@ -142,10 +142,8 @@ class SharedModel:
                 torch.arange(length, device=self.device),
                 attend=CausalAttend([length], device=self.device),
             )
-            rows = torch.log_softmax(model.logits(hidden).float(), dim=-1)
-            ends = torch.tensor(canary.ends, device=self.device)
-            targets = torch.tensor([canary.tokens[end] for end in canary.ends], device=self.device)
-            found: list[float] = rows[ends - 1, targets].tolist()
+            row = torch.log_softmax(model.logits(hidden[-1:])[0].float(), dim=-1)
+            found: list[float] = row[list(canary.ids)].tolist()
         return found
 
 
