@@ -163,7 +163,7 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
             began = time.perf_counter()
             async with bridge.changing_base() as rename:
                 paused = time.perf_counter()
-                trainee.refresh_leaves()
+                trainee.write_leaves()
                 synchronise(shared.device)
                 cast = time.perf_counter()
                 rename(ModelRef(name="policy", version=f"step-{number}"))
