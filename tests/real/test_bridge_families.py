@@ -1,6 +1,7 @@
 """Model families on a real vLLM on the CPU: one copy of the weights, or the reason and copies.
 
-ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm ROOKERY_LONG=1 pytest tests/real/test_bridge_families.py
+    ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm ROOKERY_LONG=1 \\
+    pytest tests/real/test_bridge_families.py
 
 Yi and DeepSeek-Coder are Llama models by their configs. A server per family takes a quarter of an
 hour together.
