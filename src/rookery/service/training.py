@@ -164,7 +164,7 @@ class TrainingLoop:
             outcomes = await self._outcomes(works, record)
         self.trained_s += time.monotonic() - started
         self._count(works)
-        await finish_pass(self._desk, outcomes, is_replay=record is not None)
+        await finish_pass(self._desk, outcomes, record)
 
     async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
