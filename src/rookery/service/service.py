@@ -71,7 +71,6 @@ class Service:
         self._is_open = False
         """False while what happened before a restart is repeated."""
         self._seen: dict[str, float] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
         """Do a request that is done at once; its reply."""
@@ -126,6 +125,7 @@ class Service:
             logged.add_done_callback(lambda done: self._logged(command, future, done))
             await asyncio.shield(logged)
         await future.durable.wait()
+        self.desk.wal.check()
         return future.reply
 
     def enqueue(self, command: Command) -> Future:
@@ -208,10 +208,6 @@ class Service:
         metrics.waiting.labels("sampling").set(self.drawing.turns.num_waiting)
         metrics.models.set(sum(model.is_live for model in self.desk.state.models.values()))
 
-    async def watch(self) -> None:
-        """Ends with the error of the journal, if it has one: nothing can be promised after it."""
-        await self._failed
-
     async def _end_silent_sessions(self) -> None:
         limit = time.monotonic() - self.desk.config.session_s
         for session in list(self.desk.state.sessions.values()):
@@ -248,13 +244,7 @@ class Service:
         return self.desk.wal.append_command(command)
 
     def _logged(self, command: Command, future: Future, done: "asyncio.Future[list[int]]") -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            future.reply = {}
-            self.desk.futures.drop(future)
-            if not self._failed.done():
-                self._failed.set_exception(error)
-        elif not done.cancelled():
+        if not done.cancelled() and done.exception() is None:
             self.desk.pending.set_durable(command.id, done.result()[0])
         future.durable.set()
 
@@ -273,7 +263,7 @@ async def open_service(
         training = group.create_task(service.training.run(service.snapshot), name="training")
         others = [
             group.create_task(service.keep_house(), name="housekeeping"),
-            group.create_task(service.watch(), name="journal"),
+            group.create_task(wal.watch(), name="journal"),
         ]
         try:
             yield service
