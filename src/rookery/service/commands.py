@@ -260,9 +260,9 @@ def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
         expires=None if ttl_s is None else command.time + ttl_s,
         metadata=source.metadata,
     )
-    if copy.path in state.checkpoints:
+    known = state.checkpoints.setdefault(copy.path, copy)
+    if known.blob != copy.blob:
         raise bad(f"There is a checkpoint {copy.path} already: copy to another model_seq_id.")
-    state.checkpoints[copy.path] = copy
     return {"tinker_path": copy.path}
 
 
