@@ -12,9 +12,10 @@ from rookery.concurrency import run_in_thread
 from rookery.service.desk import Desk
 from rookery.service.exports import encrypt_folder
 from rookery.service.outcomes import Outcome, PassRecord
+from rookery.service.provenance import drawn_logprobs
 from rookery.service.records import Model
 from rookery.service.refusals import Refusal
-from rookery.service.wire.losses import output_arrays, output_metrics, train_request
+from rookery.service.wire.losses import LOSSES, output_arrays, output_metrics, train_request
 from rookery.service.wire.records import RecordCall, output_document
 from rookery.service.wire.requests import (
     AdamParams,
@@ -24,6 +25,7 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
+from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import (
     TrainCall,
     encode_outputs,
@@ -108,7 +110,8 @@ class TrainerCalls:
             call = read_call(work)
             custom = partial(self._desk.state.loss, work.tenant)
             request = train_request(call, context_tokens=context, custom=custom)
-            return _Trained(work, request, is_record=isinstance(call, RecordCall))
+            drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
+            return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
 
         read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
         requests = [one.request for one in read_works]
@@ -118,6 +121,13 @@ class TrainerCalls:
         return await asyncio.to_thread(
             lambda: [one.outcome(own) for one, own in zip(read_works, outputs, strict=True)]
         )
+
+    def _drawn(self, work: Command, call: TrainCall) -> tuple[Array, ...]:
+        """The sampler's log-probabilities of each datum, where the loss does not have them."""
+        if call.loss in LOSSES and LOSSES[call.loss].is_policy:
+            return ()
+        futures = self._desk.futures
+        return tuple(drawn_logprobs(futures, work.tenant, datum) for datum in call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
         steps = [_optim_step(work) for work in works]
@@ -212,13 +222,15 @@ class _Trained:
     request: TrainRequest
     is_record: bool
     """Whether it came as the trainer's own record, and is answered as one."""
+    drawn: tuple[Array, ...] = ()
 
     def outcome(self, output: TrainOutput) -> Outcome:
         if output.error:
             return Outcome.failure(self.work, output.error, "user")
         if self.is_record:
             return Outcome(work=self.work, result=finished(output_document(output)))
-        arrays, metrics = output_arrays(self.request, output), output_metrics(self.request, output)
+        arrays = output_arrays(self.request, output)
+        metrics = output_metrics(self.request, output, self.drawn)
         return Outcome(work=self.work, result=Result(encode_outputs(arrays, metrics), form="proto"))
 
 
