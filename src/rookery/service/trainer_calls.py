@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.concurrency import run_in_thread
+from rookery.service.backend import Backend
 from rookery.service.desk import Desk
 from rookery.service.exports import encrypt_folder
 from rookery.service.outcomes import Outcome, PassRecord
@@ -157,14 +159,16 @@ class TrainerCalls:
             return Outcome.failure(
                 work, f"There is a checkpoint {path} already: save under another name.", "user"
             )
-        recipients = request.age_encryption_recipients or () if is_external else ()
         blob, size_bytes = await self._store(
-            model, has_state=work.kind == "save_weights", recipients=recipients
+            model,
+            has_state=work.kind == "save_weights",
+            recipients=request.age_encryption_recipients or () if is_external else (),
+            is_merged=is_external and request.merged,
         )
         return _saved(work, _effect(work, model, request, blob, size_bytes))
 
     async def _store(
-        self, model: Model, *, has_state: bool, recipients: Sequence[str]
+        self, model: Model, *, has_state: bool, recipients: Sequence[str], is_merged: bool
     ) -> tuple[str, int]:
         """The digest and size of its weights, and the trainer's state if it is to be trained on."""
         backend, blobs = self._desk.backend(model.base_model), self._desk.wal.run.blobs
@@ -172,6 +176,8 @@ class TrainerCalls:
             if has_state:
                 await backend.trainer.save(model.id, folder / STATE)
             await backend.trainees.export(model.id, folder / ADAPTER)
+            if is_merged:
+                await run_in_thread(_merge, backend, folder / ADAPTER)
             if recipients:
                 await run_in_thread(encrypt_folder, folder / ADAPTER, recipients)
             size_bytes = await asyncio.to_thread(_size, folder)
@@ -285,6 +291,13 @@ def _saved(work: Command, effect: Any) -> Outcome:
         if work.kind == "save_weights_external":
             document["size_bytes"] = row["size_bytes"]
     return Outcome(work=work, result=finished(document), effect=effect)
+
+
+def _merge(backend: Backend, folder: Path) -> None:
+    """Replace an adapter by the model that it is merged into."""
+    adapter = folder.rename(folder.with_name("unmerged"))
+    backend.merge(adapter, folder)
+    shutil.rmtree(adapter)
 
 
 def _size(folder: Path) -> int:
