@@ -58,17 +58,7 @@ def make_app(
         docs_url="/docs",
     )
     app.state.gate = gate
-    for module in (
-        sessions,
-        training,
-        sampling,
-        futures,
-        checkpoints,
-        plain,
-        openai,
-        vllm,
-        sequences,
-    ):
+    for module in ROUTES:
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)
