@@ -14,6 +14,7 @@ CLIENT = Path(__file__).with_name("tinker_client.py")
 PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 RUN_S = 280.0
 
+TEMPERATURE_CLIENT = Path(__file__).with_name("temperature_client.py")
 OLD_CLIENT = Path(__file__).with_name("tinker_old_client.py")
 OLD_PYTHONS = os.environ.get("ROOKERY_TINKER_OLD_PYTHONS", "").split()
 
@@ -71,6 +72,28 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     await server.stop()
     assert killed["hash"] == plain["hash"]
     assert killed["saved"] == plain["saved"]
+
+
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36")
+@pytest.mark.timeout(600)
+async def test_logprobs_are_those_of_the_temperature(tmp_path: Path) -> None:
+    tiny_folder = write_tiny_model(tmp_path / "tiny")
+    server = ServerProcess(tmp_path, {"tiny/model": str(tiny_folder)})
+    await server.start()
+    try:
+        client = await asyncio.create_subprocess_exec(
+            PYTHON, str(TEMPERATURE_CLIENT), "tiny/model",
+            env=environment_of(server), stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await asyncio.wait_for(client.communicate(), RUN_S)
+    finally:
+        await server.stop()
+    assert client.returncode == 0
+    seen = json.loads(output.splitlines()[-1])
+    for num_pairs, gap in seen["temperatures"]:
+        assert num_pairs > 20
+        assert gap < 1e-4
+    assert seen["drawn"] == pytest.approx(seen["scored"], abs=1e-4)
 
 
 @pytest.mark.skipif(not OLD_PYTHONS, reason="ROOKERY_TINKER_OLD_PYTHONS names no old SDKs")
