@@ -49,9 +49,8 @@ pytestmark = [
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
     process = ServerProcess(tmp_path, {NAME: "smollm2"})
-    await process.start()
-    yield process
-    await process.stop()
+    async with process.running():
+        yield process
 
 
 @pytest.fixture
@@ -95,7 +94,11 @@ async def run(server: ServerProcess, folder: Path, *command: str) -> str:
         *command, cwd=folder, env=environment,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
-    output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
     text = output.decode()
     assert process.returncode == 0, text[-3000:]
     return text
