@@ -7,6 +7,7 @@ A sample whose prompt begins with token 1 is never answered: it waits as long as
 
 import asyncio
 import multiprocessing
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -103,6 +104,7 @@ def _backend(seconds_per_token: float, sample_s: float) -> Backend:
         folders=StubFolders(),
         codec=StubCodec(),
         tokenizer=NAME,
+        merge=shutil.copytree,
     )
 
 

@@ -10,8 +10,8 @@ The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (
 it), VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS,
 VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
 The server may be a Rookery service too: what is registered there is served to all programs of the
-same key. `VLLM_GROUP_PORT` is accepted and not needed: weights go through files in shared memory,
-not through a port.
+same key. `VLLM_GROUP_PORT` is accepted and not needed: new weights go through files, in shared
+memory or, for a server on another machine, in VLLM_ADAPTER_FOLDER, which both must see.
 
 Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
 from any thread. A forked process has no connection: it calls `initialize_vllm_client` itself.
@@ -29,7 +29,13 @@ from rookery.config import parse_config
 from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Fleet, ServerLost
 from rookery.fleet.adapters.staging import as_safetensors
-from rookery.fleet.bridges.reload import Model, require_torch, require_updates, update_weights
+from rookery.fleet.bridges.reload import (
+    Model,
+    require_seen_folder,
+    require_torch,
+    require_updates,
+    update_weights,
+)
 from rookery.fleet.http.service import ServiceServer
 from rookery.fleet.http.tokenize import tokenize
 from rookery.fleet.server import BackendConfig, open_server
@@ -253,6 +259,7 @@ def init_communicator(device: str = "cuda") -> None:
     backend = _connected()
     require_torch(device)
     require_updates(backend.fleet)
+    require_seen_folder(backend.fleet)
     backend.is_communicating = True
 
 

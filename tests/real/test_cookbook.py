@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from service.server_process import ServerProcess
@@ -16,6 +17,16 @@ PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 NAME = "Qwen/Qwen3-8B-Base"
 """The cookbook looks its renderer up by this name; it needs no special tokens."""
 RECIPE_S = 1500.0
+
+
+ARITHMETIC = Path(__file__).with_name("arithmetic_recipe.py")
+ARITHMETIC_OPTIONS = (
+    "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=16", "group_size=4",
+    "learning_rate=1e-3", "max_steps=12", "lora_rank=8", "eval_every=0", "save_every=0",
+    "behavior_if_log_dir_exists=delete",
+)  # fmt: skip
+NUM_COMPARED = 3
+"""Steps at the beginning and at the end whose rewards are compared."""
 
 
 def _has_cookbook() -> bool:
@@ -38,9 +49,8 @@ pytestmark = [
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
     process = ServerProcess(tmp_path, {NAME: "smollm2"})
-    await process.start()
-    yield process
-    await process.stop()
+    async with process.running():
+        yield process
 
 
 @pytest.fixture
@@ -84,7 +94,11 @@ async def run(server: ServerProcess, folder: Path, *command: str) -> str:
         *command, cwd=folder, env=environment,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
-    output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), RECIPE_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
     text = output.decode()
     assert process.returncode == 0, text[-3000:]
     return text
@@ -136,6 +150,25 @@ async def test_a_recipe_runs_as_it_is(name: str, server: ServerProcess, folder: 
     options = [*RECIPES[name], "behavior_if_log_dir_exists=delete"]
     await run(server, folder, *recipe(name, log, *options))
     assert metrics(log)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_arithmetic_is_learned_and_not_from_shuffled_advantages(
+    seed: int, server: ServerProcess, folder: Path
+) -> None:
+    """Both train beside each other, as two models of one service."""
+
+    async def gain(arm: str) -> float:
+        log = folder / f"log-{arm}"
+        command = [PYTHON, str(ARITHMETIC), arm, *ARITHMETIC_OPTIONS]
+        options = [f"log_path={log}", f"seed={seed}", f"model_name={NAME}"]
+        await run(server, folder, *command, *options)
+        rewards = [row["env/all/reward/total"] for row in metrics(log)]
+        return mean(rewards[-NUM_COMPARED:]) - mean(rewards[:NUM_COMPARED])
+
+    plain, shuffled = await asyncio.gather(gain("plain"), gain("shuffled"))
+    assert plain >= 0.10
+    assert shuffled < 0.10
 
 
 async def test_a_loop_goes_on_in_a_second_process(server: ServerProcess, folder: Path) -> None:

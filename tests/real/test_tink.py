@@ -14,6 +14,7 @@ CLIENT = Path(__file__).with_name("tinker_client.py")
 PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 RUN_S = 280.0
 
+TEMPERATURE_CLIENT = Path(__file__).with_name("temperature_client.py")
 OLD_CLIENT = Path(__file__).with_name("tinker_old_client.py")
 OLD_PYTHONS = os.environ.get("ROOKERY_TINKER_OLD_PYTHONS", "").split()
 
@@ -35,13 +36,18 @@ async def drive(server: ServerProcess, *, steps: int, kill_after: tuple[int, ...
     )  # fmt: skip
     assert client.stdout is not None
     last: dict[str, Any] = {}
-    async with asyncio.timeout(RUN_S):
-        while line := await client.stdout.readline():
-            last = json.loads(line)
-            if last.get("step") in kill_after:
-                await server.kill()
-                await server.start()
-        assert await client.wait() == 0
+    try:
+        async with asyncio.timeout(RUN_S):
+            while line := await client.stdout.readline():
+                last = json.loads(line)
+                if last.get("step") in kill_after:
+                    await server.kill()
+                    await server.start()
+            assert await client.wait() == 0
+    finally:
+        if client.returncode is None:
+            client.kill()
+            await client.wait()
     return last
 
 
@@ -51,10 +57,10 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     tiny_folder = write_tiny_model(tmp_path / "tiny")
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    server = ServerProcess(tmp_path / "a", {"tiny/model": str(tiny_folder)})
-    await server.start()
-    plain = await drive(server, steps=12)
-    assert await server.stop() == 143
+    plain_server = ServerProcess(tmp_path / "a", {"tiny/model": str(tiny_folder)})
+    async with plain_server.running():
+        plain = await drive(plain_server, steps=12)
+        assert await plain_server.stop() == 143
     assert plain["names"] == ["tiny/model"]
     assert plain["losses"][-1] < plain["losses"][0]
     assert plain["policy"]["importance_sampling"] == pytest.approx(-9.0, abs=1e-3)
@@ -66,11 +72,29 @@ async def test_the_sdk_trains_and_does_not_notice_kills(tmp_path: Path) -> None:
     assert "There are: cross_entropy" in plain["refusal"]
 
     server = ServerProcess(tmp_path / "b", {"tiny/model": str(tiny_folder)})
-    await server.start()
-    killed = await drive(server, steps=12, kill_after=(2, 5, 9))
-    await server.stop()
+    async with server.running():
+        killed = await drive(server, steps=12, kill_after=(2, 5, 9))
     assert killed["hash"] == plain["hash"]
     assert killed["saved"] == plain["saved"]
+
+
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_TINKER_PYTHON names no Python with tinker 0.36")
+@pytest.mark.timeout(600)
+async def test_logprobs_are_those_of_the_temperature(tmp_path: Path) -> None:
+    tiny_folder = write_tiny_model(tmp_path / "tiny")
+    server = ServerProcess(tmp_path, {"tiny/model": str(tiny_folder)})
+    async with server.running():
+        client = await asyncio.create_subprocess_exec(
+            PYTHON, str(TEMPERATURE_CLIENT), "tiny/model",
+            env=environment_of(server), stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await asyncio.wait_for(client.communicate(), RUN_S)
+    assert client.returncode == 0
+    seen = json.loads(output.splitlines()[-1])
+    for num_pairs, gap in seen["temperatures"]:
+        assert num_pairs > 20
+        assert gap < 1e-4
+    assert seen["drawn"] == pytest.approx(seen["scored"], abs=1e-4)
 
 
 @pytest.mark.skipif(not OLD_PYTHONS, reason="ROOKERY_TINKER_OLD_PYTHONS names no old SDKs")

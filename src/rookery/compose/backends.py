@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,16 @@ from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapte
 from rookery.train.losses import make_loss
 from rookery.types import Json, LoraShape, Message, ModelRef, Task, TokenIds
 from rookery.weights import read_adapter
+from rookery.weights.merged_model import write_merged
 
-__all__ = ["FolderAdapters", "TemplateCodec", "lora_config", "open_backend", "tokenizer_of"]
+__all__ = [
+    "FolderAdapters",
+    "TemplateCodec",
+    "lora_config",
+    "merge_into",
+    "open_backend",
+    "tokenizer_of",
+]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -45,6 +54,7 @@ async def open_backend(
             folders=FolderAdapters(opened),
             codec=TemplateCodec(template),
             tokenizer=tokenizer_of(model, folder),
+            merge=partial(merge_into, folder.path),
         )
 
 
@@ -154,6 +164,11 @@ async def _open_engine(
         name=folder.name,
     ) as shared:
         yield shared
+
+
+def merge_into(model: Path, adapter: Path, target: Path) -> None:
+    """A model folder with a PEFT folder merged into it."""
+    write_merged(model, read_adapter(adapter), target)
 
 
 def tokenizer_of(model: str, folder: ModelFolder) -> str:

@@ -5,9 +5,16 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from rookery.compose.backends import FolderAdapters, TemplateCodec, lora_config, tokenizer_of
+from rookery.compose.backends import (
+    FolderAdapters,
+    TemplateCodec,
+    lora_config,
+    merge_into,
+    tokenizer_of,
+)
 from rookery.compose.sft import base_name
 from rookery.embedded import EngineConfig, resolve_model
 from rookery.engines import AnyEngineConfig, open_engine
@@ -52,6 +59,7 @@ async def open_megatron_backend(
             folders=FolderAdapters(opened),
             codec=TemplateCodec(template),
             tokenizer=tokenizer_of(model, folder),
+            merge=partial(merge_into, folder.path),
         )
 
 

@@ -12,6 +12,7 @@ fair_queue.py whose request is next: fair between tenants by tokens
 throughput.py how many tokens are computed in a second
 ordering.py   requests of one model in the order of their numbers
 work.py       one accepted request on its way through the queues
+provenance.py with which log-probabilities targets were drawn, by the spans that data carry
 training.py   ready requests -> passes of many models -> results
 sampling.py   sample requests -> engine -> results
 peft_config.py  the shape of an uploaded adapter

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rookery.errors import EngineDownError, FleetDownError, RookeryError
+from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
 from rookery.reports import ServiceStatus
 from rookery.service.keys import Keys
 from rookery.service.metrics import Metrics
@@ -58,17 +58,7 @@ def make_app(
         docs_url="/docs",
     )
     app.state.gate = gate
-    for module in (
-        sessions,
-        training,
-        sampling,
-        futures,
-        checkpoints,
-        plain,
-        openai,
-        vllm,
-        sequences,
-    ):
+    for module in ROUTES:
         app.include_router(module.make_router(gate))
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)
@@ -136,7 +126,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     status = 400
     if isinstance(error, Refusal):
         status = error.status
-    elif isinstance(error, EngineDownError | FleetDownError):
+    elif isinstance(error, EngineDownError | FleetDownError | RunError):
         status = 503
     if status not in (429, 503):  # those are sent again
         await fill_gap(request, str(error))

@@ -1,6 +1,8 @@
 """What the service asks of the engine and the trainer of one base model; it holds no tensors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rookery.ports import AdapterFolders, Codec, Engine, Trainees, Trainer
 
@@ -18,3 +20,6 @@ class Backend:
     codec: Codec
     tokenizer: str
     """What clients load the tokenizer from: a Hugging Face id or a folder."""
+    merge: Callable[[Path, Path], None]
+    """(PEFT folder, new folder): writes the base model with the adapter in its weights. Waits for
+    the disk."""

@@ -49,6 +49,8 @@ __all__ = [
 ]
 
 Reply = dict[str, Any]
+MAX_ENDED = 1000
+"""Sessions of a tenant that are over and trained nothing: they are in every snapshot."""
 MAX_SEQUENCES = 1000
 """Turns that a tenant may have stored: they are in every snapshot."""
 
@@ -148,7 +150,20 @@ def _end_session(state: State, command: Command, request: EndSession) -> Reply:
         del state.samplers[sampler.id]
     for loss in [loss for loss in state.losses.values() if loss.session_id == session.id]:
         del state.losses[loss.id]
+    _forget_ended(state, command.tenant)
     return {}
+
+
+def _forget_ended(state: State, tenant: str) -> None:
+    """The oldest of too many sessions that trained nothing."""
+    trained = {model.session_id for model in state.models.values()}
+    ended = [
+        session.id
+        for session in state.sessions.values()
+        if session.is_over and session.tenant == tenant and session.id not in trained
+    ]
+    for session_id in ended[:-MAX_ENDED]:
+        del state.sessions[session_id]
 
 
 def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
@@ -260,9 +275,9 @@ def _copy(state: State, command: Command, request: CopyWeights) -> Reply:
         expires=None if ttl_s is None else command.time + ttl_s,
         metadata=source.metadata,
     )
-    if copy.path in state.checkpoints:
+    known = state.checkpoints.setdefault(copy.path, copy)
+    if known.blob != copy.blob:
         raise bad(f"There is a checkpoint {copy.path} already: copy to another model_seq_id.")
-    state.checkpoints[copy.path] = copy
     return {"tinker_path": copy.path}
 
 

@@ -18,6 +18,8 @@ class Limits(Config):
     """Requests of one tenant that wait or run; more are answered with 429."""
     waiting_mib: float = Field(default=512.0, gt=0)
     """Bodies of all waiting requests together."""
+    sessions: int = Field(default=1000, ge=1)
+    """Open sessions of one tenant; more are answered with 429."""
     models: int = Field(default=64, ge=1)
     """Models in training of one tenant."""
     rank: int = Field(default=64, ge=1)
@@ -38,6 +40,9 @@ class ServiceConfig(Config):
     """How long a poll for a result waits; the SDK gives up after 45 s."""
     session_s: float = Field(default=1800.0, ge=60)
     """A session without a heartbeat for this long ends, and its models with it."""
+    gap_s: float = Field(default=900.0, gt=0)
+    """How long a request waits for an earlier one of its model that has not come. The SDK sends one
+    again for five minutes."""
     result_s: float = Field(default=600.0, ge=60)
     """How long a result is kept after it was fetched: a client may ask again."""
     pass_s: float = Field(default=0.5, gt=0)

@@ -17,6 +17,8 @@ from rookery.service.work import Result
 __all__ = ["Future", "Futures"]
 
 _CURSOR_RANGE = 1 << 32
+LOST_S = 60.0
+"""A client that did not get an answer asks again within this; the SDK waits 45 s for one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +93,11 @@ class Futures:
                 "request has a number of its own."
             )
         return future
+
+    def of_key(self, key: str, *, tenant: str) -> Future | None:
+        """The tenant's own request of this key, while its result is kept."""
+        future = self._futures.get(self._keys.get(key, ""))
+        return future if future is not None and future.tenant == tenant else None
 
     def get(self, future_id: str, *, tenant: str) -> Future:
         future = self._futures.get(future_id)
@@ -174,15 +181,22 @@ class Futures:
                 future.fetched = now
 
     def dump(self) -> list[dict[str, Any]]:
-        """All of them as JSON; results that were fetched are left out, with their futures."""
-        return [_dump(future) for future in self._futures.values() if future.fetched is None]
+        """All of them as JSON; results that were fetched are left out, with their futures, but for
+        those whose answer may have been lost on its way."""
+        limit = time.monotonic() - LOST_S
+        return [
+            _dump(future)
+            for future in self._futures.values()
+            if future.fetched is None or future.fetched > limit
+        ]
 
     @classmethod
     def restore(cls, rows: list[dict[str, Any]]) -> "Futures":
         futures = cls()
         for row in rows:
             result = row.pop("result")
-            future = Future(**row)
+            fetched = time.monotonic() if row.pop("is_fetched", False) else None
+            future = Future(**row, fetched=fetched)
             future.durable.set()
             futures.add(future)
             if result is not None:
@@ -203,6 +217,7 @@ def _dump(future: Future) -> dict[str, Any]:
         "digest": future.digest,
         "owner": future.owner,
         "reply": future.reply,
+        "is_fetched": future.fetched is not None,
         "result": None
         if result is None
         else {

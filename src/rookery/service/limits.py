@@ -44,6 +44,14 @@ class Admission:
             raise _full(f"You sent more than {rate:g} requests in a second.")
         self._credit[tenant] = (credit - 1, now)
 
+    def check_sessions(self, tenant: str) -> None:
+        sessions = self._desk.state.sessions.values()
+        num_open = sum(one.tenant == tenant and not one.is_over for one in sessions)
+        if num_open >= self._limits.sessions:
+            raise _full(
+                f"You have {num_open} open sessions; at most {self._limits.sessions} may be."
+            )
+
     def check_sample(self, request: Sample) -> None:
         if request.num_samples > self._limits.samples:
             raise bad(f"num_samples is {request.num_samples}; at most {self._limits.samples}.")

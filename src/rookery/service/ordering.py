@@ -25,6 +25,16 @@ class Lane(Generic[Item]):
     def add(self, seq: int, item: Item) -> list[Item]:
         """Take an item in; the items that can go now, in order."""
         self._waiting[seq] = item
+        return self._release()
+
+    def skip(self, through: int) -> tuple[list[Item], list[Item]]:
+        """Wait for no number up to this one any more: the items that waited up to it, and those
+        that can go now, in order."""
+        lost = [self._waiting.pop(seq) for seq in sorted(self._waiting) if seq <= through]
+        self.next_seq = max(self.next_seq, through + 1)
+        return lost, self._release()
+
+    def _release(self) -> list[Item]:
         released = []
         while self.next_seq in self._waiting:
             released.append(self._waiting.pop(self.next_seq))

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
+from rookery.errors import RunError
 from rookery.service.desk import Desk
-from rookery.service.records import Checkpoint, CheckpointKind, SamplingSession
+from rookery.service.records import Checkpoint, SamplingSession
 from rookery.service.work import Category, Command, Result, failed
 
 __all__ = ["Outcome", "PassRecord", "finish_pass"]
@@ -18,11 +19,18 @@ class PassRecord:
     ids: Sequence[str]
     effects: Mapping[str, Mapping[str, Any]]
     failures: Mapping[str, tuple[str, Category]]
+    dropped: Sequence[str] = ()
+    """Checkpoints that gave way to newer ones: how many are kept may be set anew."""
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> "PassRecord":
         failures = {key: (value[0], value[1]) for key, value in header["failures"].items()}
-        return cls(ids=header["ids"], effects=header["effects"], failures=failures)
+        return cls(
+            ids=header["ids"],
+            effects=header["effects"],
+            failures=failures,
+            dropped=header.get("dropped", ()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +49,40 @@ class Outcome:
         return cls(work=work, result=failed(sentence, category), error=(sentence, category))
 
 
-async def finish_pass(desk: Desk, outcomes: Sequence[Outcome], *, is_replay: bool) -> None:
-    """Change the state, make the pass durable, then let the results be fetched."""
+async def finish_pass(desk: Desk, outcomes: Sequence[Outcome], record: PassRecord | None) -> None:
+    """Change the state, make the pass durable, then let the results be fetched. A pass that has a
+    record is durable: it is repeated after a restart."""
+    if record is not None:
+        _check_repeated(outcomes, record)
     for outcome in outcomes:
         _apply(desk, outcome)
         desk.pending.remove(outcome.work.id)
-    if not is_replay:
+    dropped = _outnumbered(desk, outcomes) if record is None else record.dropped
+    for path in dropped:
+        desk.state.checkpoints.pop(path, None)
+    if record is None:
         header = {
             "entry": "pass",
             "call": outcomes[0].work.kind,
             "ids": [outcome.work.id for outcome in outcomes],
             "effects": {o.work.id: o.effect for o in outcomes if o.effect},
             "failures": {o.work.id: o.error for o in outcomes if o.error is not None},
+            "dropped": dropped,
         }
         await desk.wal.append(header)
     for outcome in outcomes:
         desk.futures.finish(outcome.work.id, outcome.result)
+
+
+def _check_repeated(outcomes: Sequence[Outcome], record: PassRecord) -> None:
+    """What succeeded before a restart must succeed again: without it the weights are others."""
+    for outcome in outcomes:
+        if outcome.error is not None and outcome.work.id not in record.failures:
+            raise RunError(
+                f"A {outcome.work.kind} of {outcome.work.owner} that was done before the restart "
+                f"cannot be repeated: {outcome.error[0]} Nothing is lost: start the service again "
+                "when that is mended, with the settings it had."
+            )
 
 
 def _apply(desk: Desk, outcome: Outcome) -> None:
@@ -76,7 +102,6 @@ def _apply(desk: Desk, outcome: Outcome) -> None:
             **row,
         )
         state.checkpoints[checkpoint.path] = checkpoint
-        _drop_older(desk, model.id, checkpoint.kind)
     if (row := outcome.effect.get("sampler")) is not None and model.is_live:
         sampler = SamplingSession(
             session_id=model.session_id, tenant=model.tenant, base_model=model.base_model, **row
@@ -84,17 +109,20 @@ def _apply(desk: Desk, outcome: Outcome) -> None:
         state.samplers[sampler.id] = sampler
 
 
-def _drop_older(desk: Desk, model_id: str, kind: str) -> None:
-    """Keep the last K of a kind, where the config says so. Those with a published name stay."""
+def _outnumbered(desk: Desk, outcomes: Sequence[Outcome]) -> list[str]:
+    """Paths of all but the last K of a kind that was saved now, where the config says so. Published
+    ones stay."""
     if desk.config.keep_last is None:
-        return
-    same = [
-        checkpoint
-        for checkpoint in desk.state.checkpoints.values()
-        if checkpoint.model_id == model_id
-        and checkpoint.kind == cast(CheckpointKind, kind)
-        and not checkpoint.is_public
-    ]
-    same.sort(key=lambda checkpoint: checkpoint.created)
-    for checkpoint in same[: -desk.config.keep_last]:
-        del desk.state.checkpoints[checkpoint.path]
+        return []
+    saved = [(o.work.owner, o.effect["checkpoint"]) for o in outcomes if "checkpoint" in o.effect]
+    paths: list[str] = []
+    for model_id, row in saved:
+        same = [
+            checkpoint
+            for checkpoint in desk.state.checkpoints.values()
+            if (checkpoint.model_id, checkpoint.kind) == (model_id, row["kind"])
+            and not checkpoint.is_public
+        ]
+        same.sort(key=lambda checkpoint: checkpoint.created)
+        paths += [checkpoint.path for checkpoint in same[: -desk.config.keep_last]]
+    return paths

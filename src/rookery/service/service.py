@@ -25,18 +25,19 @@ from pydantic import BaseModel
 from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
 from rookery.service.backend import Backend
-from rookery.service.commands import CheckpointPath, EndSession, apply
+from rookery.service.commands import CheckpointPath, EndSampler, EndSession, apply
 from rookery.service.config import ServiceConfig
 from rookery.service.desk import Desk
 from rookery.service.drawing import Drawing
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
-from rookery.service.records import Model
+from rookery.service.records import Model, SamplingSession
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
+from rookery.service.turns import Turns
 from rookery.service.wal import Wal
 from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
 from rookery.service.work import SAMPLING, Command, failed, finished
@@ -45,6 +46,8 @@ from rookery.types import LoraShape
 __all__ = ["Service", "new_id", "open_service"]
 
 HOUSEKEEPING_S = 10.0
+KEPT_SAMPLERS = 8
+"""Of a session, of weights saved without a name, however long nobody draws from them."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -67,11 +70,13 @@ class Service:
         self.blob_lock = asyncio.Lock()
         """Held by who stores a blob and has not named it in the state yet, and while unused blobs
         are deleted."""
+        self.uploads = Turns(1)
+        """Adapters are stored one at a time, so that whoever waits for the lock beside them waits
+        for no more than one."""
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""
         self._seen: dict[str, float] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
         """Do a request that is done at once; its reply."""
@@ -96,6 +101,10 @@ class Service:
             reply = apply(self.desk.state, command)
             self._end_model(model_id)
             return self._finish_at_once(command, reply, owner=model_id)
+        if command.kind == "end_sampler":
+            reply = apply(self.desk.state, command)
+            self._end_sampler(EndSampler.model_validate_json(command.body).sampling_session_id)
+            return reply
         if command.kind != "end_session":
             return apply(self.desk.state, command)
         session_id = EndSession.model_validate_json(command.body).session_id
@@ -126,6 +135,7 @@ class Service:
             logged.add_done_callback(lambda done: self._logged(command, future, done))
             await asyncio.shield(logged)
         await future.durable.wait()
+        self.desk.wal.check()
         return future.reply
 
     def enqueue(self, command: Command) -> Future:
@@ -149,6 +159,8 @@ class Service:
         if command.kind == "create_model" and command.owner not in self.desk.state.models:
             self.desk.state.models[command.owner] = _new_model(command)
         self.desk.pending.add(command)
+        if command.kind in SAMPLING:
+            self._seen[command.owner] = time.monotonic()
         if command.kind not in SAMPLING:
             self.training.add(command)
         elif self._is_open:
@@ -196,6 +208,8 @@ class Service:
                 if found.expires is not None and found.expires <= now:
                     path = CheckpointPath(path=found.path)
                     await self.change("delete_checkpoint", found.tenant, path)
+            await self._end_idle_samplers()
+            self.training.give_up_gaps(before=now - self.desk.config.gap_s)
             self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
             if self.training.is_snapshot_due:
                 self.training.wake()
@@ -208,10 +222,6 @@ class Service:
         metrics.waiting.labels("sampling").set(self.drawing.turns.num_waiting)
         metrics.models.set(sum(model.is_live for model in self.desk.state.models.values()))
 
-    async def watch(self) -> None:
-        """Ends with the error of the journal, if it has one: nothing can be promised after it."""
-        await self._failed
-
     async def _end_silent_sessions(self) -> None:
         limit = time.monotonic() - self.desk.config.session_s
         for session in list(self.desk.state.sessions.values()):
@@ -219,13 +229,31 @@ class Service:
                 ended = EndSession(session_id=session.id)
                 await self.change("end_session", session.tenant, ended)
 
+    async def _end_idle_samplers(self) -> None:
+        """Of weights that were saved without a name, one step after another, those that nobody
+        draws from any more. The newest of a session stay."""
+        now, busy = time.monotonic(), {work.owner for work in self.desk.pending}
+        unnamed: dict[str, list[SamplingSession]] = {}
+        for sampler in self.desk.state.samplers.values():
+            if sampler.blob and not sampler.path:
+                unnamed.setdefault(sampler.session_id, []).append(sampler)
+        for sampler in [one for own in unnamed.values() for one in own[:-KEPT_SAMPLERS]]:
+            since = self._seen.setdefault(sampler.id, now)
+            if sampler.id not in busy and since < now - self.desk.config.session_s:
+                ended = EndSampler(sampling_session_id=sampler.id)
+                await self.change("end_sampler", sampler.tenant, ended)
+
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
         self._seen.pop(session_id, None)
         self.desk.futures.end_owner(session_id)
         for sampler_id in samplers:
-            self.desk.futures.end_owner(sampler_id)
+            self._end_sampler(sampler_id)
         for model in self.desk.state.models_of(session_id):
             self._end_model(model.id)
+
+    def _end_sampler(self, sampler_id: str) -> None:
+        self._seen.pop(sampler_id, None)
+        self.desk.futures.end_owner(sampler_id)
 
     def _end_model(self, model_id: str) -> None:
         for work in self.training.end_model(model_id):
@@ -241,20 +269,14 @@ class Service:
         if command.seq < expected:
             raise bad(
                 f"Request {command.seq} of {command.owner} was done before, and its result is not "
-                f"kept any more: the next one is {expected}."
+                f"kept any more, or came too late: the next one is {expected}."
             )
 
     def _log(self, command: Command) -> "asyncio.Future[list[int]]":
         return self.desk.wal.append_command(command)
 
     def _logged(self, command: Command, future: Future, done: "asyncio.Future[list[int]]") -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            future.reply = {}
-            self.desk.futures.drop(future)
-            if not self._failed.done():
-                self._failed.set_exception(error)
-        elif not done.cancelled():
+        if not done.cancelled() and done.exception() is None:
             self.desk.pending.set_durable(command.id, done.result()[0])
         future.durable.set()
 
@@ -273,7 +295,7 @@ async def open_service(
         training = group.create_task(service.training.run(service.snapshot), name="training")
         others = [
             group.create_task(service.keep_house(), name="housekeeping"),
-            group.create_task(service.watch(), name="journal"),
+            group.create_task(wal.watch(), name="journal"),
         ]
         try:
             yield service

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rookery.concurrency import run_in_thread
+from rookery.service.backend import Backend
 from rookery.service.desk import Desk
 from rookery.service.exports import encrypt_folder
 from rookery.service.outcomes import Outcome, PassRecord
+from rookery.service.provenance import drawn_logprobs
 from rookery.service.records import Model
 from rookery.service.refusals import Refusal
-from rookery.service.wire.losses import output_arrays, output_metrics, train_request
+from rookery.service.wire.losses import LOSSES, output_arrays, output_metrics, train_request
 from rookery.service.wire.records import RecordCall, output_document
 from rookery.service.wire.requests import (
     AdamParams,
@@ -24,6 +27,7 @@ from rookery.service.wire.requests import (
     SaveForSampler,
     SaveWeights,
 )
+from rookery.service.wire.tensors import Array
 from rookery.service.wire.training import (
     TrainCall,
     encode_outputs,
@@ -108,7 +112,8 @@ class TrainerCalls:
             call = read_call(work)
             custom = partial(self._desk.state.loss, work.tenant)
             request = train_request(call, context_tokens=context, custom=custom)
-            return _Trained(work, request, is_record=isinstance(call, RecordCall))
+            drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
+            return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
 
         read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
         requests = [one.request for one in read_works]
@@ -118,6 +123,13 @@ class TrainerCalls:
         return await asyncio.to_thread(
             lambda: [one.outcome(own) for one, own in zip(read_works, outputs, strict=True)]
         )
+
+    def _drawn(self, work: Command, call: TrainCall) -> tuple[Array, ...]:
+        """The sampler's log-probabilities of each datum, where the loss does not have them."""
+        if call.loss in LOSSES and LOSSES[call.loss].is_policy:
+            return ()
+        futures = self._desk.futures
+        return tuple(drawn_logprobs(futures, work.tenant, datum) for datum in call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
         steps = [_optim_step(work) for work in works]
@@ -147,14 +159,16 @@ class TrainerCalls:
             return Outcome.failure(
                 work, f"There is a checkpoint {path} already: save under another name.", "user"
             )
-        recipients = request.age_encryption_recipients or () if is_external else ()
         blob, size_bytes = await self._store(
-            model, has_state=work.kind == "save_weights", recipients=recipients
+            model,
+            has_state=work.kind == "save_weights",
+            recipients=request.age_encryption_recipients or () if is_external else (),
+            is_merged=is_external and request.merged,
         )
         return _saved(work, _effect(work, model, request, blob, size_bytes))
 
     async def _store(
-        self, model: Model, *, has_state: bool, recipients: Sequence[str]
+        self, model: Model, *, has_state: bool, recipients: Sequence[str], is_merged: bool
     ) -> tuple[str, int]:
         """The digest and size of its weights, and the trainer's state if it is to be trained on."""
         backend, blobs = self._desk.backend(model.base_model), self._desk.wal.run.blobs
@@ -162,6 +176,8 @@ class TrainerCalls:
             if has_state:
                 await backend.trainer.save(model.id, folder / STATE)
             await backend.trainees.export(model.id, folder / ADAPTER)
+            if is_merged:
+                await run_in_thread(_merge, backend, folder / ADAPTER)
             if recipients:
                 await run_in_thread(encrypt_folder, folder / ADAPTER, recipients)
             size_bytes = await asyncio.to_thread(_size, folder)
@@ -212,13 +228,15 @@ class _Trained:
     request: TrainRequest
     is_record: bool
     """Whether it came as the trainer's own record, and is answered as one."""
+    drawn: tuple[Array, ...] = ()
 
     def outcome(self, output: TrainOutput) -> Outcome:
         if output.error:
             return Outcome.failure(self.work, output.error, "user")
         if self.is_record:
             return Outcome(work=self.work, result=finished(output_document(output)))
-        arrays, metrics = output_arrays(self.request, output), output_metrics(self.request, output)
+        arrays = output_arrays(self.request, output)
+        metrics = output_metrics(self.request, output, self.drawn)
         return Outcome(work=self.work, result=Result(encode_outputs(arrays, metrics), form="proto"))
 
 
@@ -273,6 +291,13 @@ def _saved(work: Command, effect: Any) -> Outcome:
         if work.kind == "save_weights_external":
             document["size_bytes"] = row["size_bytes"]
     return Outcome(work=work, result=finished(document), effect=effect)
+
+
+def _merge(backend: Backend, folder: Path) -> None:
+    """Replace an adapter by the model that it is merged into."""
+    adapter = folder.rename(folder.with_name("unmerged"))
+    backend.merge(adapter, folder)
+    shutil.rmtree(adapter)
 
 
 def _size(folder: Path) -> int:

@@ -46,6 +46,7 @@ class TrainingLoop:
         self._queue: FairQueue[str] = FairQueue()
         self._changed = asyncio.Event()
         self._removals: list[str] = []
+        self._overdue: list[Command] = []
         self._running: frozenset[str] = frozenset()
         self._is_stopping = False
         self.throughput = Throughput()
@@ -61,9 +62,22 @@ class TrainingLoop:
 
     def add(self, work: Command) -> None:
         """Queue a work, and those that waited for it."""
-        for ready in self.lane(work.owner).add(work.seq, work):
-            self._queue.put(ready.id, tenant=ready.tenant, tokens=ready.tokens)
+        self._put(self.lane(work.owner).add(work.seq, work))
+
+    def _put(self, ready: Sequence[Command]) -> None:
+        for work in ready:
+            self._queue.put(work.id, tenant=work.tenant, tokens=work.tokens)
         self._changed.set()
+
+    def give_up_gaps(self, *, before: float) -> None:
+        """Have requests fail that came before this time and still wait for an earlier one."""
+        for model_id, lane in self._lanes.items():
+            overdue = [work.seq for work in lane.waiting if work.time < before]
+            # What was released is done first: a model's numbers go up.
+            if overdue and self._desk.state.models[model_id].next_seq == lane.next_seq:
+                lost, ready = lane.skip(max(overdue))
+                self._overdue += lost
+                self._put(ready)
 
     def end_model(self, model_id: str) -> list[Command]:
         """Forget a model; the works that wait for numbers that never came are returned."""
@@ -79,6 +93,7 @@ class TrainingLoop:
             self._changed.clear()
             while not self._is_stopping:
                 await self._remove_models()
+                await self._fail_overdue()
                 await self._cycle()
                 if self.is_snapshot_due:
                     await snapshot()
@@ -105,6 +120,8 @@ class TrainingLoop:
     async def replay(self, record: PassRecord) -> None:
         """Do again what was done in a pass before a restart."""
         works = [self._desk.pending[work_id] for work_id in record.ids]
+        for work in works:  # those that were given up may still wait
+            self._put(self.lane(work.owner).skip(work.seq)[1])
         for work in works:
             self._queue.remove(work.id)
         await self._perform(works, record)
@@ -164,7 +181,7 @@ class TrainingLoop:
             outcomes = await self._outcomes(works, record)
         self.trained_s += time.monotonic() - started
         self._count(works)
-        await finish_pass(self._desk, outcomes, is_replay=record is not None)
+        await finish_pass(self._desk, outcomes, record)
 
     async def _outcomes(self, works: Sequence[Command], record: PassRecord | None) -> list[Outcome]:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
@@ -184,6 +201,16 @@ class TrainingLoop:
         metrics.pass_requests.labels(call).inc(len(works))
         for work in works:
             metrics.tokens.labels("trained", work.tenant).inc(work.tokens)
+
+    async def _fail_overdue(self) -> None:
+        lost, self._overdue = self._overdue, []
+        if lost:
+            sentence = (
+                f"An earlier request of this model did not come within {self._desk.config.gap_s:g} "
+                "s: send its requests with numbers that follow each other."
+            )
+            outcomes = [Outcome.failure(work, sentence, "user") for work in lost]
+            await finish_pass(self._desk, outcomes, None)
 
     async def _remove_models(self) -> None:
         while self._removals:

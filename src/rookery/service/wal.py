@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rookery.concurrency import run_in_thread
+from rookery.errors import RunError
 from rookery.runs import Entry, Run
 from rookery.service.work import Command
 
@@ -46,13 +47,38 @@ class Wal:
         self._journal = run.open_journal()
         self.num_bytes = 0
         """Written since the last snapshot."""
+        self._failed = asyncio.Event()
+        self._error: RunError | None = None
+
+    async def watch(self) -> None:
+        """Ends with the error of the journal, if it has one: nothing can be promised after it."""
+        await self._failed.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._error is not None:
+            raise RunError(str(self._error)) from self._error
 
     def append(self, header: Mapping[str, Any], body: bytes = b"") -> "asyncio.Future[list[int]]":
         """Its number, when it is durable. It has its place in the journal when this returns, and
         keeps it whoever stops waiting."""
         data = json.dumps(header).encode() + b"\0" + body
         self.num_bytes += len(data)
-        return asyncio.wrap_future(self._journal.submit([data]))
+        stored: asyncio.Future[list[int]]
+        try:
+            stored = asyncio.wrap_future(self._journal.submit([data]))
+        except RunError as error:  # an earlier write failed
+            stored = asyncio.get_running_loop().create_future()
+            stored.set_exception(error)
+        stored.add_done_callback(self._note)
+        return stored
+
+    def _note(self, stored: "asyncio.Future[list[int]]") -> None:
+        error = None if stored.cancelled() else stored.exception()
+        if isinstance(error, RunError) and self._error is None:
+            self._error = error
+            self._failed.set()
 
     def append_command(self, command: Command) -> "asyncio.Future[list[int]]":
         return self.append({"entry": "command", **command.header()}, command.body)

@@ -11,6 +11,8 @@ import aiohttp
 import megatron_server
 import numpy as np
 import pytest
+import torch
+import transformers
 from compose.served_model import served_model
 from service.tenants import Client, Served, crashed_copy, serve, train_body
 from tiny import tiny_adapter, write_tiny_model
@@ -94,6 +96,33 @@ async def test_what_is_trained_is_what_is_sampled(tmp_path: Path, is_tied: bool)
         assert adapter.factors["lm_head"].b.any()
     of_trainer = np.frombuffer(trained.data, dtype="<f4")
     assert scored["prompt_logprobs"][1:] == pytest.approx(of_trainer.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+async def test_a_merged_export_is_a_model_of_its_own(tmp_path: Path, is_tied: bool) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", tie_word_embeddings=is_tied)
+    tokens = [5, 6, 7, 8]
+    async with served_model(tmp_path / "run", folder) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await train_on(ada, model, range(1, 5))
+        forward = await ada.outputs(
+            await ada.train(train_body(model, 5, tokens=tokens, forward_only=True))
+        )
+        save = {"model_id": model, "seq_id": 6, "path": "whole", "merged": True}
+        saved = await ada.result(await ada.post("save_weights_external", save))
+        run = f"/api/v1/training_runs/{model}/checkpoints/external_weights/whole"
+        urls = (await ada.send("GET", f"{run}/external_weights_urls")).json()["urls"]
+        assert saved["size_bytes"] > (folder / "model.safetensors").stat().st_size
+        (tmp_path / "whole").mkdir()
+        for name, url in urls.items():
+            (tmp_path / "whole" / name).write_bytes((await ada.send("GET", url)).content)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    with torch.inference_mode():
+        rows = torch.log_softmax(whole(torch.tensor([tokens])).logits[0], dim=-1)
+    trained = np.frombuffer(forward.loss_fn_outputs[0].fields["logprobs"].data, dtype="<f4")
+    expected = [float(rows[place, token + 1]) for place, token in enumerate(tokens)]
+    assert trained.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 async def test_the_service_listens_and_ends(tmp_path: Path, tiny_folder: Path) -> None:

@@ -161,6 +161,21 @@ async def test_a_server_whose_update_failed_takes_no_requests() -> None:
         assert all(replica.load.is_open for replica in fleet.pool.replicas)
 
 
+async def test_a_server_of_another_machine_needs_a_folder_that_both_see(tmp_path: Path) -> None:
+    stub = Stub(routes=ROUTES)
+    async with serve(stub):
+        elsewhere = stub.url.replace("127.0.0.1", "0.0.0.0")  # this machine under another address
+        config = FleetConfig(urls=(elsewhere,))
+        async with open_fleet(config) as fleet:
+            with pytest.raises(FleetError, match="VLLM_ADAPTER_FOLDER"):
+                await update_weights(fleet, Model("new"))
+        assert stub.weights != "new"
+        shared = config.model_copy(update={"adapter_folder": tmp_path})
+        async with open_fleet(shared) as fleet:
+            await update_weights(fleet, Model("new"))
+        assert stub.weights == "new"
+
+
 async def test_weights_that_did_not_arrive_are_noticed_and_keep_the_server_out() -> None:
     stub = Stub(routes=ROUTES)
     async with (

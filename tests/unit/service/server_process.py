@@ -4,7 +4,8 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -47,6 +48,16 @@ class ServerProcess:
                 return response.status == 200
         except aiohttp.ClientError:
             return False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Started for the block, and ended with it however that ends."""
+        try:
+            await self.start()
+            yield
+        finally:
+            if self._process is not None and self._process.returncode is None:
+                await self.stop()
 
     async def kill(self) -> None:
         assert self._process is not None

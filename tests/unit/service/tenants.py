@@ -84,6 +84,7 @@ def fake_backend() -> Backend:
         folders=FakeFolders(engine),
         codec=WordCodec(),
         tokenizer="fake/tokenizer",
+        merge=shutil.copytree,
     )
 
 

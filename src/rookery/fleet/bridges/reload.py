@@ -25,12 +25,19 @@ from rookery.fleet.adapters.staging import memory_folder
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
-from rookery.fleet.routing.replica import Replica
+from rookery.fleet.routing.replica import Replica, is_local
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Model", "reload_from", "require_torch", "require_updates", "update_weights"]
+__all__ = [
+    "Model",
+    "reload_from",
+    "require_seen_folder",
+    "require_torch",
+    "require_updates",
+    "update_weights",
+]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -47,6 +54,7 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
     requests before: the others go on with the new weights.
     """
     require_updates(fleet)
+    require_seen_folder(fleet)
     canary = Canary.of(fleet.capabilities, is_float32=False)
     expected = await asyncio.to_thread(_logprobs, model, canary)
 
@@ -106,6 +114,16 @@ def require_updates(fleet: Fleet) -> None:
             raise FleetError(
                 f"{replica.url} takes no weight updates: start it with VLLM_SERVER_DEV_MODE=1, on "
                 "loopback only."
+            )
+
+
+def require_seen_folder(fleet: Fleet) -> None:
+    """FleetError unless every server sees the files that `update_weights` writes."""
+    for replica in fleet.pool.replicas:
+        if fleet.config.adapter_folder is None and not is_local(replica.url):
+            raise FleetError(
+                f"{replica.url} is on another machine, which takes weights from a folder that both "
+                "machines see: set adapter_folder (VLLM_ADAPTER_FOLDER) to one."
             )
 
 

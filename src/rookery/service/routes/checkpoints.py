@@ -6,6 +6,7 @@ import hmac
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ def _add_lists(router: APIRouter, gate: Gate) -> None:
         own = [model for model in gate.state.models.values() if model.tenant == tenant]
         own.sort(key=lambda model: model.last_request, reverse=True)
         page = own[max(offset, 0) :][: max(limit, 0)]
-        rows = [_run_row(gate, model) for model in page]
+        last = _last_checkpoints(gate, tenant)
+        rows = [_run_row(model, last) for model in page]
         return {"training_runs": rows, "cursor": _cursor(offset, limit, len(own))}
 
     @router.get("/training_runs/{run_id}")
     async def run(run_id: str, tenant: Tenant) -> dict[str, Any]:
-        return _run_row(gate, gate.state.run(tenant, run_id))
+        return _run_row(gate.state.run(tenant, run_id), _last_checkpoints(gate, tenant))
 
     @router.get("/training_runs/{run_id}/checkpoints")
     async def run_checkpoints(run_id: str, tenant: Tenant) -> dict[str, Any]:
@@ -197,11 +199,15 @@ def _path(run_id: str, kind: str, name: str) -> str:
     return f"tinker://{run_id}/{kind}/{name}"
 
 
-def _run_row(gate: Gate, model: Model) -> dict[str, Any]:
-    own = gate.state.own_checkpoints(model.tenant, now=gate.now())
-    of_model = [one for one in own if one.model_id == model.id]
-    last = next((one for one in of_model if one.kind == "weights"), None)
-    last_sampler = next((one for one in of_model if one.kind == "sampler_weights"), None)
+def _last_checkpoints(gate: Gate, tenant: str) -> dict[tuple[str, str], Checkpoint]:
+    """The newest of every model and kind."""
+    newest_first = gate.state.own_checkpoints(tenant, now=gate.now())
+    return {(one.model_id, one.kind): one for one in reversed(newest_first)}
+
+
+def _run_row(model: Model, newest: Mapping[tuple[str, str], Checkpoint]) -> dict[str, Any]:
+    last = newest.get((model.id, "weights"))
+    last_sampler = newest.get((model.id, "sampler_weights"))
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,

@@ -4,7 +4,9 @@ Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so t
 can be trained on.
 """
 
+import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -27,6 +29,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "chat_choice",
+    "encode_prompts",
     "make_router",
     "read_prompts",
     "response_of",
@@ -109,18 +112,20 @@ def make_router(gate: Gate) -> APIRouter:
     async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
-        prompts = [codec.encode(p) if isinstance(p, str) else p for p in read_prompts(body)]
+        prompts = await asyncio.to_thread(encode_prompts, codec, read_prompts(body))
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
             for place, prompt in enumerate(prompts)
         ]
         answers = await together(works)
         has_logprobs = body.logprobs is not None
-        choices = [
-            text_choice(one, codec, prompt, has_logprobs=has_logprobs)
-            for prompt, drawn in zip(prompts, answers, strict=True)
-            for one in drawn
-        ]
+        choices = await asyncio.to_thread(
+            lambda: [
+                text_choice(one, codec, prompt, has_logprobs=has_logprobs)
+                for prompt, drawn in zip(prompts, answers, strict=True)
+                for one in drawn
+            ]
+        )
         return response_of("text_completion", body.model, choices, prompts)
 
     @router.post("/chat/completions")
@@ -129,13 +134,15 @@ def make_router(gate: Gate) -> APIRouter:
         codec = _codec(gate, tenant, body)
         messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
         try:
-            prompt = codec.encode_chat(messages)
+            prompt = await asyncio.to_thread(codec.encode_chat, messages)
         except TaskError as error:
             raise bad(str(error)) from error
         asked = body.max_completion_tokens or body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else 0
         drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))
-        choices = [chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        choices = await asyncio.to_thread(
+            lambda: [chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        )
         if body.store:
             for one, choice in zip(drawn, choices, strict=True):
                 choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
@@ -162,6 +169,11 @@ def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")
     return prompts
+
+
+def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[TokenIds]:
+    """Texts as tokens. A long one takes seconds: not in the event loop."""
+    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
 async def _complete(

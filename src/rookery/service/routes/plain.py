@@ -6,6 +6,7 @@ GET    /api/v1/adapters
 DELETE /api/v1/adapters/poet
 """
 
+import asyncio
 import base64
 import binascii
 import json
@@ -24,6 +25,7 @@ from rookery.service.peft_config import read_shape
 from rookery.service.refusals import Refusal, bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source
+from rookery.service.routes.openai import encode_prompts
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt
@@ -92,7 +94,8 @@ def make_router(gate: Gate) -> APIRouter:
         name = body.model_id or body.adapter_id or body.model_path or body.base_model
         source = find_source(gate, tenant, name)
         codec = gate.service.desk.backend(source.base_model).codec
-        prompts = [codec.encode(p) if isinstance(p, str) else tuple(p) for p in body.prompts]
+        given = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
+        prompts = await asyncio.to_thread(encode_prompts, codec, given)
         if body.prompt is not None:
             prompts.append(tuple(t for chunk in body.prompt.chunks for t in chunk.tokens))
         if not prompts or not all(prompts):
@@ -127,7 +130,8 @@ async def register_adapter(gate: Gate, tenant: str, body: AdapterUpload) -> dict
     base_model = body.base_model or next(iter(gate.service.desk.backends))
     backend = gate.service.desk.backend(base_model)
     blobs = gate.service.desk.wal.run.blobs
-    async with gate.service.blob_lock:
+    turn = gate.service.uploads.take(tenant, tokens=1, width=1, id=new_id("upload"))
+    async with turn, gate.service.blob_lock:
         blob, size_bytes, shape = await run_in_thread(_store, gate, body)
         # Loaded once to see that it fits; samples load it again when they need it.
         ref = await backend.folders.load(blobs.path(blob) / ADAPTER, name=f"check-{blob[:16]}")

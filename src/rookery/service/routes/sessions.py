@@ -93,6 +93,7 @@ def _add_sessions(router: APIRouter, gate: Gate) -> None:
     @router.post("/create_session")
     async def create_session(body: CreateSession, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
+        gate.service.admission.check_sessions(tenant)
         return await gate.service.change("create_session", tenant, body)
 
     @router.post("/session_heartbeat")

@@ -4,6 +4,7 @@ A client of vLLM may be pointed at the service: what it registers is served unde
 the other programs of its tenant.
 """
 
+import asyncio
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -102,13 +103,11 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
         try:
-            tokens = (
-                backend.codec.encode(body.prompt)
-                if body.prompt is not None
-                else backend.codec.encode_chat(
-                    tuple(Message(role=m.role, content=m.content) for m in body.messages)
-                )
-            )
+            if body.prompt is not None:
+                tokens = await asyncio.to_thread(backend.codec.encode, body.prompt)
+            else:
+                chat = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+                tokens = await asyncio.to_thread(backend.codec.encode_chat, chat)
         except TaskError as error:
             raise bad(str(error)) from error
         context = backend.engine.context_tokens
@@ -117,4 +116,4 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
-        return {"prompt": backend.codec.decode(tuple(body.tokens))}
+        return {"prompt": await asyncio.to_thread(backend.codec.decode, tuple(body.tokens))}

@@ -12,7 +12,7 @@ Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are t
 of 0.2 and 0.2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,10 +158,13 @@ def output_arrays(request: TrainRequest, output: TrainOutput) -> list[Array]:
     return arrays
 
 
-def output_metrics(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
+def output_metrics(
+    request: TrainRequest, output: TrainOutput, drawn: Sequence[Array] = ()
+) -> dict[str, float]:
     """`name:reduction` as the SDK merges them over chunks; `loss:sum` is always there.
 
-    For losses of drawn tokens also how far sampler and trainer are apart on those tokens.
+    Also how far sampler and trainer are apart on drawn tokens. Losses of drawn tokens have the
+    sampler's log-probabilities; of the others `drawn` has them, NaN where they are not known.
     """
     metrics = {"loss:sum": output.metrics["train/loss_sum"]}
     for key, value in output.metrics.items():
@@ -177,11 +180,20 @@ def output_metrics(request: TrainRequest, output: TrainOutput) -> dict[str, floa
             metrics[f"{name.removesuffix('_max')}:max"] = value
         else:
             metrics[f"{name}:{'sum' if name.startswith('num_') else 'mean'}"] = value
-    return {**metrics, **_drift(request, output)}
+    return {**metrics, **_drift([*_policy_gaps(request, output), *_drawn_gaps(drawn, output)])}
 
 
-def _drift(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
-    gaps = [
+def _drawn_gaps(drawn: Sequence[Array], output: TrainOutput) -> list[float]:
+    gaps: list[float] = []
+    for sampled, logprobs in zip(drawn, output.logprobs, strict=False):
+        if len(sampled) == len(logprobs):  # one target per position
+            gap = sampled - np.asarray(logprobs, dtype="<f4")
+            gaps += gap[np.isfinite(gap)].tolist()
+    return gaps
+
+
+def _policy_gaps(request: TrainRequest, output: TrainOutput) -> list[float]:
+    return [
         sampled - logprob
         for datum, logprobs in zip(request.data, output.logprobs, strict=True)
         for sampled, logprob, advantage in zip(
@@ -189,6 +201,9 @@ def _drift(request: TrainRequest, output: TrainOutput) -> dict[str, float]:
         )
         if advantage != 0.0
     ]
+
+
+def _drift(gaps: Sequence[float]) -> dict[str, float]:
     if not gaps:
         return {}
     values = np.asarray(gaps)

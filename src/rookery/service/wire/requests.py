@@ -175,6 +175,8 @@ class SaveExternal(_Request):
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
     age_encryption_recipients: list[str] | None = None
+    merged: bool = False
+    """The whole base model with the adapter in its weights, instead of the adapter."""
 
 
 class LoadWeights(_Request):

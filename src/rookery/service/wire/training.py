@@ -18,6 +18,7 @@ from rookery.service.wire.tensors import Array, json_tensor, proto_tensor
 
 __all__ = [
     "DatumArrays",
+    "TargetSpan",
     "TrainCall",
     "encode_outputs",
     "outputs_as_json",
@@ -27,11 +28,22 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class TargetSpan:
+    """Targets in a row that are tokens of one sample, from `offset` on; "" names no sample."""
+
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class DatumArrays:
     """One row as it was sent: the tokens read and the arrays of the loss, by name."""
 
     tokens: Array
     inputs: Mapping[str, Array]
+    target_spans: tuple[TargetSpan, ...] = ()
+    """Where the targets come from; empty when the client does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,22 @@ def _proto_datum(datum: Any, place: int) -> DatumArrays:
         name: proto_tensor(tensor, name=f"Datum {place}: {name}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return DatumArrays(_joined(pieces), inputs)
+    spans = _target_spans(datum, place) if datum.loss_fn_input_spans else ()
+    return DatumArrays(_joined(pieces), inputs, spans)
+
+
+def _target_spans(datum: Any, place: int) -> tuple[TargetSpan, ...]:
+    spans = []
+    for span in datum.loss_fn_input_spans:
+        is_drawn = span.WhichOneof("span") == "sampled_tokens"
+        own = span.sampled_tokens if is_drawn else span.prompt_tokens
+        if own.length < 0 or own.offset < 0:
+            raise bad(f"Datum {place}: a span of loss_fn_inputs has a negative length or offset.")
+        spans.append(TargetSpan(own.sequence_id if is_drawn else "", own.offset, own.length))
+    num_rows = datum.loss_fn_inputs["target_tokens"].shape[:1]
+    if [sum(span.length for span in spans)] != list(num_rows):
+        raise bad(f"Datum {place}: the spans of loss_fn_inputs do not cover target_tokens.")
+    return tuple(spans)
 
 
 def _json_datum(datum: Any, place: int) -> DatumArrays:

@@ -1,0 +1,265 @@
+"""Faults beside a restart: other settings, a trainer that fails, a full disk, lost answers."""
+
+import asyncio
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executors.jobs import until
+from service.tenants import (
+    Client,
+    WordCodec,
+    crashed_copy,
+    fake_backend,
+    serve,
+    train_body,
+)
+
+from rookery.errors import RunError
+from rookery.service.config import Limits, ServiceConfig
+from rookery.service.records import Checkpoint
+from rookery.service.state import State
+from rookery.types import TokenIds
+
+
+async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        paths = []
+        for seq, name in enumerate(("a", "b"), start=1):
+            save = {"model_id": model, "seq_id": seq, "path": name}
+            paths.append((await ada.result(await ada.post("save_weights", save)))["path"])
+        first = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+        assert (await ada.send("POST", f"{first}/publish")).status_code == 204
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed, config=ServiceConfig(poll_s=20.0, keep_last=1)) as served:
+        assert list(served.service.desk.state.checkpoints) == paths
+
+
+async def test_a_pass_that_cannot_be_repeated_stops_the_restart(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        expected = await ada.result(await ada.step(model, 2))
+    backend = fake_backend()
+    backend.trainer.failing.add(model)  # type: ignore[attr-defined]
+    with pytest.raises(RunError, match="cannot be repeated"):
+        async with serve(killed, backend=backend):
+            pass
+    async with serve(killed) as served:
+        ada = served.client()
+        assert await ada.result(await ada.step(model, 2)) == expected, "nothing was lost"
+
+
+async def test_a_result_whose_answer_was_lost_is_there_after_a_restart(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        reply = await ada.train(train_body(model, 1))
+        first = await ada.outputs(reply)
+    async with serve(tmp_path / "run") as served:
+        assert await served.client().outputs(reply) == first
+
+
+async def test_a_copy_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        save = {"model_id": model, "seq_id": 1, "path": "a"}
+        path = (await ada.result(await ada.post("save_weights", save)))["path"]
+        copy = {"source_path": path, "session_id": session, "model_seq_id": 7}
+        first = await ada.post("copy_weights", copy)
+        assert await ada.post("copy_weights", copy) == first
+
+
+class FullDisk:
+    """A journal that cannot be written any more."""
+
+    def __init__(self, commit: Any) -> None:
+        self._commit = commit
+        self.is_full = False
+
+    def __call__(self, items: Any) -> Any:
+        if self.is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._commit(items)
+
+
+@pytest.mark.parametrize("path", ["create_session", "optim_step"])
+async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, path: str) -> None:
+    """Clients send again what gets 503, and a service on a disk with room answers it."""
+    with pytest.raises(RunError, match="full"):
+        async with serve(tmp_path / "run") as served:
+            ada = served.client()
+            model = await ada.model(await ada.session())
+            group = served.service.desk.wal._journal._group
+            group._commit = disk = FullDisk(group._commit)
+            disk.is_full = True
+            body = {"create_session": {}, "optim_step": {"model_id": model, "seq_id": 1}}[path]
+            answer = await ada.send("POST", f"/api/v1/{path}", json=body)
+            assert answer.status_code == 503
+            assert "full" in answer.json()["error"]
+            again = await ada.send("POST", f"/api/v1/{path}", json=body)
+            assert again.status_code == 503
+            await served.service.desk.wal.watch()
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        assert "metrics" in await ada.result(await ada.step(model, 1))
+
+
+async def test_a_request_that_never_comes_is_waited_for_no_longer_than_said(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        late = [await ada.step(model, seq) for seq in (3, 4)]
+        served.service.training.give_up_gaps(before=time.time() - 60)
+        assert len(served.service.desk.pending) == 2
+        served.service.training.give_up_gaps(before=time.time() + 60)
+        failed = [await ada.result(reply) for reply in late]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        done = await ada.result(await ada.step(model, 5))
+    assert all("did not come within" in one["error"] for one in failed)
+    assert done["metrics"]["value:mean"] == 3.0
+    async with serve(killed) as served:
+        ada = served.client()
+        assert [await ada.result(reply) for reply in late] == failed
+        assert await ada.result(await ada.step(model, 5)) == done
+
+
+async def test_weights_saved_at_every_step_do_not_stay(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        model = await ada.model(await ada.session())
+        names = []
+        for seq in range(1, 13):
+            save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            reply = await ada.post("save_weights_for_sampler", save)
+            names.append((await ada.result(reply))["sampling_session_id"])
+        await service._end_idle_samplers()
+        assert list(service.desk.state.samplers) == names, "just saved"
+        sample = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "sampling_session_id": names[0],
+            "seq_id": 0,
+            "sampling_params": {"max_tokens": 1},
+        }
+        for name in names:
+            service._seen[name] = time.monotonic() - service.desk.config.session_s - 1
+        await ada.samples(await ada.post("asample", sample))
+        await service._end_idle_samplers()
+        assert list(service.desk.state.samplers) == [names[0], *names[-8:]], "one is drawn from"
+
+
+async def test_sessions_of_a_tenant_are_bounded(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(sessions=3))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        sessions = [await ada.session() for _ in range(3)]
+        full = await ada.post("create_session", {}, status=429)
+        assert "3 open sessions" in full["error"]
+        state = served.service.desk.state
+        for session in sessions:
+            await ada.post(
+                f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204
+            )
+        assert all(state.sessions[session].is_over for session in sessions)
+        await ada.session()
+
+
+async def test_texts_are_tokenized_beside_the_event_loop(tmp_path: Path) -> None:
+    codec, backend = ThreadCodec(), fake_backend()
+    async with serve(tmp_path / "run", backend=replace(backend, codec=codec)) as served:
+        ada = served.client()
+        model = {"model": "fake", "max_tokens": 2}
+        await ada.post("sample", {"prompts": ["5 6"], "sampling_params": {"max_tokens": 2}})
+        bodies = {
+            "/v1/completions": {**model, "prompt": "5 6", "logprobs": 1},
+            "/v1/chat/completions": {**model, "messages": [{"role": "user", "content": "5"}]},
+            "/tokenize": {"prompt": "5 6"},
+            "/detokenize": {"tokens": [5, 6]},
+        }
+        for path, body in bodies.items():
+            assert (await ada.send("POST", path, json=body)).status_code == 200, path
+    assert len(codec.threads) >= len(bodies) + 1
+    assert threading.main_thread() not in codec.threads
+
+
+class ThreadCodec(WordCodec):
+    """Notes in which threads it works."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def encode(self, text: str) -> TokenIds:
+        self.threads.append(threading.current_thread())
+        return super().encode(text)
+
+    def decode(self, tokens: TokenIds) -> str:
+        self.threads.append(threading.current_thread())
+        return super().decode(tokens)
+
+
+async def test_uploads_of_one_tenant_hold_up_neither_snapshots_nor_others(tmp_path: Path) -> None:
+    """Only one of them is between its files and its name at a time."""
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada, bob, service = served.client("ada"), served.client("bob"), served.service
+        order: list[str] = []
+
+        async def upload(client: Client, name: str) -> None:
+            config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+            body = {"adapter_id": name, "adapter_config": config, "adapter_model": "AAAA"}
+            await client.post("adapters", body, status=201)
+            order.append(name)
+
+        async def snapshot() -> None:
+            await service.snapshot()
+            order.append("snapshot")
+
+        async with asyncio.TaskGroup() as group:
+            async with service.blob_lock:
+                for place in range(6):
+                    group.create_task(upload(ada, f"ada{place}"))
+                await until(lambda: service.uploads.num_waiting == 5)
+                group.create_task(upload(bob, "bob"))
+                await until(lambda: service.uploads.num_waiting == 6)
+                saving = group.create_task(snapshot())
+                await until(lambda: service.desk.metrics.snapshots._value.get())
+            await saving
+        assert order.index("snapshot") <= 2, order
+        assert order.index("bob") <= 3, order
+
+
+async def test_runs_are_listed_in_one_look_at_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        for number in range(3):
+            model = await ada.model(session, seq=number)
+            for seq, name in ((1, "old"), (2, "new")):
+                save = {"model_id": model, "seq_id": seq, "path": name}
+                await ada.result(await ada.post("save_weights", save))
+        looks: list[str] = []
+        look = State.own_checkpoints
+
+        def own_checkpoints(state: State, tenant: str, *, now: float) -> list[Checkpoint]:
+            looks.append(tenant)
+            return look(state, tenant, now=now)
+
+        monkeypatch.setattr(State, "own_checkpoints", own_checkpoints)
+        runs = (await ada.send("GET", "/api/v1/training_runs")).json()["training_runs"]
+    names = [run["last_checkpoint"]["tinker_path"].rpartition("/")[2] for run in runs]
+    assert names == ["new"] * 3
+    assert len(looks) == 1, "costs grow with runs and checkpoints, not with their product"
