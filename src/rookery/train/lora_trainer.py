@@ -185,7 +185,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         All trainees begin at one layer."""
         model = self._model
         passes = [packed for _, packed in members]
-        rows = MixedRows(passes, has_padding=not pads_alone(model.device))
+        room = 0 if pads_alone(model.device) else self._config.pass_tokens
+        rows = MixedRows(passes, room=room)
         stacks = Stacks(
             [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]
         )

@@ -19,7 +19,7 @@ from rookery.types import TokenIds
 
 __all__ = ["MixedRows", "Turn", "mixed_turns"]
 
-LEAST_PADDED = 4096
+CHEAP_ROWS = 4096
 """So many rows, padding too, take a GPU as long as few: it is busy with starting operations."""
 MOST_PADDING = 1.25
 """Above, how many times the rows without padding there may be."""
@@ -55,20 +55,21 @@ class MixedRows:
     """The sequences of several passes, laid end to end by length: neighbours of equal length are
     attended in one call.
 
-    With `has_padding` they are laid in their order, each padded at its end to the longest, where
-    that does not make many more rows: then all are attended in one call, and the rows of a pass are
-    whole blocks. Nothing sees the padding, and it has no gradient.
+    Where `room` has rows enough they are laid in their order, each padded at its end to the
+    longest, unless that makes many more rows: then all are attended in one call, and the rows of a
+    pass are whole blocks. Nothing sees the padding, and it has no gradient.
     """
 
-    def __init__(self, passes: Sequence[PackedPass], *, has_padding: bool = False) -> None:
+    def __init__(self, passes: Sequence[PackedPass], *, room: int = 0) -> None:
         order = [
             (len(sequence), part, number)
             for part, packed in enumerate(passes)
             for number, sequence in enumerate(packed.sequences)
         ]
-        longest, num_tokens = max(order)[0], sum(length for length, _, _ in order)
-        room = max(LEAST_PADDED, int(MOST_PADDING * num_tokens))
-        self.block = longest if has_padding and longest * len(order) <= room else None
+        longest = max((length for length, _, _ in order), default=0)
+        num_tokens = sum(length for length, _, _ in order)
+        room = min(room, max(CHEAP_ROWS, int(MOST_PADDING * num_tokens)))
+        self.block = longest if longest * len(order) <= room else None
         """The rows of each sequence with its padding; None: there is none."""
         self.sequences: list[TokenIds] = []
         self.own: list[list[int]] = [[] for _ in passes]

@@ -19,6 +19,8 @@ from rookery.train import (
     lora_trainer,
     stacks,
 )
+from rookery.train.mixed import MixedRows
+from rookery.train.packing import PackedPass
 from rookery.types import Adapter, Datum, Json, LoraFactors, OptimStep, TrainOutput, TrainRequest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -141,15 +143,25 @@ async def test_bits_do_not_depend_on_the_company(model: SlottedModel, pass_token
             assert torch.equal(lora.b, adapter.factors[layer].b), (tenant.name, layer)
 
 
+@pytest.mark.parametrize("pass_tokens", [512, 2048])
 async def test_padded_to_the_company_gradients_are_those_of_each_alone(
-    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+    model: SlottedModel, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: one rank and one size of blocks for all, equal up to rounding."""
+    """As on a GPU: one rank and one size of blocks for all, equal up to rounding. Only the larger
+    pass has room for sequences of one length."""
     for module in (stacks, lora_trainer):
         monkeypatch.setattr(module, "pads_alone", lambda _device: False)
-    together = await trained(model, TENANTS, steps=0)
+    together = await trained(model, TENANTS, steps=0, pass_tokens=pass_tokens)
     monkeypatch.undo()
     for tenant in TENANTS:
         alone = await trained(model, (tenant,), steps=0)
         for got, wanted in zip(together[tenant.name][1], alone[tenant.name][1], strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
+
+
+def test_sequences_are_padded_where_there_is_room_for_little_more() -> None:
+    def block(lengths: list[int], room: int) -> int | None:
+        return MixedRows([PackedPass(sequences=[(5,) * n for n in lengths])], room=room).block
+
+    assert block([3, 9, 5], 27) == 9 and block([3, 9, 5], 26) is None
+    assert block([2000, 2100], 8192) == 2100 and block([1000, 2000, 5000], 2**20) is None
