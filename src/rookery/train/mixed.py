@@ -9,6 +9,7 @@ summed together.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import gcd
 
 import torch
 
@@ -23,6 +24,9 @@ CHEAP_ROWS = 4096
 """So many rows, padding too, take a GPU as long as few: it is busy with starting operations."""
 MOST_PADDING = 1.25
 """Above, how many times the rows without padding there may be."""
+
+MOST_BLOCKS = 2
+"""Blocks per pass: each has a copy of its factors, where a pass has several."""
 
 Turn = tuple[RunningRequest[LoraTrainee], PackedPass]
 """One pass of one request."""
@@ -69,7 +73,7 @@ class MixedRows:
         longest = max((length for length, _, _ in order), default=0)
         num_tokens = sum(length for length, _, _ in order)
         room = min(room, max(CHEAP_ROWS, int(MOST_PADDING * num_tokens)))
-        self.block = longest if longest * len(order) <= room else None
+        self._length = longest if longest * len(order) <= room else None
         """The rows of each sequence with its padding; None: there is none."""
         self.sequences: list[TokenIds] = []
         self.own: list[list[int]] = [[] for _ in passes]
@@ -77,8 +81,8 @@ class MixedRows:
         self.spans: list[list[int]] = [[] for _ in passes]
         """The same with padding."""
         self.num_rows = 0
-        for length, part, number in order if self.block else sorted(order):
-            num = self.block or length
+        for length, part, number in order if self._length else sorted(order):
+            num = self._length or length
             self.sequences.append(passes[part].sequences[number])
             self.own[part].extend(range(self.num_rows, self.num_rows + length))
             self.spans[part].extend(range(self.num_rows, self.num_rows + num))
@@ -87,16 +91,24 @@ class MixedRows:
     @property
     def lengths(self) -> list[int]:
         """With padding."""
-        return [self.block or len(sequence) for sequence in self.sequences]
+        return [self._length or len(sequence) for sequence in self.sequences]
+
+    @property
+    def block(self) -> int | None:
+        """Rows that whole blocks of every pass can have; None: they would be many, or uneven."""
+        size = gcd(*map(len, self.spans))
+        return (
+            size if self._length and self.num_rows <= MOST_BLOCKS * len(self.spans) * size else None
+        )
 
     def padded(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of the sequences end to end, with padding: the last row of each again."""
-        if self.block is None or len(hidden) == self.num_rows:
+        if self._length is None or len(hidden) == self.num_rows:
             return hidden
         ends = accumulate(len(sequence) for sequence in self.sequences)
         rows = [
             end - len(sequence) + min(place, len(sequence) - 1)
             for sequence, end in zip(self.sequences, ends, strict=True)
-            for place in range(self.block)
+            for place in range(self._length)
         ]
         return hidden.index_select(0, torch.tensor(rows, device=hidden.device))

@@ -80,12 +80,12 @@ class Stacks:
         for banks, factors in self._banks.items():
             if layer is not None and layer not in factors:
                 continue
-            longest = max(len(own_rows[slot]) for slots in banks for slot in slots)
+            counts = [len(own_rows[slot]) for slots in banks for slot in slots if own_rows[slot]]
             segments = [
                 Segment(
                     slot=place,
                     rows=own_rows[slot],
-                    block=block or self._block(len(own_rows[slot]), longest=longest),
+                    block=block or self._block(len(own_rows[slot]), counts),
                     bank=bank,
                 )
                 for bank, slots in enumerate(banks)
@@ -120,10 +120,11 @@ class Stacks:
                     assert isinstance(total, FlatTensors)
                     stack.add(total, row, a[:, row], b[:, row])
 
-    def _block(self, num_rows: int, *, longest: int) -> int:
-        if not pads_alone(self._device):
-            return next((size for size in BLOCKS if longest <= size), BLOCKS[-1])
-        return _block_of(num_rows)
+    def _block(self, num_rows: int, counts: Sequence[int]) -> int:
+        """For so many rows beside those of the others."""
+        if pads_alone(self._device) or len(counts) == 1:
+            return _block_of(num_rows)
+        return next((size for size in BLOCKS if max(counts) <= size), BLOCKS[-1])
 
 
 def _block_of(num_rows: int) -> int:

@@ -159,9 +159,29 @@ async def test_padded_to_the_company_gradients_are_those_of_each_alone(
             torch.testing.assert_close(got, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
 
 
-def test_sequences_are_padded_where_there_is_room_for_little_more() -> None:
-    def block(lengths: list[int], room: int) -> int | None:
-        return MixedRows([PackedPass(sequences=[(5,) * n for n in lengths])], room=room).block
+def mixed(*passes: list[int], room: int) -> MixedRows:
+    packed = [PackedPass(sequences=[(5,) * length for length in own]) for own in passes]
+    return MixedRows(packed, room=room)
 
-    assert block([3, 9, 5], 27) == 9 and block([3, 9, 5], 26) is None
-    assert block([2000, 2100], 8192) == 2100 and block([1000, 2000, 5000], 2**20) is None
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "padded"),
+    [
+        ([3, 9, 5], 27, [9, 9, 9]),
+        ([3, 9, 5], 26, [3, 5, 9]),  # more than a pass may have
+        ([2000, 2100], 8192, [2100, 2100]),
+        ([1000, 2000, 5000], 2**20, [1000, 2000, 5000]),  # much work for nothing
+    ],
+)
+def test_sequences_are_padded_where_there_is_room_for_little_more(
+    lengths: list[int], room: int, padded: list[int]
+) -> None:
+    assert mixed(lengths, room=room).lengths == padded
+
+
+def test_blocks_are_few() -> None:
+    assert mixed([4, 6, 5], room=100).block == 18, "one pass is one product"
+    assert mixed([4, 6], [3, 3], room=100).block == 12
+    assert mixed([4, 6], [3], room=100).block == 6
+    assert mixed([4] * 20, [3], room=100).block is None
+    assert mixed([4, 6], [3], room=0).block is None
