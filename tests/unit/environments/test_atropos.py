@@ -277,3 +277,30 @@ async def test_an_environment_without_its_folder_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"environments\.0\.folder is .*none, and there is none"):
         async with running([command], words={}, logs=tmp_path):
             pass
+
+
+async def test_what_a_trainer_lost_is_given_to_the_next_one(tmp_path: Path) -> None:
+    """It registers, names no number, and the one before was killed while it trained."""
+    with new_run(tmp_path / "run") as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        delivery = Delivery(gateway)
+        for _ in range(4):
+            await gateway.accept(make_group())
+        delivery.begin()
+        number, first = await delivery.next(None)
+        delivery.begin()
+        assert await delivery.next(None) == (number, first)
+        following = await delivery.next(None)
+        assert following[0] == number + 1 and following[1] != first
+
+
+async def test_a_number_that_was_never_given_acknowledges_nothing(tmp_path: Path) -> None:
+    """A trainer that goes on from another gateway's batches."""
+    with new_run(tmp_path / "run") as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        delivery = Delivery(gateway)
+        for _ in range(4):
+            await gateway.accept(make_group())
+        first = await delivery.next(50)
+        assert await delivery.next(50) == first, "the answer was lost on its way"
+        assert (await delivery.next(first[0]))[0] == first[0] + 1

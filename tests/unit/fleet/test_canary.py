@@ -14,6 +14,7 @@ from rookery.errors import FleetError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.http.client import ClientConfig
 from rookery.types import ModelRef
 
 PLAIN = (-1.0, -2.0, -30.0)
@@ -66,6 +67,19 @@ async def test_the_canary_waits_at_a_server_while_weights_change() -> None:
                 tensor += 0.5
             rename(ModelRef(name="policy", version="later"))
         assert await ask(fleet, ModelRef(name="policy", version="later"))
+
+
+async def test_a_change_that_takes_longer_than_a_request_may_is_proved_all_the_same() -> None:
+    stub = SharingStub()
+    async with serve(stub):
+        config = fleet_of(stub).model_copy(update={"client": ClientConfig(request_s=0.2)})
+        async with open_fleet(config) as fleet, training(fleet) as trainer:
+            num_bodies = len(stub.bodies)
+            async with trainer.bridge.changing_base() as rename:
+                await until(lambda: len(stub.bodies) > num_bodies)
+                await until(lambda: not any(stub.in_flight.values()))
+                rename(ModelRef(name="policy", version="later"))
+            assert await ask(fleet, ModelRef(name="policy", version="later"))
 
 
 async def test_a_change_that_fails_leaves_nothing_at_the_server() -> None:

@@ -1,7 +1,9 @@
 """Batches for a trainer elsewhere: each is given until it is acknowledged.
 
 The Atropos API has no acknowledgement. A trainer that knows none acknowledges a batch by asking for
-the next one; Rookery's own names the last batch that it has (`/batch?after=3`).
+the next one; Rookery's own names the last batch that it has (`/batch?after=3`). The first question
+of a trainer that has just registered acknowledges nothing: what the one before was given may have
+been lost with it.
 
 What a batch holds is durable before it is given: a trainer that has it may acknowledge it to the
 gateway's next process.
@@ -38,7 +40,13 @@ class Delivery:
         if given is not None and int(given.key) == self._number + 1:
             self._given = gateway.queue.take_these(given.payload["groups"])
         gateway.step = self._number + bool(self._given)
+        self._is_new = False
+        """Whether a trainer has registered that has not asked yet."""
         self._lock = asyncio.Lock()
+
+    def begin(self) -> None:
+        """A trainer has registered."""
+        self._is_new = True
 
     async def next(self, after: int | None) -> tuple[int, Sequence[QueuedGroup]]:
         """The batch that follows number `after`, empty when there is none yet; without a number,
@@ -46,7 +54,9 @@ class Delivery:
         trainer = self._gateway.registry.trainer
         assert trainer is not None, "a trainer registers before it asks for batches"
         async with self._lock:
-            if self._given and (after is None or after > self._number):
+            is_new, self._is_new = self._is_new, False
+            has_given = not is_new if after is None else after == self._number + 1
+            if self._given and has_given:
                 await self._acknowledge()
             if not self._given:
                 await self._give(self._gateway.queue.take_now(trainer.batch_size))

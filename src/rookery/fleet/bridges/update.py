@@ -9,6 +9,7 @@ again later is given the newest weights, and takes requests when it has shown th
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.fleet import Fleet
+from rookery.fleet.http.client import ServerLost
 from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef
 
@@ -150,7 +152,9 @@ class BaseUpdate:
             await give(replica)
             asked = self._asked.pop(replica, None)
             if asked is not None:
-                return _Read(asked.process, await asked.answer)
+                # A change may take longer than a request may wait: it is asked again then.
+                with contextlib.suppress(ServerLost):
+                    return _Read(asked.process, await asked.answer)
             process = await replica.proof.running()
             if replica.base != ref:
                 await self.name(replica, ref)

@@ -55,6 +55,7 @@ def _add_taking_part(router: APIRouter, gateway: Gateway, delivery: Delivery | N
             number = registry.enter(trainer)
         except TaskError as error:
             raise Refusal(409, str(error)) from error
+        delivery.begin()
         gateway.step = max(gateway.step, trainer.starting_step)
         return {"uuid": int(number)}
 
