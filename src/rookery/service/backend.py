@@ -20,6 +20,6 @@ class Backend:
     codec: Codec
     tokenizer: str
     """What clients load the tokenizer from: a Hugging Face id or a folder."""
-    merge: Callable[[Path, Path], None]
+    merge: Callable[[Path, Path], object]
     """(PEFT folder, new folder): writes the base model with the adapter in its weights. Waits for
     the disk."""
