@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from fleet_gpu import write_shape
+from publication_watch import Watch
 
 import rookery
 from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
@@ -142,10 +143,8 @@ class SharedModel:
                 torch.arange(length, device=self.device),
                 attend=CausalAttend([length], device=self.device),
             )
-            rows = torch.log_softmax(model.logits(hidden).float(), dim=-1)
-            ends = torch.tensor(canary.ends, device=self.device)
-            targets = torch.tensor([canary.tokens[end] for end in canary.ends], device=self.device)
-            found: list[float] = rows[ends - 1, targets].tolist()
+            row = torch.log_softmax(model.logits(hidden[-1:])[0].float(), dim=-1)
+            found: list[float] = row[list(canary.ids)].tolist()
         return found
 
 
@@ -155,17 +154,20 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
         shared = await SharedModel.of(fleet, folder)
         trainee = FullTrainee(shared.model.weights, optimizer="adamw")
         canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
-        bridge = AliasBridge(fleet, shared.base, canary=canary, logprobs=shared.logprobs)
+        watch = Watch(fleet)
+        logprobs = watch.logprobs(shared.logprobs)
+        bridge = AliasBridge(fleet, shared.base, canary=canary, logprobs=logprobs)
         pauses, casts, syncs, stalls = [], [], [], []
         for number in range(NUM_PUBLISHED):
             with torch.no_grad():
                 for master in trainee.parameters:
                     master.mul_(1.0 - 1e-3)
             synchronise(shared.device)
+            watch.begin()
             began = time.perf_counter()
             async with bridge.changing_base() as rename:
                 paused = time.perf_counter()
-                trainee.refresh_leaves()
+                trainee.write_leaves()
                 synchronise(shared.device)
                 cast = time.perf_counter()
                 rename(ModelRef(name="policy", version=f"step-{number}"))
@@ -180,6 +182,8 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
             ("sync: cast, resume, proof", syncs), ("stall: pause and sync", stalls),
         ):  # fmt: skip
             show(name, seconds[2:], shared.unit_s)
+        print("the last one, from the pause on:")
+        watch.show()
         print(f"one request on the new weights: {1e3 * answer:.1f} ms")
 
 
@@ -208,13 +212,19 @@ async def measure_slot(options: argparse.Namespace, folder: Path) -> None:
             return output.logprobs[0]
 
         canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
-        trainer.publish_to(AdapterBridge(fleet, canary=canary, logprobs=logprobs))
+        watch = Watch(fleet)
+        bridge = AdapterBridge(fleet, canary=canary, logprobs=watch.logprobs(logprobs))
+        trainer.publish_to(bridge)
         syncs, answers = [], []
         for _ in range(NUM_PUBLISHED):
             await lora_step(trainer)
+            watch.begin()
             began = time.perf_counter()
             ref = await trainer.publish("policy")
             syncs.append(time.perf_counter() - began)
+            if len(syncs) == NUM_PUBLISHED:
+                print("the last publication:")
+                watch.show()
             answers.append(await one_token(fleet, ref))
         show("sync: to the slot, proof", syncs[2:], shared.unit_s)
         show("one request on the new weights", answers[2:], shared.unit_s)

@@ -8,14 +8,12 @@ A sample whose prompt begins with token 1 is never answered: it waits as long as
 import asyncio
 import multiprocessing
 import shutil
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import uvicorn
-
+from rookery.compose.http_server import answering, listen_all
 from rookery.runs import Run
 from rookery.service.app import make_app
 from rookery.service.backend import Backend
@@ -116,12 +114,13 @@ def _serve(
     async def run() -> None:
         run = Run.create(folder.parent, kind="serve", name=folder.name, config={})
         backends = {NAME: _backend(seconds_per_token, sample_s)}
-        with run, socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-            async with open_service(run, backends, ServiceConfig()) as service:
-                app = make_app(service, keys=Keys(keys))
-                settings = uvicorn.Config(app, log_level="warning", access_log=False)
-                pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
-                await uvicorn.Server(settings).serve(sockets=[listener])
+        with run, listen_all("127.0.0.1", [0], remedy="") as listeners:
+            async with (
+                open_service(run, backends, ServiceConfig()) as service,
+                answering(make_app(service, keys=Keys(keys)), listeners) as url,
+            ):
+                pipe.send(url)
+                await asyncio.Event().wait()
 
     asyncio.run(run())
 

@@ -1,13 +1,13 @@
-"""A training that one process or several do: `parallel_training.py KIND FOLDER FROM TO [KILL]`.
+"""A training that one process or several do.
 
-Goes on from the state of step FROM when that is not 0, saves one after every fifth step, and leaves
-`KIND_SIZE_STEP.safetensors` in the folder. The first process kills itself before step KILL.
+Goes on from the state of its first step when that is not 0, saves one after every fifth step, and
+leaves `KIND_SIZE_STEP.safetensors` in the folder. The first process kills itself before step
+`kill`.
 """
 
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -77,9 +77,8 @@ async def publish(trainer: FullTrainer, file: Path) -> None:
     assert ref.version == await trainer.version()
 
 
-def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    steps, kill = range(int(sys.argv[3]), int(sys.argv[4])), int((*sys.argv, "-1")[5])
+def work(kind: str, folder: Path, steps: range, kill: int) -> None:
+    """The part of one of several processes."""
     torch.set_num_threads(1)
     processes = join_processes("cpu")
     trainer = make(kind, folder, processes)
@@ -89,7 +88,3 @@ def main() -> None:
     else:
         assert trainer.help() == "over"
     processes.leave()
-
-
-if __name__ == "__main__":
-    main()

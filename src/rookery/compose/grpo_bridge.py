@@ -260,8 +260,9 @@ async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) 
                 torch.arange(length),
                 attend=CausalAttend([length], device=torch.device("cpu")),
             )
-            rows = torch.log_softmax(model.logits(hidden), dim=-1)
-        return [float(rows[end - 1, canary.tokens[end]]) for end in canary.ends]
+            row = torch.log_softmax(model.logits(hidden[-1:])[0], dim=-1)
+        found: list[float] = row[list(canary.ids)].tolist()
+        return found
 
     return await asyncio.to_thread(compute)
 

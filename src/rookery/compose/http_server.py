@@ -45,6 +45,9 @@ def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list
                 raise ConfigError(
                     f"{host}:{port} cannot be used: {error.strerror}. {remedy}"
                 ) from error
+            # asyncio leaves it unset on connections of such a listener, and an answer in two parts
+            # would wait 40 ms for the client's acknowledgement of the first.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listeners.append(stack.enter_context(listener))
         yield listeners
 

@@ -20,6 +20,7 @@ from rookery.config import Config
 from rookery.environments.chat import Chat, DrawReply, Seat
 from rookery.errors import EngineDownError, FleetDownError, RookeryError, TaskError, boundary
 from rookery.tasks.python_function import (
+    LARGEST,
     FunctionName,
     exits_as_errors,
     find_function,
@@ -133,8 +134,8 @@ def _number(key: object, value: object, name: str) -> float:
     number = finite_number(value)
     if number is None:
         raise TaskError(
-            f"{name} returned {shown(value)} as {key}; return a finite number, or a mapping of "
-            "names to finite numbers with `reward`."
+            f"{name} returned {shown(value)} as {key}; return a finite number up to "
+            f"{LARGEST:g}, or a mapping of names to such numbers with `reward`."
         )
     return number
 

@@ -90,12 +90,15 @@ def _listen(arguments: argparse.Namespace) -> socket.socket:
     """The port, taken before the model is loaded."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
-        return socket.create_server((arguments.host, arguments.port), family=family)
+        listener = socket.create_server((arguments.host, arguments.port), family=family)
     except OSError as error:
         raise ConfigError(
             f"{arguments.host}:{arguments.port} cannot be used: {error.strerror}. Give another "
             "--port, and name it in MEGATRON_SERVER_URL."
         ) from error
+    # See `compose/http_server.py`: without it every answer takes 40 ms longer.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def _run(

@@ -93,7 +93,7 @@ class CausalAttend:
     ) -> torch.Tensor:
         """`count` sequences of one length: q [count * length, H, D] -> the same shape."""
         q_N = q.view(count, length, *q.shape[1:]).transpose(1, 2)
-        k_N, v_N = kv.view(count, length, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+        k_N, v_N = kv.view(count, length, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         if self._is_exact:
             mixed = self._as_decoded(q_N, k_N, v_N, heads)
         elif heads.softcap is not None:

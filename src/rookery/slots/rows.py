@@ -53,7 +53,8 @@ class _Blocks:
         """[S, m, n] -> [blocks, n, m]"""
         turned = factors.transpose(1, 2)
         if isinstance(self.slots, slice):
-            return turned[self.slots]
+            # Even a slice of all costs operations in the backward pass.
+            return turned if self.num_blocks == len(turned) else turned[self.slots]
         return turned.index_select(0, self.slots)
 
 

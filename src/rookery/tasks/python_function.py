@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pydantic import AfterValidator
 from rookery.errors import TaskError, boundary
 
 __all__ = [
+    "LARGEST",
     "FunctionName",
     "exits_as_errors",
     "find_function",
@@ -31,6 +31,10 @@ __all__ = [
     "function_from_folder",
     "shown",
 ]
+
+
+LARGEST = 1e100
+"""A number of a user's function: sums and squares of larger ones would not be finite."""
 
 
 def _check_name(value: str) -> str:
@@ -69,14 +73,15 @@ def find_function(spec: str, *, what: str) -> Callable[..., Any]:
 
 
 def finite_number(returned: object) -> float | None:
-    """What a function returned, as a float; None when it is no number that is finite as one."""
+    """What a function returned, as a float; None when it is no number, or not between -LARGEST and
+    LARGEST."""
     if not isinstance(returned, Real):
         return None
     try:
         number = float(returned)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None  # a NaN is not below it either
 
 
 @contextmanager

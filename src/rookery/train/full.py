@@ -91,13 +91,21 @@ class FullTrainee(Trainee):
         for leaf in self._leaves:
             leaf.requires_grad_()
         super().__init__(masters, fixed={}, optimizer=optimizer)
+        self.is_apart = all(w is not masters[name] for name, w in weights.items())
+        """No leaf changes but by `write_leaves`."""
+        self.waits_to_write = False
+        """An engine computes with the leaves: they are written when it does not."""
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
         return self._leaves
 
-    @torch.no_grad()
     def refresh_leaves(self) -> None:
+        if not self.waits_to_write:
+            self.write_leaves()
+
+    @torch.no_grad()
+    def write_leaves(self) -> None:
         """In one call: an engine may wait for it that computes with the leaves."""
         pairs = zip(self._leaves, self.parameters, strict=True)
         apart = [(own_part(leaf), own_part(m)) for leaf, m in pairs if leaf is not m]
@@ -142,10 +150,18 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
     def share_with(self, engine: SharingEngine) -> None:
         """The engine computes with this model. Call it before anything else."""
         self._sharing = engine
+        trainee = self.trainees[self._name]
+        trainee.waits_to_write = trainee.is_apart
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        if not self.trainees[self._name].waits_to_write:
+            async with self._changing():
+                return await super().optim_step(steps)
+        # The engine goes on while the masters change, and waits only for the cast.
+        self._shared_as = None
+        outputs = await super().optim_step(steps)
         async with self._changing():
-            return await super().optim_step(steps)
+            return outputs
 
     async def load(self, trainee: str, path: Path) -> None:
         async with self._changing():
@@ -173,8 +189,17 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
                 yield
             finally:
                 # A call that was cancelled runs to its end in the worker.
-                await self._in_turn(lambda: rename(self._ref()))
+                rename(await self._in_turn(self._write_shared))
         self._shared_as = self._ref()
+
+    def _write_shared(self) -> ModelRef:
+        """The engine's memory has the weights of now; their name."""
+        trainee = self.trainees[self._name]
+        if trainee.waits_to_write:
+            trainee.write_leaves()
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize(self._model.device)
+        return self._ref()
 
     def _ref(self) -> ModelRef:
         return ModelRef(name=self._name, version=f"step-{self.trainees[self._name].num_steps}")

@@ -1,8 +1,13 @@
 """An adapter in training. All its factors lie in one tensor, and so do their gradients and moments:
 a step is a few long operations, and moving a trainee is moving four tensors.
+
+Layers of one shape lie together, first A of all, then B of all: they are copied and added to in one
+operation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -13,16 +18,45 @@ from rookery.train.trainee import Trainee
 from rookery.types import Adapter, Json, LoraFactors
 from rookery.weights import make_adapter
 
-__all__ = ["FlatTensors", "LoraTrainee"]
+__all__ = ["FlatTensors", "LayerGroup", "LoraTrainee"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose factors have one shape."""
+
+    layers: Sequence[str]
+    rank: int
+    num_inputs: int
+    num_outputs: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many numbers all A have, and all B."""
+        num = len(self.layers) * self.rank
+        return num * self.num_inputs, num * self.num_outputs
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors, in their order."""
+        return [f"{layer}/{letter}" for letter in "ab" for layer in self.layers]
 
 
 class FlatTensors(list[torch.Tensor]):
-    """Views of one tensor, `whole`, one after another."""
+    """Views of one tensor, `whole`, one after another; `groups` has A [layers, rank, in] and
+    B [layers, out, rank] of each group."""
 
-    def __init__(self, whole: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
-        parts = torch.split(whole, [shape.numel() for shape in shapes])
-        super().__init__(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    def __init__(self, whole: torch.Tensor, groups: Sequence[LayerGroup]) -> None:
+        parts = iter(torch.split(whole, [size for group in groups for size in group.sizes]))
         self.whole = whole
+        self.groups = [
+            (
+                next(parts).view(len(group.layers), group.rank, group.num_inputs),
+                next(parts).view(len(group.layers), group.num_outputs, group.rank),
+            )
+            for group in groups
+        ]
+        super().__init__(part for pair in self.groups for both in pair for part in both.unbind())
 
 
 class LoraTrainee(Trainee):
@@ -30,16 +64,24 @@ class LoraTrainee(Trainee):
 
     def __init__(self, start: Adapter, *, name: str, device: torch.device) -> None:
         self._name, self._base = name, start.base
-        own = dict(sorted(start.factors.items()))
-        tensors = [tensor for lora in own.values() for tensor in (lora.a, lora.b)]
-        self.layers = {layer: place for place, layer in enumerate(own)}
-        """The place of each layer: its factors are parameters 2 * place and 2 * place + 1."""
-        self._scales = {layer: lora.scale for layer, lora in own.items()}
-        self._shapes = [tensor.shape for tensor in tensors]
-        flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
-        self._flat = nn.Parameter(flat.to(device=device, copy=True))
+        self.groups = _groups(start.factors)
+        """In the order of the parameters."""
+        self.places = {
+            layer: (number, place)
+            for number, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        """The group of each layer, and its place there."""
+        self._scales = {layer: start.factors[layer].scale for layer in sorted(start.factors)}
+        named = {
+            f"{layer}/{letter}": tensor
+            for layer, lora in start.factors.items()
+            for letter, tensor in (("a", lora.a), ("b", lora.b))
+        }
+        names = [name for group in self.groups for name in group.names]
+        parts = [named[name].detach().to(torch.float32).reshape(-1) for name in names]
+        self._flat = nn.Parameter(torch.cat(parts).to(device=device, copy=True))
         scales: Json = dict(self._scales)
-        names = [f"{layer}/{letter}" for layer in own for letter in "ab"]
         super().__init__(
             dict(zip(names, self._views(), strict=True)),
             fixed={"scales": scales},
@@ -55,7 +97,7 @@ class LoraTrainee(Trainee):
     @property
     def nbytes(self) -> int:
         """What all its tensors take, gradients and moments too, wherever they are."""
-        return 4 * 4 * sum(shape.numel() for shape in self._shapes)
+        return 4 * 4 * self._num_weights
 
     def adapter(self) -> Adapter:
         """The current weights, copied: float32, on the CPU."""
@@ -68,18 +110,12 @@ class LoraTrainee(Trainee):
     def snapshot(self) -> Adapter:
         """The current weights, copied where they are, with the step as their version: a hash would
         read all of them."""
-        views = FlatTensors(self._flat.detach().clone(), self._shapes)
-        factors = {
-            layer: LoraFactors(
-                a=views[2 * place], b=views[2 * place + 1], scale=self._scales[layer]
-            )
-            for layer, place in self.layers.items()
-        }
+        factors = self._factors(FlatTensors(self._flat.detach().clone(), self.groups))
         version = f"step-{self.num_steps}"
         return Adapter(name=self._name, base=self._base, factors=factors, version=version)
 
     def zeros(self) -> list[torch.Tensor]:
-        return FlatTensors(torch.zeros_like(self._flat.detach()), self._shapes)
+        return FlatTensors(torch.zeros_like(self._flat.detach()), self.groups)
 
     def add_gradients(self, gradients: list[torch.Tensor]) -> None:
         if isinstance(self.gradients, FlatTensors) and isinstance(gradients, FlatTensors):
@@ -94,7 +130,7 @@ class LoraTrainee(Trainee):
         state.update({name: tensor.to(device) for name, tensor in state.items()})
         if self.gradients is not None:
             whole = self._for_optimizer(self.gradients)[0].to(device)
-            self.gradients = FlatTensors(whole, self._shapes)
+            self.gradients = FlatTensors(whole, self.groups)
         self._set_views()
 
     def park(self, path: Path) -> None:
@@ -106,8 +142,7 @@ class LoraTrainee(Trainee):
 
     def unpark(self, path: Path, *, device: torch.device) -> None:
         """What `park` wrote, back again."""
-        num_weights = sum(shape.numel() for shape in self._shapes)
-        self._flat.data = torch.empty(num_weights, device=device)
+        self._flat.data = torch.empty(self._num_weights, device=device)
         self._set_views()
         self.load(path)
 
@@ -121,22 +156,36 @@ class LoraTrainee(Trainee):
         return {
             name: tensor
             for moment, whole in moments.items()
-            for name, tensor in self._named(moment, FlatTensors(whole, self._shapes)).items()
+            for name, tensor in self._named(moment, FlatTensors(whole, self.groups)).items()
         }
+
+    @property
+    def _num_weights(self) -> int:
+        return sum(size for group in self.groups for size in group.sizes)
 
     def _views(self) -> FlatTensors:
-        return FlatTensors(self._flat.detach(), self._shapes)
+        return FlatTensors(self._flat.detach(), self.groups)
 
     def _set_views(self) -> None:
-        self.parameters = self._views()
-        self.factors = {
-            layer: LoraFactors(
-                a=self.parameters[2 * place],
-                b=self.parameters[2 * place + 1],
-                scale=self._scales[layer],
-            )
-            for layer, place in self.layers.items()
-        }
+        self.parameters = self.views = self._views()
+        self.factors = self._factors(self.views)
+
+    def _factors(self, tensors: FlatTensors) -> dict[str, LoraFactors]:
+        found = {}
+        for layer, scale in self._scales.items():
+            group, place = self.places[layer]
+            a, b = tensors.groups[group]
+            found[layer] = LoraFactors(a=a[place], b=b[place], scale=scale)
+        return found
+
+
+def _groups(factors: Mapping[str, LoraFactors]) -> list[LayerGroup]:
+    def shape(layer: str) -> tuple[int, int, int]:
+        lora = factors[layer]
+        return len(lora.a), lora.a.shape[1], len(lora.b)
+
+    ordered = sorted(factors, key=lambda layer: (shape(layer), layer))
+    return [LayerGroup(list(layers), *key) for key, layers in groupby(ordered, key=shape)]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

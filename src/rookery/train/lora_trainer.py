@@ -32,7 +32,7 @@ from rookery.train.parking import ParkingLot
 from rookery.train.processes import ALONE, Call, Processes
 from rookery.train.running_request import RunningRequest
 from rookery.train.slotted_trainer import SlottedTrainer, TrainerConfig
-from rookery.train.stacks import Stacks, padding_rows
+from rookery.train.stacks import Stacks, padding_rows, pads_alone
 from rookery.train.trunk import Trunk
 from rookery.types import Adapter, TrainOutput, TrainRequest
 from rookery.weights import write_adapter
@@ -65,7 +65,8 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def add(self, trainee: str, start: Adapter) -> None:
         """Train this adapter, or a continuation of it that `load` restores, under that name.
 
-        Its weights are published under that name too, whatever the name of the start.
+        Its weights are published under that name too, whatever the name of the start. Waits for the
+        calls that have begun: the thread that does them makes room for it.
         """
         if trainee in self.trainees:
             raise TrainError(f"There is a trainee {trainee!r} already: remove it, or name another.")
@@ -76,9 +77,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         self.trainees[trainee] = added
 
     def remove(self, trainee: str) -> None:
-        """Forget it with all it has learned. Calls that have begun are still done, on it."""
+        """Forget it with all it has learned. Calls that have begun are still done, on it; this does
+        not wait for them."""
         removed = self.trainee(trainee)
-        self._worker.submit(self.tell, "remove", trainee).result()
+        # If the other processes are lost, the next call says so too.
+        self._worker.submit(self.tell, "remove", trainee)
         del self.trainees[trainee]
         self._worker.submit(self.parking.forget, removed)
 
@@ -182,13 +185,16 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
         All trainees begin at one layer."""
         model = self._model
         passes = [packed for _, packed in members]
-        stacks, rows = Stacks([trainee for trainee, _ in members], model), MixedRows(passes)
+        rows = MixedRows(passes, has_padding=not pads_alone(model.device))
+        stacks = Stacks(
+            [trainee for trainee, _ in members], model, num_rows=[len(own) for own in rows.own]
+        )
         cut, lengths = self._cut(members[0][0]), rows.lengths
-        hidden = self.trunk.hidden(rows.sequences, cut=cut)
+        hidden = rows.padded(self.trunk.hidden(rows.sequences, cut=cut))
         if padding := padding_rows(rows.num_rows, device=model.device):
             hidden = functional.pad(hidden, (0, 0, 0, padding))
             lengths.append(padding)
-        slots = stacks.rows(rows.own, len(hidden))
+        slots = stacks.rows(rows.spans, len(hidden), block=rows.block)
         hidden = self.run_layers(hidden, lengths, cut=cut, rows=slots)
         parts = list(zip(passes, rows.own, strict=True))
         head_rows = partial(stacks.rows, layer="lm_head")
@@ -196,7 +202,7 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
 
     def _cut(self, trainee: LoraTrainee) -> int:
         """The first layer that it trains."""
-        return first_adapted_layer(list(trainee.layers), num_layers=self._model.shape.num_layers)
+        return first_adapted_layer(list(trainee.places), num_layers=self._model.shape.num_layers)
 
 
 def _num_bytes(gib: float | None) -> int | None:

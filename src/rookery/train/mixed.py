@@ -8,6 +8,9 @@ summed together.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
 
 from rookery.train.lora_trainee import LoraTrainee
 from rookery.train.packing import PackedPass
@@ -15,6 +18,11 @@ from rookery.train.running_request import RunningRequest
 from rookery.types import TokenIds
 
 __all__ = ["MixedRows", "Turn", "mixed_turns"]
+
+LEAST_PADDED = 4096
+"""So many rows, padding too, take a GPU as long as few: it is busy with starting operations."""
+MOST_PADDING = 1.25
+"""Above, how many times the rows without padding there may be."""
 
 Turn = tuple[RunningRequest[LoraTrainee], PackedPass]
 """One pass of one request."""
@@ -45,23 +53,49 @@ def mixed_turns(
 
 class MixedRows:
     """The sequences of several passes, laid end to end by length: neighbours of equal length are
-    attended in one call."""
+    attended in one call.
 
-    def __init__(self, passes: Sequence[PackedPass]) -> None:
-        self.sequences: list[TokenIds] = []
-        self.own: list[list[int]] = [[] for _ in passes]
-        """Of each pass: where its rows are, in its own order."""
-        self.num_rows = 0
+    With `has_padding` they are laid in their order, each padded at its end to the longest, where
+    that does not make many more rows: then all are attended in one call, and the rows of a pass are
+    whole blocks. Nothing sees the padding, and it has no gradient.
+    """
+
+    def __init__(self, passes: Sequence[PackedPass], *, has_padding: bool = False) -> None:
         order = [
             (len(sequence), part, number)
             for part, packed in enumerate(passes)
             for number, sequence in enumerate(packed.sequences)
         ]
-        for length, part, number in sorted(order):
+        longest, num_tokens = max(order)[0], sum(length for length, _, _ in order)
+        room = max(LEAST_PADDED, int(MOST_PADDING * num_tokens))
+        self.block = longest if has_padding and longest * len(order) <= room else None
+        """The rows of each sequence with its padding; None: there is none."""
+        self.sequences: list[TokenIds] = []
+        self.own: list[list[int]] = [[] for _ in passes]
+        """Of each pass: where its rows are, in its own order."""
+        self.spans: list[list[int]] = [[] for _ in passes]
+        """The same with padding."""
+        self.num_rows = 0
+        for length, part, number in order if self.block else sorted(order):
+            num = self.block or length
             self.sequences.append(passes[part].sequences[number])
             self.own[part].extend(range(self.num_rows, self.num_rows + length))
-            self.num_rows += length
+            self.spans[part].extend(range(self.num_rows, self.num_rows + num))
+            self.num_rows += num
 
     @property
     def lengths(self) -> list[int]:
-        return [len(sequence) for sequence in self.sequences]
+        """With padding."""
+        return [self.block or len(sequence) for sequence in self.sequences]
+
+    def padded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of the sequences end to end, with padding: the last row of each again."""
+        if self.block is None or len(hidden) == self.num_rows:
+            return hidden
+        ends = accumulate(len(sequence) for sequence in self.sequences)
+        rows = [
+            end - len(sequence) + min(place, len(sequence) - 1)
+            for sequence, end in zip(self.sequences, ends, strict=True)
+            for place in range(self.block)
+        ]
+        return hidden.index_select(0, torch.tensor(rows, device=hidden.device))

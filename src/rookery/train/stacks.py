@@ -1,30 +1,32 @@
 """The factors of several trainees as the slots of one pass, and the gradients that come back.
 
-    stacks = Stacks([ada, bob], model)
+    stacks = Stacks([ada, bob], model, num_rows=[9, 5])
     ... model.layers(..., rows=stacks.rows([range(0, 9), range(9, 14)], 14))
     stacks.add_gradients(loss, [gradients of ada, gradients of bob])
 
 They belong to the pass alone: the model's own slots stay what they are, and other threads may run
 the same model meanwhile.
 
-A trainee's numbers do not depend on its neighbours: ranks and rows are padded by rules that look at
-it alone, and only factors of one padded rank, and blocks of one size, share a batched product. On
-the CPU its bits are those that it gets alone; on a GPU the kernels may differ.
+On the CPU a trainee's bits do not depend on its neighbours: ranks and rows are padded by rules that
+look at it alone, and only factors of one padded rank, and blocks of one size, share a batched
+product. On a GPU a pass of few tokens takes as long as its number of operations: there all ranks
+are padded to the largest, a decoder layer that a trainee lacks is one of zeros, and all rows are in
+blocks of one size.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
-from torch.nn import functional
 
 from rookery.slots import Segment, SlotRows, SlottedModel
+from rookery.slots.model import decoder_layer
 from rookery.slots.rows import SlotFactors
 from rookery.train.lora_trainee import FlatTensors, LoraTrainee
-from rookery.types import LoraFactors
 
-__all__ = ["Stacks", "padding_rows"]
+__all__ = ["Stacks", "padding_rows", "pads_alone"]
 
 LEAST_RANK = 8
 """Smaller ranks are padded to it: products with fewer columns go through other kernels."""
@@ -34,47 +36,63 @@ BLOCKS = (LEAST_ROWS, 32, 64, 128, 256)
 """Rows of a trainee are padded to one of these. Padding costs rank / width of the layer per row."""
 
 
+def pads_alone(device: torch.device) -> bool:
+    """Whether padding looks at each trainee alone."""
+    return device.type == "cpu"
+
+
 def padding_rows(num_rows: int, *, device: torch.device) -> int:
     """How many rows to add to so many, so that their bits do not depend on their number."""
-    return max(0, LEAST_ROWS - num_rows) if device.type == "cpu" else 0
+    return max(0, LEAST_ROWS - num_rows) if pads_alone(device) else 0
 
 
 class Stacks:
-    """Of the given trainees, in their order; one may come twice."""
+    """Of the given trainees, in their order, with the rows that each has; one may come twice."""
 
-    def __init__(self, members: Sequence[LoraTrainee], model: SlottedModel) -> None:
+    def __init__(
+        self, members: Sequence[LoraTrainee], model: SlottedModel, *, num_rows: Sequence[int]
+    ) -> None:
         self._device = model.device
-        self._members = members
         self._banks: dict[tuple[tuple[int, ...], ...], dict[str, list[SlotFactors]]]
         """By the members of each bank, the banks of the layers that have such."""
         self._banks = defaultdict(dict)
-        self._scales: dict[tuple[float, ...], torch.Tensor] = {}
         self._stacks: list[_Stack] = []
-        for layer, by_rank in _by_layer(members, is_exact=model.is_exact).items():
-            stacks = [
-                self._stack(layer, slots, rank=rank, model=model) for rank, slots in by_rank.items()
-            ]
-            for stack in stacks:
-                for factor in stack.factors:
-                    factor.requires_grad_(torch.is_grad_enabled())
-            alike = tuple(tuple(stack.slots) for stack in stacks)
-            self._banks[alike][layer] = [stack.factors for stack in stacks]
+        for banks, layers in _alike_layers(members, model, num_rows):
+            stacks = [_stack(bank, layers, members, model) for bank in banks]
             self._stacks.extend(stacks)
+            slots = tuple(bank.slots for bank in banks)
+            factors = zip(*(stack.factors for stack in stacks), strict=True)
+            self._banks[slots].update(zip(layers, map(list, factors), strict=True))
+        for leaf in self.leaves:
+            leaf.requires_grad_(torch.is_grad_enabled())
 
     def rows(
-        self, own_rows: Sequence[Sequence[int]], num_rows: int, *, layer: str | None = None
+        self,
+        own_rows: Sequence[Sequence[int]],
+        num_rows: int,
+        *,
+        layer: str | None = None,
+        block: int | None = None,
     ) -> list[SlotRows]:
-        """The slots of a packed batch in which each member has its rows; of one layer alone if it
-        is named."""
+        """The slots of a packed batch in which each member has its rows, perhaps whole blocks; of
+        one layer alone if it is named."""
         plans = []
         for banks, factors in self._banks.items():
+            if layer is not None and layer not in factors:
+                continue
+            longest = max(len(own_rows[slot]) for slots in banks for slot in slots)
             segments = [
-                self._segment(own_rows[slot], slot=place, bank=bank)
+                Segment(
+                    slot=place,
+                    rows=own_rows[slot],
+                    block=block or self._block(len(own_rows[slot]), longest=longest),
+                    bank=bank,
+                )
                 for bank, slots in enumerate(banks)
                 for place, slot in enumerate(slots)
                 if len(own_rows[slot])
             ]
-            if segments and (layer is None or layer in factors):
+            if segments:
                 plans.append(
                     SlotRows(segments, num_rows=num_rows, device=self._device, factors=factors)
                 )
@@ -83,92 +101,157 @@ class Stacks:
     @property
     def leaves(self) -> list[torch.Tensor]:
         """What gradients are taken of."""
-        return [factor for stack in self._stacks for factor in stack.factors]
+        return [factor for stack in self._stacks for pair in stack.factors for factor in pair]
 
     def add_gradients(
         self, found: Sequence[torch.Tensor | None], totals: Sequence[list[torch.Tensor] | None]
     ) -> None:
-        """Gradients of the leaves -> those of each member; where there is None they are dropped.
-
-        What is done to each layer is done to all its members at once, and the sum of a member to
-        all its layers: on a GPU many small operations would take longer than the pass."""
-        wanted = {slot: total for slot, total in enumerate(totals) if total is not None}
-        parts: dict[int, dict[int, torch.Tensor]] = {slot: {} for slot in wanted}
-        for place, stack in enumerate(self._stacks):
-            a, b = found[2 * place : 2 * place + 2]
-            if a is None or b is None:
+        """Gradients of the leaves -> those of each member; where there is None they are dropped."""
+        first = 0
+        for stack in self._stacks:
+            end = first + 2 * len(stack.factors)
+            own, first = found[first:end], end
+            if all(gradient is None for gradient in own):  # no token went through these layers
                 continue
-            a, b = a.float().contiguous(), b.float().contiguous() * stack.scales
-            for row, slot in enumerate(stack.slots):
-                if slot in parts:
-                    member = self._members[slot]
-                    first, rank = 2 * member.layers[stack.layer], len(member.factors[stack.layer].a)
-                    parts[slot][first] = a[row, :rank]
-                    parts[slot][first + 1] = b[row, :, :rank]
-        for slot, total in wanted.items():
-            assert isinstance(total, FlatTensors)
-            own = parts[slot]
-            for place, part in enumerate(total):
-                if place not in own:  # no token of it went through that layer
-                    own[place] = torch.zeros_like(part)
-            total.whole += torch.cat([own[place].reshape(-1) for place in range(len(total))])
+            a, b = stack.joined(own)
+            for row, slot in enumerate(stack.bank.slots):
+                total = totals[slot]
+                if total is not None:
+                    assert isinstance(total, FlatTensors)
+                    stack.add(total, row, a[:, row], b[:, row])
 
-    def _stack(self, layer: str, slots: list[int], *, rank: int, model: SlottedModel) -> "_Stack":
-        own = [self._members[slot].factors[layer] for slot in slots]
-        key = tuple(lora.scale for lora in own)
-        if key not in self._scales:
-            self._scales[key] = torch.tensor(key, device=model.device)[:, None, None]
-        scales = self._scales[key]
-        return _Stack(layer, slots, scales, _stacked(own, scales, rank=rank, model=model))
+    def _block(self, num_rows: int, *, longest: int) -> int:
+        if not pads_alone(self._device):
+            return next((size for size in BLOCKS if longest <= size), BLOCKS[-1])
+        return _block_of(num_rows)
 
-    def _segment(self, rows: Sequence[int], *, slot: int, bank: int) -> Segment:
-        block = next((size for size in BLOCKS if len(rows) <= size), None)
-        # A long one by itself is one plain product.
-        block = block or (len(rows) if self._device.type == "cpu" else BLOCKS[-1])
-        return Segment(slot=slot, rows=rows, block=block, bank=bank)
+
+def _block_of(num_rows: int) -> int:
+    """A long one by itself is one plain product."""
+    return next((size for size in BLOCKS if num_rows <= size), num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bank:
+    """Members whose factors of a layer share a batched product."""
+
+    rank: int
+    """What theirs are padded to."""
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Their own; 0 without the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Layers that follow one another both here and in a group of a member."""
+
+    here: slice
+    there: slice
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """One layer of the members in `slots`, which have the same padded rank."""
+    """The factors of a bank, of all layers that have this bank and one shape."""
 
-    layer: str
-    slots: list[int]
+    bank: _Bank
     scales: torch.Tensor
-    """[S, 1, 1]"""
-    factors: SlotFactors
+    """[layers, slots, 1, 1]"""
+    factors: list[SlotFactors]
+    """Of each layer."""
+    runs: list[list[_Run]]
+    """Of each slot."""
+
+    def joined(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the factors -> those of A [layers, slots, rank, in] and B."""
+        leaves = [factor for pair in self.factors for factor in pair]
+        filled = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, found, strict=True)
+        ]
+        return torch.stack(filled[0::2]).float(), torch.stack(filled[1::2]).float() * self.scales
+
+    def add(self, total: FlatTensors, row: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add the gradients of a slot, A [layers, rank, in] and B [layers, out, rank]."""
+        rank = self.bank.ranks[row]
+        for run in self.runs[row]:
+            total_a, total_b = total.groups[run.group]
+            total_a[run.there] += a[run.here, :rank]
+            total_b[run.there] += b[run.here, :, :rank]
 
 
-def _by_layer(members: Sequence[LoraTrainee], *, is_exact: bool) -> dict[str, dict[int, list[int]]]:
-    """Layer -> padded rank -> members."""
-    found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+def _alike_layers(
+    members: Sequence[LoraTrainee], model: SlottedModel, num_rows: Sequence[int]
+) -> Iterator[tuple[list[_Bank], list[str]]]:
+    """Layers of one shape that have the same banks, in the order of their names."""
+    ranks: dict[str, dict[int, int]] = defaultdict(dict)
     for slot, member in enumerate(members):
         for layer, lora in member.factors.items():
-            found[layer][_padded_rank(len(lora.a), is_exact=is_exact)].append(slot)
-    return found
+            ranks[layer][slot] = len(lora.a)
+    found: dict[tuple[object, ...], tuple[list[_Bank], list[str]]] = {}
+    for layer in sorted(ranks):
+        linear = model.linears[layer]
+        banks = _banks(layer, ranks[layer], model=model, num_rows=num_rows)
+        key = (linear.in_features, linear.out_features, *banks)
+        found.setdefault(key, (banks, []))[1].append(layer)
+    yield from found.values()
 
 
-def _padded_rank(rank: int, *, is_exact: bool) -> int:
+def _banks(
+    layer: str, ranks: dict[int, int], *, model: SlottedModel, num_rows: Sequence[int]
+) -> list[_Bank]:
+    """Of one layer; ranks are by slot. On the CPU members of one bank also have blocks of one size:
+    a product then takes the whole bank, and selecting from it would cost operations backward."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    if pads_alone(model.device):
+        for slot, rank in ranks.items():
+            alike[_padded_rank(rank, model), _block_of(num_rows[slot])].append(slot)
+    else:
+        # The head is large, and few train it.
+        is_head = decoder_layer(layer, default=-1) < 0
+        alike[max(ranks.values()), 0] = list(ranks if is_head else range(len(num_rows)))
+    return [
+        _Bank(rank, tuple(slots), tuple(ranks.get(slot, 0) for slot in slots))
+        for (rank, _), slots in alike.items()
+    ]
+
+
+def _padded_rank(rank: int, model: SlottedModel) -> int:
     """The next power of two; in an exact model that of the engine, see `SlottedLinear.reserve`."""
-    if is_exact:
+    if model.is_exact:
         return max(rank, 2)
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
 @torch.no_grad()
-def _stacked(
-    own: Sequence[LoraFactors], scales: torch.Tensor, *, rank: int, model: SlottedModel
-) -> SlotFactors:
-    """A [S, rank, in] and scale * B [S, out, rank], stored transposed as in `SlottedLinear`."""
-    a = torch.stack([_padded(lora.a, (0, 0, 0, rank - len(lora.a))) for lora in own])
-    b = torch.stack([_padded(lora.b, (0, rank - len(lora.a))) for lora in own]) * scales
-    return _transposed(a, model.dtype), _transposed(b, model.dtype)
+def _stack(
+    bank: _Bank, layers: Sequence[str], members: Sequence[LoraTrainee], model: SlottedModel
+) -> _Stack:
+    """A [slots, rank, in] and scale * B [slots, out, rank] of each layer, stored transposed as in
+    `SlottedLinear`."""
+    own = [members[slot] for slot in bank.slots]
+    linear, shape = model.linears[layers[0]], (len(layers), len(own))
+    a = torch.zeros(*shape, linear.in_features, bank.rank, device=model.device)
+    b = torch.zeros(*shape, bank.rank, linear.out_features, device=model.device)
+    scales = torch.ones(*shape, 1, 1)
+    runs: list[list[_Run]] = []
+    for row, (member, rank) in enumerate(zip(own, bank.ranks, strict=True)):
+        runs.append(list(_runs(member, layers)) if rank else [])
+        for run in runs[row]:
+            own_a, own_b = member.views.groups[run.group]
+            a[run.here, row, :, :rank] = own_a[run.there].transpose(1, 2)
+            b[run.here, row, :rank] = own_b[run.there].transpose(1, 2)
+        if rank:
+            scales[:, row, 0, 0] = torch.tensor([member.factors[x].scale for x in layers])
+    scales = scales.to(model.device)
+    a, b = (x.to(model.dtype).transpose(2, 3) for x in (a, b * scales))
+    return _Stack(bank, scales, list(zip(a.unbind(), b.unbind(), strict=True)), runs)
 
 
-def _padded(factor: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
-    return functional.pad(factor, padding) if any(padding) else factor
-
-
-def _transposed(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    stored = factors.to(dtype).transpose(1, 2).contiguous()
-    return stored.transpose(1, 2)
+def _runs(member: LoraTrainee, layers: Sequence[str]) -> Iterator[_Run]:
+    places = [(here, *member.places[layer]) for here, layer in enumerate(layers)]
+    for (group, _), run in groupby(places, key=lambda one: (one[1], one[2] - one[0])):
+        follow = list(run)
+        num, (here, _, there) = len(follow), follow[0]
+        yield _Run(slice(here, here + num), slice(there, there + num), group)

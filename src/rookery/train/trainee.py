@@ -46,7 +46,8 @@ class Trainee:
         self.gradients: list[torch.Tensor] | None = None
         """Since the last step, in the order of the parameters; None: no batch came."""
         self.parameters: Sequence[torch.Tensor] = list(parameters.values())
-        self._names = list(parameters)
+        self.names = list(parameters)
+        """Of the parameters, in their order."""
         self._is_8_bit = optimizer == "adamw_8bit"
         self._fixed = {**fixed, "optimizer": optimizer} if self._is_8_bit else dict(fixed)
         own = [p for p in self.parameters if isinstance(p, nn.Parameter)]
@@ -142,13 +143,13 @@ class Trainee:
         """By their names in a state file."""
         return {
             f"{moment}/{name}": tensor
-            for name, parameter in zip(self._names, self._optimized, strict=True)
+            for name, parameter in zip(self.names, self._optimized, strict=True)
             for moment, tensor in plain_moments(self._optimizer, parameter).items()
         }
 
     def _named(self, kind: str, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values of all parameters by their names in a state file."""
-        return {f"{kind}/{name}": x for name, x in zip(self._names, values, strict=True)}
+        return {f"{kind}/{name}": x for name, x in zip(self.names, values, strict=True)}
 
     def _check_fits(
         self, path: Path, tensors: Mapping[str, torch.Tensor], document: Mapping[str, Json]

@@ -5,7 +5,6 @@ import gzip
 import json
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from environments.groups import make_document
+from forked import forked, run_code
 from tiny import write_tiny_model
 
 from rookery.compose.atropos_options import AtroposOptions, translate
@@ -118,9 +118,9 @@ def test_a_killed_training_goes_on_and_trains_each_group_once(
     point: str, number: int, tmp_path: Path
 ) -> None:
     config = config_of(write_tiny_model(tmp_path / "tiny"), steps=4)
-    words = [sys.executable, "-c", KILLED, json.dumps(config), str(tmp_path / "runs"), point]
-    killed = subprocess.run([*words, str(number)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    words = (json.dumps(config), str(tmp_path / "runs"), point, str(number))
+    with forked(run_code, KILLED, *words) as killed:
+        assert killed.wait() == -signal.SIGKILL
     log = (tmp_path / "runs" / "toy" / "logs" / "environment-0.log").read_text()
     assert "ClientResponseError" not in log, "it may see the connection end, and no refusal"
     outcome = resume(tmp_path / "runs" / "toy")

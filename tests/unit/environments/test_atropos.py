@@ -1,16 +1,19 @@
 """The gateway without HTTP: what is refused, what makes a batch, what survives a restart."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from environments.groups import make_document, make_group
 
+from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
+from rookery.environments.atropos.programs import running
 from rookery.environments.atropos.registry import (
     SILENT_S,
     Registration,
@@ -18,7 +21,7 @@ from rookery.environments.atropos.registry import (
     TrainerRegistration,
 )
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
-from rookery.errors import TaskError
+from rookery.errors import ConfigError, TaskError
 from rookery.runs import Run
 
 TRAINER = TrainerRegistration(batch_size=4, max_token_len=8, num_steps=10)
@@ -47,7 +50,13 @@ def new_run(folder: Path) -> Run:
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
         ({"advantages": [[0.0] * 3] * 2}, "advantages have the lengths"),
         ({"ref_logprobs": [[0.0] * 5] * 2}, "ref_logprobs have the lengths"),
+        ({"scores": [1e308, 0.0]}, r"is 1e\+308: send numbers of at most 1e\+12"),
+        ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, -1e300]]}, r"is -1e\+300"),
         ({"overrides": [{}]}, "2 sequences and 1 overrides"),
+        ({"overrides": [{}, {"temperature": "hot"}]}, "the temperature 'hot': send a number"),
+        ({"generation_params": {"temperature": -1.0}}, "the temperature -1.0"),
+        ({"group_overrides": {"temperature": NAN}}, "the temperature nan"),
+        ({"messages": [[{"role": "user"}]]}, "2 sequences and 1 lists of messages"),
         ({"tokens": [[5, 6, 7, 97]] * 2}, "token 97, and the model knows 0 to 96"),
         ({"tokens": [[5, 6, 7, -1]] * 2}, "token -1"),
         ({"masks": [[-100] * 4] * 2}, "has no token drawn by the model"),
@@ -78,6 +87,20 @@ def test_batches_are_whole_packs_in_the_order_they_came() -> None:
     assert pick_batch([(0, 4), (0, 2), (0, 2), (0, 4)], num_sequences=8) == [0, 1, 2]
     assert pick_batch([(0, 4), (0, 2)], num_sequences=8) == []
     assert pick_batch([], num_sequences=8) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([7, 4, 4, 4, 4], [1, 2, 3, 4]),
+        ([6, 4, 6, 4], [0, 2, 1]),
+        ([3, 4, 4, 3, 3, 3, 4], [0, 1, 3, 4, 5]),
+        ([7, 4, 4], []),
+    ],
+)
+def test_sizes_that_make_no_packs_hold_up_no_batch(sizes: list[int], expected: list[int]) -> None:
+    places = pick_batch([(None, size) for size in sizes], num_sequences=16)
+    assert sorted(places) == sorted(expected)
 
 
 def test_an_environment_gets_at_least_its_part() -> None:
@@ -221,3 +244,36 @@ async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) ->
         assert not waiting.done()
         await gateway.accept(make_group())
         assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"inference_logprobs": [[NAN, 1.0, -0.5, -1.0], [1.0, 1.0, -0.5, -2.0]]}, "is NaN"),
+        ({"distill_logprobs": [[[-math.inf]]]}, "is NaN or infinite"),
+        ({"env_id": 3}, "There is no environment 3"),
+        ({"size": 17}, "17 sequences, and a batch of the trainer has 16"),
+    ],
+)
+async def test_of_a_list_with_one_bad_group_none_is_kept(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Who is refused sends all of it again."""
+    trainer = TrainerRegistration(batch_size=16, max_token_len=8)
+    with new_run(tmp_path / "run") as run:
+        gateway = await Gateway.open(run, trainer=trainer, vocab_size=97)
+        with pytest.raises(TaskError, match=said):
+            await gateway.accept_all([make_group(), make_group(**changes)])
+        assert not gateway.queue.groups and gateway.num_accepted == 0
+        assert await gateway.accept_all([make_group(), make_group(3)]) == [None, None]
+        assert [group.size for group in gateway.queue.groups] == [2, 3]
+    with Run.open(run.path) as run:
+        again = await Gateway.open(run, trainer=trainer, vocab_size=97)
+        assert [group.size for group in again.queue.groups] == [2, 3]
+
+
+async def test_an_environment_without_its_folder_is_refused(tmp_path: Path) -> None:
+    command = EnvironmentCommand(command=("true",), folder=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"environments\.0\.folder is .*none, and there is none"):
+        async with running([command], words={}, logs=tmp_path):
+            pass

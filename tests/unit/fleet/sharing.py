@@ -146,8 +146,8 @@ class Trainer:
 
 def expected(weights: Mapping[str, torch.Tensor], canary: Canary) -> Sequence[float]:
     name = "tiny" + said_of(weights)
-    rows = [logprobs_after(name, canary.tokens[:end]) for end in canary.ends]
-    return [row[canary.tokens[end]] for row, end in zip(rows, canary.ends, strict=True)]
+    row = logprobs_after(name, canary.tokens)
+    return [row[token] for token in canary.ids]
 
 
 @asynccontextmanager

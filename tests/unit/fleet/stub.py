@@ -83,6 +83,8 @@ class Stub:
     """The connection of every load is cut; it is back at once."""
     num_resets: int = 0
     num_pauses: int = 0
+    pause_s: float = 0.0
+    """How long it takes to say that it is paused."""
     weight_version: str = ""
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
@@ -126,6 +128,10 @@ class Stub:
     def num_connections(self) -> int:
         server = self._runner.server
         return len(server.connections) if server else 0
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._running.is_set()
 
     async def wait_in_flight(self, num: int) -> None:
         """Until that many completions are being served."""
@@ -253,6 +259,7 @@ class Stub:
         self.num_pauses += 1
         assert request.query["mode"] == "keep"
         self._running.clear()
+        await asyncio.sleep(self.pause_s)
         return web.json_response({"status": "paused"})
 
     async def _resume(self, _: web.Request) -> web.Response:

@@ -146,8 +146,8 @@ class Publishing:
     async def _logprobs(self, canary: Canary) -> Sequence[float]:
         assert self._newest is not None
         name = f"policy@{self._newest.version}"
-        rows = [logprobs_after(name, canary.tokens[:end]) for end in canary.ends]
-        return [row[canary.tokens[end]] for row, end in zip(rows, canary.ends, strict=True)]
+        row = logprobs_after(name, canary.tokens)
+        return [row[token] for token in canary.ids]
 
 
 async def test_a_restarted_server_shows_the_newest_adapter_before_it_takes_calls(

@@ -1,16 +1,13 @@
-"""A whole evolution on the tiny model, for tests in this process and in one that is killed.
-
-python evolution.py FOLDER      # FOLDER/inputs.json says what; reads run names, forks for each
-"""
+"""A whole evolution on the tiny model, for tests in this process and in one that is killed."""
 
 import asyncio
 import hashlib
-import json
 import os
-import sys
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +136,17 @@ class Faulty:
         return await self._engine.load(adapter)  # type: ignore[no-any-return]
 
 
-class Telling(Faulty):
-    """Also says a line on standard output before every call, so that it can be killed there."""
+class Killing(Faulty):
+    """Also kills this process at one of its calls; 0 is none."""
+
+    def __init__(self, engine: Any, *, at: int, **faults: Any) -> None:
+        super().__init__(engine, **faults)
+        self._num_left = at
 
     def _pass(self, share: float, *what: object) -> None:
-        os.write(1, b"call\n")
+        self._num_left -= 1
+        if self._num_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         super()._pass(share, *what)
 
 
@@ -155,35 +158,11 @@ def clockless(report: GenomeReport) -> GenomeReport:
     return report.model_copy(update=update)
 
 
-def _work(folder: Path, name: str, options: dict[str, Any], model: SlottedModel) -> None:
-    inputs = Inputs(*(Path(path) for path in options["inputs"]))
-    with Run.open(folder / name) as run:
-        asyncio.run(
-            run_evolution(
-                run,
-                inputs=inputs,
-                model=model,
-                wrap=lambda engine: Telling(engine, **options["faults"]),
-                **options["changes"],
-            )
-        )
-        run.finish("finished")
-
-
-def main() -> None:
-    """Fork a child for every run name on standard input; say its pid, and how it ended."""
-    folder = Path(sys.argv[1])
-    options = json.loads((folder / "inputs.json").read_text())
-    model = load_model(Path(options["inputs"][0]))
+def work(path: Path, inputs: Inputs, *, at: int, faults: Any, changes: Any) -> None:
+    """Go on with a run, killed at that call to the engine."""
+    model = load_model(inputs.model)
     model.pack()
-    for name in map(str.strip, sys.stdin):
-        pid = os.fork()
-        if pid == 0:
-            _work(folder, name, options, model)
-            os._exit(0)
-        os.write(1, b"pid %d\n" % pid)
-        os.write(1, b"ended %d\n" % os.waitpid(pid, 0)[1])
-
-
-if __name__ == "__main__":
-    main()
+    wrap = partial(Killing, at=at, **faults)
+    with Run.open(path) as run:
+        asyncio.run(run_evolution(run, inputs=inputs, model=model, wrap=wrap, **changes))
+        run.finish("finished")

@@ -1,12 +1,8 @@
 """Faults and kills: a resumed evolution decides as the one that was not stopped."""
 
 import json
-import math
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,10 +12,10 @@ from typing import Any
 
 import pytest
 from fleet.stub import Stub, serve
+from forked import forked
 from loops import evolution
 from loops.evolution import Faulty, Genome, Inputs, clockless, run_evolution
 
-import rookery
 from rookery.errors import FleetDownError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import Watcher
@@ -27,7 +23,6 @@ from rookery.reports import parse_genome_report
 from rookery.runs import Event, NewEvent, Run, RunView
 from rookery.slots import SlottedModel
 
-SOURCE = Path(rookery.__file__).parents[1]
 RACE = {"enabled": True, "block": 4}
 EMITTERS: dict[str, Any] = {
     "type": "ga", "generations": 2,
@@ -233,44 +228,19 @@ def test_kill_9_at_random_moments_changes_nothing(
     inputs: Inputs, tmp_path: Path, scored_badly: dict[str, Any], stages: str
 ) -> None:
     """A process of its own, which is really killed."""
-    folders = [str(path) for path in (inputs.model, inputs.founders, inputs.tasks)]
-    options = {
-        "inputs": folders,
-        "faults": {"share": 0.004, "load_share": 0.1},
-        "changes": scored_badly | STAGES[stages],
-    }
-    (tmp_path / "inputs.json").write_text(json.dumps(options))
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, evolution.__file__, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        lines, names = process.stdout, process.stdin
-
-        def run_until(name: str, num_calls: float) -> int:
-            """Kill the run at this call to its engine. The calls it made; 0 when it ended."""
-            print(name, file=names, flush=True)
-            pid, count = 0, 0
-            for line in lines:
-                word, _, number = line.strip().partition(" ")
-                count += word == "call"
-                pid = int(number) if word == "pid" else pid
-                if word == "ended":
-                    return 0 if number == "0" else count
-                if pid and count >= num_calls:
-                    os.kill(pid, signal.SIGKILL)
-                    num_calls = math.inf
-            raise AssertionError("the process ended")
-
-        for name in ("whole", "killed"):
-            create(tmp_path, name).close()
-        rng = random.Random(0)
-        assert run_until("whole", math.inf) == 0
-        kills = [run_until("killed", rng.randrange(1, 400)) for _ in range(8)]
-        assert all(kills[:3]), "it was really killed"
-        assert run_until("killed", math.inf) == 0
-        names.close()
+    work = partial(
+        evolution.work,
+        inputs=inputs,
+        faults={"share": 0.004, "load_share": 0.1},
+        changes=scored_badly | STAGES[stages],
+    )
+    rng = random.Random(0)
+    kills = [rng.randrange(1, 300) for _ in range(3)]
+    for name, calls in (("whole", []), ("killed", kills)):
+        create(tmp_path, name).close()
+        for at in (*calls, 0):
+            with forked(partial(work, tmp_path / name, at=at)) as process:
+                assert process.wait() == (-signal.SIGKILL if at else 0)
     with Run.view(tmp_path / "whole") as whole, Run.view(tmp_path / "killed") as killed:
         assert decided(killed) == decided(whole)
         reports = [

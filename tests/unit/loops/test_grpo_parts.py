@@ -179,6 +179,12 @@ def test_dr_grpo_alone_is_dr_grpo() -> None:
     assert make_config().advantage_name == "group_relative"
 
 
+def test_options_of_the_loss_alone_are_those_of_grpo() -> None:
+    """As the sentence about a reference without a KL term tells one to write."""
+    loss = make_config(loss={"kl": {"weight": 0.1}}).loss
+    assert loss.type == "grpo" and loss.kl is not None and loss.kl.weight == 0.1
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

@@ -7,16 +7,15 @@ simulated kill before and after every append.
 import asyncio
 import json
 import math
-import os
 import random
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import forked, run_code
 from loops.oracle import Oracle, make_config, write_items
 
 from rookery.errors import EngineError
@@ -143,9 +142,9 @@ async def test_killed_at_every_append(tmp_path: Path, kill_at: Any) -> None:
     await run_icm(tmp_path / "whole", config, oracle, Faulty(oracle, faults="both", seed=5))
     expected = left_behind(tmp_path / "whole")
     assert expected["report"]["num_unanswered"] > 0
-    number = 2
+    number = 0
     while True:
-        number += 1
+        number += 3  # before one append and behind another, in turn
         path = tmp_path / f"killed-{number}"
         sampler = Faulty(oracle, faults="both", seed=5)
         kill_at(number)
@@ -213,40 +212,24 @@ async def test_a_server_that_is_gone_leaves_no_failed_answers(tmp_path: Path) ->
 CHILD = """
 import asyncio, sys
 from pathlib import Path
+from forked import kill_at_event
 from loops.test_icm_faults import Faulty, made, run_icm
-from rookery.runs import EventLog
 
-submit = EventLog.submit
-
-def told(self, news):
-    stored = submit(self, news)
-    stored.add_done_callback(lambda _: print(len(news), flush=True))
-    return stored
-
-EventLog.submit = told
-folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+folder, seed, num_events = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if num_events:
+    kill_at_event(num_events)
 oracle, config = made(folder, seed=seed)
 asyncio.run(run_icm(folder / "killed", config, oracle, Faulty(oracle, faults="both", seed=seed)))
 """
 
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
-    """A real process, killed while it goes on after some of its appends."""
+    """A real process, killed while it goes on after some of its events are stored."""
     seed, rng = 5, random.Random(5)
     oracle, config = made(tmp_path, seed=seed)
     sampler = Faulty(oracle, faults="both", seed=seed)
     asyncio.run(run_icm(tmp_path / "whole", config, oracle, sampler))
-    command = [sys.executable, "-c", CHILD, str(tmp_path), str(seed)]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    for num_appends in (rng.randrange(2, 6), rng.randrange(4, 12), None):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        assert child.stdout is not None
-        with child.stdout as lines:
-            if num_appends is None:
-                lines.read()
-            else:
-                assert all(lines.readline() for _ in range(num_appends))
-                child.kill()
-        assert child.wait() == (0 if num_appends is None else -9)
+    for num_events in (rng.randrange(2, 12), rng.randrange(4, 24), 0):
+        with forked(run_code, CHILD, str(tmp_path), str(seed), str(num_events)) as child:
+            assert child.wait() == (-signal.SIGKILL if num_events else 0)
     assert left_behind(tmp_path / "killed") == left_behind(tmp_path / "whole")

@@ -1,13 +1,9 @@
-"""A whole grpo training on the tiny model, for tests in this process and in one that is killed.
-
-python training.py FOLDER RUN      # FOLDER/inputs.json says what; goes on with FOLDER/RUN
-"""
+"""A whole grpo training on the tiny model, for tests in this process and in one that is killed."""
 
 import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -249,26 +245,6 @@ def clockless(report: GrpoReport) -> dict[str, Any]:
     return document
 
 
-class Telling:
-    """Says a line on standard output before and after every awaited call: a place to be killed."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._part, name)
-        if not asyncio.iscoroutinefunction(found):
-            return found
-
-        async def told(*args: Any, **values: Any) -> Any:
-            os.write(1, b"call\n")
-            result = await found(*args, **values)
-            os.write(1, b"done\n")
-            return result
-
-        return told
-
-
 def arm(point: str, number: int) -> None:
     """Have this process killed where a grpo run draws, trains, publishes or writes."""
     killer = Killer(point, number)
@@ -284,19 +260,12 @@ def arm(point: str, number: int) -> None:
             killer.around(trainer, name)
 
 
-def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[2]
+def main(folder: Path, name: str) -> None:
+    """Go on with a run, as FOLDER/inputs.json says, and be killed at the point that it names."""
     options = json.loads((folder / "inputs.json").read_text())
     inputs = Inputs(*(Path(path) for path in options["inputs"]))
-    wrap: Callable[[Any], Any] = Telling
-    if "kill" in options:
-        wrap = _same
-        arm(*options["kill"])
+    arm(*options["kill"])
     model = load_model(inputs.model)
     with Run.open(folder / name) as run:
-        asyncio.run(run_training(run, inputs, model=model, wrap=wrap, **options["changes"]))
+        asyncio.run(run_training(run, inputs, model=model, **options["changes"]))
         run.finish("finished")
-
-
-if __name__ == "__main__":
-    main()

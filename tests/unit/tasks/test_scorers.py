@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -332,6 +335,7 @@ instance = Callable()
 def nothing(task, completion): return None
 def nan(task, completion): return float("nan")
 def huge(task, completion): return 10**5000
+def large(task, completion): return -1e308
 def leaves(task, completion): raise SystemExit(3)
 async def leaves_later(task, completion): raise SystemExit("stop")
 def text(task, completion): return "1.0"
@@ -371,6 +375,7 @@ async def test_python(
         ("leaves", r"called exit\(3\)"),
         ("leaves_later", r"called exit\(stop\)"),
         ("huge", r"a number of more than 300 digits \(int\)"),
+        ("large", r"returned -1e\+308 \(float\); return a finite number up to 1e\+100"),
         ("text", r"returned '1\.0' \(str\)"),
         ("fails", "my_rewards.py:fails failed: 'colour'"),
     ],
@@ -401,7 +406,7 @@ async def test_python_of_an_installed_module(
     [
         ("nowhere_at_all:f", "Importing the scorer module nowhere_at_all.*Install it, or name"),
         ("nowhere.py:f", r"There is no scorer file nowhere\.py"),
-        ("{file}:wrong", "has no wrong; its functions are fails, huge, is_right, later"),
+        ("{file}:wrong", "has no wrong; its functions are fails, huge, is_right, large, later"),
         ("{file}:not_a_function", "has no not_a_function"),
     ],
 )
@@ -432,6 +437,75 @@ async def test_a_stop_iteration_of_python_is_an_error_of_its_task(
     with pytest.raises(TaskError, match="raised StopIteration"):
         await asyncio.wait_for(scorer.reward(task("1"), completion("x")), 30)
 
+
+async def test_a_call_of_python_that_does_not_end_costs_its_answer_alone(
+    tmp_path: Path, task: Callable[..., Task], completion: Callable[..., Completion]
+) -> None:
+    """A plain function and an async one; the limit of a call begins when the one before ended."""
+    file = tmp_path / "scorer.py"
+    file.write_text(SLOW)
+    gate = threading.Event()
+    for name in ("plain", "later"):
+        scorer = build_scorer(PythonConfig(function=f"{file}:{name}", timeout_s=0.2))
+        answers = [completion(text) for text in ("hangs", *"abcd")]
+        found = await asyncio.gather(
+            *(scorer.reward(task(gate), answer) for answer in answers), return_exceptions=True
+        )
+        assert found[1:] == [1.0] * 4
+        assert isinstance(found[0], TaskError)
+        assert re.search(f"{name} took longer than 0.2 s.*scorer.timeout_s", str(found[0]))
+    with pytest.raises(TaskError, match="failed: its own limit"):
+        await scorer.reward(task("1"), completion("own"))
+    gate.set()
+
+
+def test_a_call_of_python_that_does_not_end_does_not_hold_up_the_end_of_the_program(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scorer.py").write_text(SLOW)
+    (tmp_path / "main.py").write_text(HUNG_PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "main.py"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "took longer than 0.05 s" in ended.stdout
+
+
+SLOW = """
+import asyncio
+
+def plain(task, completion):
+    if completion.text == "hangs":
+        task.reference.wait(300)
+    return 1.0
+
+async def later(task, completion):
+    if completion.text == "own":
+        raise TimeoutError("its own limit")
+    if completion.text == "hangs":
+        await asyncio.Event().wait()
+    return 1.0
+"""
+HUNG_PROGRAM = """
+import asyncio
+import threading
+from pathlib import Path
+from rookery.errors import TaskError
+from rookery.tasks.scorers import PythonConfig, build_scorer
+from rookery.types import Completion, ModelRef, Task
+
+file = Path(__file__).with_name("scorer.py")
+scorer = build_scorer(PythonConfig(function=f"{file}:plain", timeout_s=0.05))
+answer = Completion(
+    model=ModelRef(name="m", version="1"), tokens=(1,), logprobs=(0.0,), text="hangs",
+    finish_reason="stop",
+)
+task = Task(id="t", prompt="p", reference=threading.Event(), source="s")
+try:
+    asyncio.run(scorer.reward(task, answer))
+except TaskError as error:
+    print(error)
+"""
 
 READINGS = [
     (NumericConfig(), ["The answer is 12", "#### 12", "12.0"], "12"),

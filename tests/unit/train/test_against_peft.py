@@ -11,7 +11,7 @@ from tiny_training import ATTENTION, gradients_of, make_batch, make_trainer, ste
 from transformers import AutoModelForCausalLM
 
 from rookery.slots import SlottedModel, load_model
-from rookery.train import LoraConfig, initial_adapter
+from rookery.train import LoraConfig, LoraTrainer, initial_adapter
 from rookery.types import Adapter, Datum
 from rookery.weights import write_adapter
 
@@ -38,8 +38,15 @@ def peft_loss(model: PeftModel, batch: Sequence[Datum]) -> torch.Tensor:
     return total
 
 
+async def sorted_gradients(trainer: LoraTrainer, batch: Sequence[Datum]) -> list[torch.Tensor]:
+    """By the names of their parameters, as `peft_parameters` are."""
+    found = await gradients_of(trainer, batch)
+    by_name = dict(zip(trainer.trainee("policy").names, found, strict=True))
+    return [by_name[name] for name in sorted(by_name)]
+
+
 def peft_parameters(model: PeftModel) -> list[torch.nn.Parameter]:
-    """In the trainer's order: layers sorted, A then B."""
+    """Layers sorted, A then B."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return [named[name] for name in sorted(named)]
 
@@ -58,7 +65,7 @@ async def test_gradients_equal_those_of_peft(
     start, batch = STARTS[which], make_batch()
     reference = peft_model(tiny_folder, start, tmp_path)
     torch.autograd.backward(peft_loss(reference, batch))
-    got = await gradients_of(make_trainer(model, start), batch)
+    got = await sorted_gradients(make_trainer(model, start), batch)
     expected = [parameter.grad for parameter in peft_parameters(reference)]
     assert len(got) == len(expected) == 2 * len(start.factors)
     for mine, theirs in zip(got, expected, strict=True):
@@ -75,7 +82,7 @@ async def test_an_adapter_of_the_head_gets_the_gradients_of_peft(
     batch = make_batch()
     reference = peft_model(tiny_folder, start, tmp_path)
     torch.autograd.backward(peft_loss(reference, batch))
-    got = await gradients_of(make_trainer(model, start), batch)
+    got = await sorted_gradients(make_trainer(model, start), batch)
     for mine, theirs in zip(got, peft_parameters(reference), strict=True):
         torch.testing.assert_close(mine, theirs.grad, atol=1e-5, rtol=1e-5)
 
@@ -93,7 +100,7 @@ async def test_other_architectures_get_the_gradients_of_peft(kind: str, tmp_path
     write_adapter(start, tmp_path / "start")
     reference = PeftModel.from_pretrained(reference, tmp_path / "start", is_trainable=True).eval()
     torch.autograd.backward(peft_loss(reference, batch))
-    got = await gradients_of(make_trainer(model, start), batch)
+    got = await sorted_gradients(make_trainer(model, start), batch)
     for mine, theirs in zip(got, peft_parameters(reference), strict=True):
         torch.testing.assert_close(mine, theirs.grad, atol=1e-5, rtol=1e-4)
 

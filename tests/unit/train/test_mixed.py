@@ -11,7 +11,14 @@ from tiny import write_tiny_model
 from tiny_training import make_batch
 
 from rookery.slots import SlottedModel, load_model
-from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
+from rookery.train import (
+    LoraConfig,
+    LoraTrainer,
+    TrainerConfig,
+    initial_adapter,
+    lora_trainer,
+    stacks,
+)
 from rookery.types import Adapter, Datum, Json, LoraFactors, OptimStep, TrainOutput, TrainRequest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -132,3 +139,17 @@ async def test_bits_do_not_depend_on_the_company(model: SlottedModel, pass_token
         for layer, lora in alone[2].factors.items():
             assert torch.equal(lora.a, adapter.factors[layer].a), (tenant.name, layer)
             assert torch.equal(lora.b, adapter.factors[layer].b), (tenant.name, layer)
+
+
+async def test_padded_to_the_company_gradients_are_those_of_each_alone(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: one rank and one size of blocks for all, equal up to rounding."""
+    for module in (stacks, lora_trainer):
+        monkeypatch.setattr(module, "pads_alone", lambda _device: False)
+    together = await trained(model, TENANTS, steps=0)
+    monkeypatch.undo()
+    for tenant in TENANTS:
+        alone = await trained(model, (tenant,), steps=0)
+        for got, wanted in zip(together[tenant.name][1], alone[tenant.name][1], strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)

@@ -1,13 +1,15 @@
-"""Two processes of torchrun train what one does, also when they are killed and go on."""
+"""Two processes train what one does, also when they are killed and go on."""
 
-import subprocess
-import sys
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from parallel_training import make, train
+from forked import forked
+from parallel_training import make, train, work
 from safetensors.torch import load_file
 from tiny import write_tiny_model
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rookery.errors import TrainError
 from rookery.slots import load_model
@@ -16,14 +18,22 @@ from rookery.train.processes import ALONE, Processes
 from rookery.train.sharded import ShardedTrainer
 from rookery.types import Datum
 
-SCRIPT = Path(__file__).parents[1] / "parallel_training.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-
-def run(folder: Path, kind: str, *numbers: int) -> int:
-    """The exit code of two processes."""
-    words = [str(SCRIPT), kind, str(folder), *map(str, numbers)]
-    return subprocess.run([sys.executable, *TORCHRUN, *words], timeout=280, check=False).returncode
+def run(folder: Path, kind: str, steps: range, *, kill: int = -1) -> list[int]:
+    """The exit codes of two processes, which find each other as those of torchrun do."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                forked(work, kind, folder, steps, kill, variables={**variables, "RANK": rank})
+            )
+            for rank in "01"
+        ]
+        return [process.wait() for process in processes]
 
 
 def largest_gap(left: Path, right: Path) -> float:
@@ -32,14 +42,13 @@ def largest_gap(left: Path, right: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.timeout(900)  # starts processes up to four times
 @pytest.mark.parametrize("kind", ["lora", "full", "checkpointed"])
 async def test_two_processes_train_what_one_does(tmp_path: Path, kind: str) -> None:
     """Also when both end with one that is killed, and go on from what was saved."""
     write_tiny_model(tmp_path / "model", tie_word_embeddings=kind != "checkpointed")
-    await train(kind, tmp_path, range(20), make(kind, tmp_path, ALONE), kill=-1)
-    assert run(tmp_path, kind, 0, 20) == 0
-    alone, both = (tmp_path / f"{kind}_{size}_20.safetensors" for size in (1, 2))
+    await train(kind, tmp_path, range(15), make(kind, tmp_path, ALONE), kill=-1)
+    assert run(tmp_path, kind, range(15)) == [0, 0]
+    alone, both = (tmp_path / f"{kind}_{size}_15.safetensors" for size in (1, 2))
     assert largest_gap(alone, tmp_path / f"{kind}_1_5.safetensors") > 1e-3
     assert largest_gap(alone, both) < 1e-5
     folders = [tmp_path / f"{kind}_{size}_exported_0" for size in (1, 2)]
@@ -53,9 +62,9 @@ async def test_two_processes_train_what_one_does(tmp_path: Path, kind: str) -> N
         return
     whole = both.read_bytes()
     both.unlink()
-    assert run(tmp_path, kind, 10, 20, 17) != 0
+    assert run(tmp_path, kind, range(5, 15), kill=12) == [-signal.SIGKILL, 1]
     assert not both.exists()
-    assert run(tmp_path, kind, 15, 20) == 0
+    assert run(tmp_path, kind, range(10, 15)) == [0, 0]
     assert both.read_bytes() == whole
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_adapter, write_tiny_model
 from tiny_training import make_batch, make_trainer, step, train
 
@@ -13,7 +15,7 @@ from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.errors import EngineError
 from rookery.slots import SlottedModel, load_model
 from rookery.train import FullConfig, FullTrainer, LoraTrainer
-from rookery.types import OptimStep, SampleRequest, SamplingParams, ScoreRequest
+from rookery.types import ModelRef, OptimStep, SampleRequest, SamplingParams, ScoreRequest
 
 NUM_QUESTIONS = 6
 
@@ -155,3 +157,43 @@ async def test_a_state_that_is_loaded_reaches_the_engine(tiny_folder: Path, tmp_
         await trainer.load("policy", tmp_path / "state")
         assert await ask() == wanted and engine.base.version == "step-1"
         assert await trainer.version() == version
+
+
+class WatchedEngine:
+    """Notes what an engine that shares a trainer's memory has while it waits, and afterwards."""
+
+    def __init__(self, trainer: FullTrainer) -> None:
+        self._trainee = trainer.trainee("policy")
+        self.refs: list[ModelRef] = []
+        self.leaves: list[list[torch.Tensor]] = [self._leaves()]
+        self.masters: list[torch.Tensor] = []
+
+    def _leaves(self) -> list[torch.Tensor]:
+        return [leaf.detach().clone() for leaf in self._trainee.leaves]
+
+    @asynccontextmanager
+    async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
+        self.leaves.append(self._leaves())
+        self.masters.append(self._trainee.parameters[0].detach().clone())
+        yield self.refs.append
+        self.leaves.append(self._leaves())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
+async def test_an_engine_waits_for_the_cast_alone(tiny_folder: Path) -> None:
+    """Half-precision weights have masters: these change while the engine computes."""
+    model = load_model(tiny_folder, dtype="bfloat16")
+    trainer = FullTrainer(model, name="policy", config=FullConfig(), like=tiny_folder)
+    engine = WatchedEngine(trainer)
+    first = trainer.trainee("policy").parameters[0].detach().clone()
+    trainer.share_with(engine)
+    await train(trainer, make_batch())
+    await step(trainer, 1e-2)
+    before, at_begin, at_end = engine.leaves
+    assert all(map(torch.equal, before, at_begin))
+    assert not torch.equal(first, engine.masters[0]), "the step was over before"
+    masters = trainer.trainee("policy").parameters
+    assert all(torch.equal(own, m.to(own.dtype)) for own, m in zip(at_end, masters, strict=True))
+    assert not all(map(torch.equal, before, at_end))
+    assert [ref.version for ref in engine.refs] == ["step-1"]
+    assert await trainer.publish("policy") == engine.refs[0] and len(engine.refs) == 1

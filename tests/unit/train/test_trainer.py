@@ -478,15 +478,16 @@ async def test_calls_go_to_the_trainees_there_were_when_they_began(
     removed = trainer.trainee("policy")
     data = tuple(make_batch())
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        slow = TrainRequest(trainee="other", data=data, loss="slow")
-        group.create_task(trainer.forward_backward([slow]))
+        request = TrainRequest(trainee="other", data=data, loss="slow")
+        slow = group.create_task(trainer.forward_backward([request]))
         trained = group.create_task(train(trainer, data))
         stepped = group.create_task(step(trainer, 1e-2))
         again = group.create_task(train(trainer, data))
         assert await asyncio.to_thread(has_begun.wait, 30)
         trainer.remove("policy")
-        trainer.add("policy", STARTS["b"])
         may_end.set()
+        await asyncio.to_thread(trainer.add, "policy", STARTS["b"])
+    assert slow.result()[0].error == "", "the removal waited for it until it gave up"
     assert trained.result().logprobs and stepped.result()["train/grad_norm"] > 0
     assert again.result().logprobs and removed.num_steps == 1 and removed.gradients is not None
     assert trainer.trainee("policy").num_steps == 0

@@ -10,10 +10,10 @@ restart of the gateway go on after it.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rookery.environments.atropos.draw_book import DrawBook
+from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.group_queue import GroupQueue
 from rookery.environments.atropos.registry import (
     Environment,
@@ -87,10 +87,30 @@ class Gateway:
     async def accept(self, group: ScoredGroup) -> int | None:
         """Keep a group until it was trained on; TaskError when it cannot be. Returns as
         `GroupQueue.add`."""
+        [buffered] = await self.accept_all([group])
+        return buffered
+
+    async def accept_all(self, groups: Sequence[ScoredGroup]) -> list[int | None]:
+        """All or none of them: who is refused sends all again."""
+        draws = [self._check(group) for group in groups]
+        buffered = await self.queue.add_all(groups, draws)
+        if groups:
+            self.latest = groups[-1]
+            self.num_accepted += len(groups)
+        return buffered
+
+    def _check(self, group: ScoredGroup) -> list[Drawn | None]:
+        """How its sequences were drawn, where that is known."""
         if group.env_id is not None:
             self.registry.hear(group.env_id)
-        longest = 0 if self.registry.trainer is None else self.registry.trainer.max_token_len
+        trainer = self.registry.trainer
+        longest = 0 if trainer is None else trainer.max_token_len
         check_group(group, vocab_size=self.vocab_size, max_tokens=max(longest, 0))
+        if trainer is not None and group.size > trainer.batch_size:
+            raise TaskError(
+                f"A group has {group.size} sequences, and a batch of the trainer has "
+                f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
+            )
         draws = [
             self.book.find(sequence.tokens, last_drawn=sequence.drawn[-1])
             for sequence in drawn_sequences(group)
@@ -101,7 +121,4 @@ class Gateway:
                 "room for what was cut off: draw what is trained on with top_p 1, top_k off and "
                 "min_p 0."
             )
-        buffered = await self.queue.add(group, draws)
-        self.latest = group
-        self.num_accepted += 1
-        return buffered
+        return draws

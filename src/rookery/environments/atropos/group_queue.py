@@ -20,6 +20,7 @@ from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.registry import Registry
 from rookery.environments.atropos.scored_group import ScoredGroup
+from rookery.errors import TaskError
 from rookery.runs import Run
 from rookery.runs.journal import Journal
 
@@ -73,12 +74,25 @@ class GroupQueue:
     async def add(self, group: ScoredGroup, draws: Sequence[Drawn | None]) -> int | None:
         """Accept a group; it is durable when this returns. None: it waits for a batch; else how
         many sequences of its environment wait for others to make up a group."""
-        data = await asyncio.to_thread(_encode, group, draws)
-        queued = QueuedGroup(await self._journal.append(data), group, tuple(draws))
+        [buffered] = await self.add_all([group], [draws])
+        return buffered
+
+    async def add_all(
+        self, groups: Sequence[ScoredGroup], draws: Sequence[Sequence[Drawn | None]]
+    ) -> list[int | None]:
+        """The same of several, which are all refused when one cannot be written."""
+        data = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
+        seqs = await self._journal.append_many(data)
+        return [
+            self._waiting_for(QueuedGroup(seq, group, tuple(own)))
+            for seq, group, own in zip(seqs, groups, draws, strict=True)
+        ]
+
+    def _waiting_for(self, queued: QueuedGroup) -> int | None:
         if self._place(queued):
             return None
-        assert group.env_id is not None
-        return sum(other.group.size for other in self._buffered[group.env_id])
+        assert queued.group.env_id is not None
+        return sum(other.group.size for other in self._buffered[queued.group.env_id])
 
     def _place(self, queued: QueuedGroup) -> bool:
         """False: it is of another size than its environment said, and buffered."""
@@ -146,7 +160,13 @@ class GroupQueue:
 def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
     known = [None if drawn is None else asdict(drawn) for drawn in draws]
     document = {"group": group.model_dump(mode="json", exclude_none=True), "draws": known}
-    return json.dumps(document, separators=(",", ":")).encode()
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise TaskError(
+            "A group has a number that is NaN or infinite, and JSON has none: send another, also "
+            "where nothing was drawn."
+        ) from error
 
 
 def _decode(seq: int, data: bytes) -> QueuedGroup:

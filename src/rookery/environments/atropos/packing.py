@@ -2,7 +2,8 @@
 
 As `run-api` deals them: groups of one size are put into packs of as many sequences as the largest
 group has, whole packs fill the batch in the order in which they came, and an environment with a
-`min_batch_allocation` gets at least that part of it.
+`min_batch_allocation` gets at least that part of it. Groups of a size that makes no such pack,
+which `run-api` never deals, are packs by themselves.
 """
 
 from collections import defaultdict
@@ -40,10 +41,10 @@ def pick_batch(
 
 
 def _fill(
-    chosen: list[int], packed: Sequence[int], queue: Sequence[Sized], num_sequences: int
+    first: Sequence[int], packed: Sequence[int], queue: Sequence[Sized], num_sequences: int
 ) -> list[int]:
     """More groups up to the whole batch; empty when it cannot be made exactly."""
-    chosen = list(chosen)
+    chosen = list(first)
     total = _total(chosen, queue)
     for place in packed:
         size = queue[place][1]
@@ -52,7 +53,11 @@ def _fill(
             total += size
         if total == num_sequences:
             return chosen
-    return []
+    # Sizes that do not divide a batch: others of them may.
+    left = num_sequences - _total(first, queue)
+    others = [place for place in packed if place not in first]
+    found = complete_groups([queue[place][1] for place in others], left)
+    return [*first, *(others[place] for place in found)] if found else []
 
 
 def _packed(queue: Sequence[Sized], *, by_environment: bool) -> list[int]:
@@ -63,7 +68,7 @@ def _packed(queue: Sequence[Sized], *, by_environment: bool) -> list[int]:
     for place, (environment, size) in enumerate(queue):
         pack = open_packs[environment if by_environment else None, size]
         pack.append(place)
-        if len(pack) * size == largest:
+        if len(pack) * size == largest or largest % size:
             packed += pack
             pack.clear()
     return packed

@@ -105,6 +105,11 @@ async def running(
 ) -> AsyncIterator[Programs]:
     """Start them, and stop them at the end of the block, or when this process is killed."""
     for place, command in enumerate(commands):
+        if not command.folder.is_dir():
+            raise ConfigError(
+                f"environments.{place}.folder is {command.folder}, and there is none: give the "
+                "folder that the command is started in."
+            )
         program = command.folder / command.command[0]
         if shutil.which(command.command[0]) is None and shutil.which(program) is None:
             raise ConfigError(

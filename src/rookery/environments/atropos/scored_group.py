@@ -22,6 +22,8 @@ MASKED = -100
 """The mask of a token that the model read and did not draw."""
 _NOT_DRAWN = 1.0
 """The log-probability that environments write for such a token."""
+_LARGEST = 1e12
+"""Of scores and advantages: the squares of larger ones add up to more than float32 holds."""
 
 
 class ScoredGroup(BaseModel):
@@ -79,9 +81,28 @@ def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None
                 "most: shorten it, or raise max_token_len."
             )
         _check_drawn(row, mask, group.inference_logprobs[row])
+    _check_numbers(group)
+
+
+def _check_numbers(group: ScoredGroup) -> None:
     values = [*group.scores, *_numbers(group.advantages), *_numbers(group.ref_logprobs)]
     if not all(map(math.isfinite, values)):
         raise TaskError("A score, advantage or ref_logprob is NaN or infinite: send numbers.")
+    if max(map(abs, values)) > _LARGEST:
+        raise TaskError(
+            f"A score, advantage or ref_logprob is {max(values, key=abs):g}: send numbers of at "
+            f"most {_LARGEST:g}."
+        )
+    for own in (
+        *(group.overrides or ()),
+        group.generation_params or {},
+        group.group_overrides or {},
+    ):
+        told = own.get("temperature")
+        if told and not (isinstance(told, int | float) and 0 < told < math.inf):
+            raise TaskError(
+                f"A group was drawn with the temperature {told!r}: send a number above 0, or none."
+            )
 
 
 def _check_rows(group: ScoredGroup) -> None:
@@ -95,6 +116,11 @@ def _check_rows(group: ScoredGroup) -> None:
         raise TaskError(
             f"A group has {group.size} sequences and {len(group.overrides)} overrides: send one "
             "per sequence, {} where there is none."
+        )
+    if group.messages and len(group.messages) != group.size:
+        raise TaskError(
+            f"A group has {group.size} sequences and {len(group.messages)} lists of messages: send "
+            "one per sequence, or none."
         )
     columns = {
         "masks": group.masks,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rookery.concurrency import together
+from rookery.concurrency import task_group
 from rookery.errors import FleetError, RookeryError
 from rookery.fleet.adapters.served import require_adapter
 from rookery.fleet.bridges.canary import Canary, Logprobs
@@ -49,6 +49,8 @@ class AdapterBridge:
         self._logprobs = logprobs
         self._published: dict[str, ModelRef] = {}
         self._newest: _Newest | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        """Takes the version before the newest from the servers; ends before the next comes."""
         self._lock = asyncio.Lock()
         """Held while servers show a version: one that comes back meanwhile shows the next."""
         for replica in fleet.pool.replicas:
@@ -56,25 +58,44 @@ class AdapterBridge:
 
     async def publish(self, weights: Weights) -> ModelRef:
         adapter = require_adapter(weights)
+        await self._retire_leaving()
         ref = await self._fleet.load(adapter)
-        computing = asyncio.ensure_future(self._logprobs(self._canary))
         try:
             async with self._lock:
-                replicas = self._fleet.pool.replicas
-                read = await together(self._read_if_open(replica, ref) for replica in replicas)
-                newest = self._newest = _Newest(ref, await computing)
-                for replica, own in zip(replicas, read, strict=True):
-                    if own is not None:
-                        self._judge(replica, own, newest)
+                await self._prove(ref)
         except BaseException:  # whatever it was: nobody will name this version
-            computing.cancel()
             await self._fleet.unload(ref)
             raise
         before = self._published.get(weights.name)
         self._published[weights.name] = ref
         if before is not None:
-            await self._fleet.unload(before)
+            self._leaving = asyncio.create_task(self._fleet.unload(before))
+            await asyncio.sleep(0)  # it is refused from here on
         return ref
+
+    async def _prove(self, ref: ModelRef) -> None:
+        """Every server that is up shows that it computes with this version. The trainer computes
+        meanwhile, after a server was given an adapter that is read on its GPU: the copy that is
+        read there would else wait for what the trainer computes."""
+        replicas = self._fleet.pool.replicas
+        async with task_group() as group:
+            reading = [group.create_task(self._read_if_open(r, ref)) for r in replicas]
+            computing = group.create_task(self._compute())
+        newest = self._newest = _Newest(ref, computing.result())
+        for replica, task in zip(replicas, reading, strict=True):
+            read = task.result()
+            if read is not None:
+                self._judge(replica, read, newest)
+
+    async def _compute(self) -> Sequence[float]:
+        return await self._logprobs(self._canary)
+
+    async def _retire_leaving(self) -> None:
+        """The version before the last one leaves the servers while the last one is used."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            await asyncio.wait([leaving])
+            leaving.result()
 
     async def _read_if_open(self, replica: Replica, ref: ModelRef) -> _Read | None:
         """None: it shows it when it is back, before it takes requests."""
@@ -108,7 +129,7 @@ class AdapterBridge:
 
     def _judge(self, replica: Replica, read: _Read, newest: _Newest) -> None:
         gap = self._canary.gap(read.logprobs, newest.expected)
-        if self._canary.is_far(gap):
+        if self._canary.is_far(read.logprobs, newest.expected):
             raise FleetError(
                 f"{replica.url} was given {newest.ref.served_name} and computes with other "
                 f"weights: log-probabilities are off by {gap:.2g} nats, more than "

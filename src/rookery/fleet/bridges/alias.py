@@ -5,12 +5,13 @@
     bridge = AliasBridge(fleet, shared, canary=canary, logprobs=trainer_logprobs)
     trainer.share_with(bridge)
 
-| stage   | what happens                                                              |
-|---------|---------------------------------------------------------------------------|
+| stage   | what happens                                                               |
+|---------|----------------------------------------------------------------------------|
 | pause   | no call is sent; what is in flight is kept where it is, caches are emptied |
-| change  | the trainer writes its memory, which is the servers'                      |
-| resume  | what was in flight goes on, with the new weights                          |
-| canary  | each server shows that it has them, and takes calls again                 |
+| ask     | the canary waits at each server                                            |
+| change  | the trainer writes its memory, which is the servers'                       |
+| resume  | what was in flight goes on, and the canary is read, with the new weights   |
+| prove   | each server has shown that it has them, and takes calls again              |
 """
 
 import asyncio
@@ -126,44 +127,48 @@ class AliasBridge:
         named = [self._fleet.base]
         replicas = self._fleet.pool.replicas
         async with self._update.lock:
-            await asyncio.gather(*map(self._pause, replicas))
             try:
+                await asyncio.gather(*map(self._pause, replicas))
                 yield named.append
-                resume = partial(self._name_and_resume, named[-1])
-                await asyncio.gather(*map(resume, replicas), return_exceptions=True)
             except BaseException:  # weights may have changed in part: the servers stay out
+                await self._update.forget_asked()
                 await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
                 raise
-            await self._update.publish(self._nothing, self._logprobs, named[-1], again=self._attach)
+            give = partial(self._name_and_resume, named[-1])
+            await self._update.publish(give, self._logprobs, named[-1], again=self._attach)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")
         try:
             await replica.client.post(PAUSE, b"")
+            await self._update.ask_ahead(replica)
         except RookeryError as error:
             # It computes nothing, or is looked after when it is back.
             replica.exclude(f"{replica.url} could not be paused for new weights: {error}")
 
     async def _name_and_resume(self, ref: ModelRef, replica: Replica) -> None:
         """What goes on can then say which weights drew which of its tokens."""
-        await self._update.name(replica, ref)
-        await self._resume(replica)
+        try:
+            await self._update.name(replica, ref)
+        finally:
+            await self._resume(replica)
 
     async def _resume(self, replica: Replica) -> None:
         await replica.client.post("/resume", b"")
 
-    async def _nothing(self, replica: Replica) -> None:
-        """The weights are there."""
-
     async def _attach(self, replica: Replica) -> None:
-        """A server that was started again computes with the memory that is still here."""
+        """A server that was started again computes with the memory that is still here. It may have
+        been paused since."""
         if self._shared.file is None:
             raise FleetError(
                 f"{replica.url} was started again, and the weights went with the memory of its "
                 "GPU: resume the run, which goes on from its last checkpoint."
             )
-        await _share(replica, source=self._shared.file.path)
-        await replica.client.reset_prefix_cache()
+        try:
+            await _share(replica, source=self._shared.file.path)
+            await replica.client.reset_prefix_cache()
+        finally:
+            await self._resume(replica)
 
     async def _explain(self, replica: Replica) -> str:
         found = await replica.client.call_workers("rookery_sums")

@@ -158,7 +158,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _logprobs(model: Model, canary: Canary) -> list[float]:
-    """The model's own log-probabilities of the canary's tokens, without dropout as on a server."""
+    """The model's own log-probabilities of the canary, without dropout as on a server."""
     import torch
 
     device = next(model.parameters()).device
@@ -170,5 +170,5 @@ def _logprobs(model: Model, canary: Canary) -> list[float]:
     finally:
         for module in training:
             module.training = True
-    rows = torch.log_softmax(logits, dim=-1)
-    return [float(rows[end - 1, canary.tokens[end]]) for end in canary.ends]
+    row: list[float] = torch.log_softmax(logits[-1], dim=-1)[list(canary.ids)].tolist()
+    return row

@@ -45,6 +45,14 @@ class _Read:
     logprobs: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A canary that waits at a paused server."""
+
+    process: str
+    answer: asyncio.Task[Sequence[float]]
+
+
 async def _unexplained(_: Replica) -> str:
     return ""
 
@@ -57,10 +65,27 @@ class BaseUpdate:
         self._canary = canary
         self._explain = explain
         self._newest: _Newest | None = None
+        self._asked: dict[Replica, _Asked] = {}
         self.lock = asyncio.Lock()
         """Held while weights change: a server that comes back meanwhile gets them afterwards."""
         for replica in fleet.pool.replicas:
             replica.renew = self._renew
+
+    async def ask_ahead(self, replica: Replica) -> None:
+        """Send the canary to a server that is paused: it is read when the server goes on, without
+        a wait for its way there. The caller holds the lock, and publishes or forgets it."""
+        process = await replica.proof.running()
+        if self._newest is None or replica.proof.is_by(process):
+            answer = asyncio.create_task(self._canary.read(replica, replica.base))
+            self._asked[replica] = _Asked(process, answer)
+
+    async def forget_asked(self) -> None:
+        """Nobody reads the canaries that were sent ahead."""
+        answers = [asked.answer for asked in self._asked.values()]
+        self._asked.clear()
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
 
     async def publish(self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give) -> float:
         """Give all servers the weights; the largest difference seen afterwards, in nats.
@@ -71,14 +96,16 @@ class BaseUpdate:
         """
         replicas = self._fleet.pool.replicas
         were_up = [not r.is_given_up and not r.breaker.is_open for r in replicas]
-        if self._newest is not None:
-            give = _for_either(give, again)
+        either = give if self._newest is None else _for_either(give, again)
         computing = asyncio.ensure_future(logprobs(self._canary))
         try:
-            read = await asyncio.gather(*(self._read(r, give, ref) for r in replicas))
+            read = await asyncio.gather(
+                *(self._read(r, give if r in self._asked else either, ref) for r in replicas)
+            )
             newest = self._newest = _Newest(again, await computing, ref)
         finally:
             computing.cancel()
+            await self.forget_asked()
         outcomes = await asyncio.gather(
             *(self._judge(r, own, newest) for r, own in zip(replicas, read, strict=True))
         )
@@ -121,6 +148,9 @@ class BaseUpdate:
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
             await give(replica)
+            asked = self._asked.pop(replica, None)
+            if asked is not None:
+                return _Read(asked.process, await asked.answer)
             process = await replica.proof.running()
             if replica.base != ref:
                 await self.name(replica, ref)
@@ -136,7 +166,7 @@ class BaseUpdate:
             if isinstance(read, RookeryError):
                 raise read
             gap = self._canary.gap(read.logprobs, newest.expected)
-            if self._canary.is_far(gap):
+            if self._canary.is_far(read.logprobs, newest.expected):
                 raise FleetError(await self._complaint(replica, gap))
         except RookeryError as error:
             replica.exclude(str(error))

@@ -38,6 +38,8 @@ class Call:
     prefix: tuple[int, ...]
     affinity: Hashable = None
     """Calls of one affinity share prefixes; None: it has none."""
+    is_any_base: bool = False
+    """Asks the base model whatever its name is: that of a server whose weights change."""
     replicas: list["ReplicaLoad"] = field(default_factory=list)
     """Where it runs now: more than one when an idle replica took it over."""
     tried: set[str] = field(default_factory=set)

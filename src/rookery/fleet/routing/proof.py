@@ -34,8 +34,11 @@ class Proof:
 
     async def is_current(self) -> bool:
         """Whether the process that runs is the one that has shown it."""
-        running = await self.running()
-        return bool(running) and running == self._process
+        return self.is_by(await self.running())
+
+    def is_by(self, process: str) -> bool:
+        """Whether this process has shown it."""
+        return bool(process) and process == self._process
 
     async def is_of_another(self) -> bool:
         """Whether another process runs than the one that has shown it, as far as it tells."""

@@ -217,7 +217,7 @@ class Replica:
 
     def _require_base(self, call: Call) -> None:
         """A call may have waited, or been lost elsewhere, while the weights it names went."""
-        if call.is_base and call.ref != self.base:
+        if call.is_base and not call.is_any_base and call.ref != self.base:
             raise FleetError(
                 f"{call.ref.served_name} was replaced by {self.base.served_name} before it was "
                 "asked: name the newest."

@@ -62,6 +62,10 @@ def _python_unless_told(value: object) -> object:
     return {"type": "python", **value} if isinstance(value, dict) else value
 
 
+def _grpo_unless_told(value: object) -> object:
+    return {"type": "grpo", **value} if isinstance(value, dict) else value
+
+
 AnyEnvironment = Annotated[
     Annotated[GameConfig | AtroposConfig | VerifiersConfig, Field(discriminator="type")],
     BeforeValidator(_python_unless_told),
@@ -114,9 +118,9 @@ class GrpoConfig(ScheduleConfig):
     advantages: AdvantageName | None = None
     """`group_relative` (GRPO), `leave_one_out` (RLOO), `no_std` (Dr. GRPO); `shuffled` is a control
     that must not learn. null: `no_std` with the loss dr_grpo, else `group_relative`."""
-    loss: PolicyLossConfig = Grpo()
-    """`grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`, `importance_sampling` or
-    `reinforce`, with its options."""
+    loss: Annotated[PolicyLossConfig, BeforeValidator(_grpo_unless_told)] = Grpo()
+    """`grpo` unless told, or `dr_grpo`, `dapo`, `bnpo`, `gspo`, `cispo`, `ppo`,
+    `importance_sampling`, `reinforce`, with its options."""
     reference: Path | None = None
     """What a KL term (`loss.kl`) is to: a PEFT folder, or a model folder, such as the engine's own
     for the model without an adapter. Empty: the policy that the run starts from."""

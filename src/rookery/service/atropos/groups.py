@@ -110,7 +110,7 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/scored_data_list")
     async def scored_data_list(request: Request) -> dict[str, Any]:
         groups = await _read(_MANY, request)
-        kept = [size for group in groups if (size := await gateway.accept(group)) is not None]
+        kept = [size for size in await gateway.accept_all(groups) if size is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
         if kept:
             answer |= {"buffered": len(kept), "last_buffer_size": kept[-1]}

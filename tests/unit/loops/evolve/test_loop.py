@@ -15,7 +15,7 @@ from loops.evolve.toy import (
 )
 
 from rookery.loops.evolve import outputs
-from rookery.loops.evolve.checkpoints import read_checkpoint
+from rookery.loops.evolve.checkpoints import fill_best, read_checkpoint
 
 
 async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ async def test_a_best_found_while_an_earlier_one_is_written_is_written_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_closing, num = threading.Event(), 0
-    fill_best, close = outputs.fill_best, outputs.Outputs.close
+    close = outputs.Outputs.close
 
     def fill_slowly(*args: Any, **options: Any) -> None:
         nonlocal num

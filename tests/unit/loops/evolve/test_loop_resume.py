@@ -4,13 +4,11 @@ import asyncio
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import forked, run_code
 from loops.evolve.toy import (
     ToyExecutor,
     decided_states,
@@ -179,46 +177,36 @@ def _states(folder: Path) -> list[str]:
 SESSION = """
 import asyncio, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
+from forked import kill_at_event
 from loops.evolve.toy import ToyExecutor, evolve_toy, propose, toy_config, toy_model
 
-folder, calls = Path(sys.argv[1]), Path(sys.argv[2])
+folder, calls, num_events = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[4])
+if num_events:
+    kill_at_event(num_events)
 
 def reply(request):
     with calls.open("a") as file:
         file.write("call\\n")
     return propose(request)
 
-config = toy_config(max_iterations=80, rookery={"mode": sys.argv[4], "lag": 6})
+config = toy_config(max_iterations=80, rookery={"mode": sys.argv[3], "lag": 6})
 executor = ToyExecutor(delay_s=lambda job: 0.005)
 asyncio.run(evolve_toy(folder, config, model=toy_model(reply), executor=executor))
 """
 
 
-@pytest.mark.parametrize(("mode", "most_kills"), [("steady", 3), ("deterministic", 10)])
-def test_a_killed_process_resumes_exactly(tmp_path: Path, mode: str, most_kills: int) -> None:
+@pytest.mark.parametrize(("mode", "num_kills"), [("steady", 3), ("deterministic", 5)])
+def test_a_killed_process_resumes_exactly(tmp_path: Path, mode: str, num_kills: int) -> None:
     """SIGKILL after a random number of events, again and again, until the run finishes."""
     rng = random.Random(7)
     calls, folder = tmp_path / "calls", tmp_path / "killed"
-    tests = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", SESSION, str(folder), str(calls), tests, mode]
-    num_kills = 0
-    while num_kills < most_kills:
-        target = _num_events(folder) + rng.randrange(2, 30)
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
-        try:
-            deadline = time.monotonic() + 60
-            while process.poll() is None and _num_events(folder) < target:
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-        finally:
-            process.kill()
-            _, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors.decode()
-        num_kills += 1
+    words = (SESSION, str(folder), str(calls), mode)
+    for _ in range(num_kills):
+        with forked(run_code, *words, str(rng.randrange(2, 30))) as process:
+            assert process.wait() == -signal.SIGKILL
         assert _has_best_if_begun(folder)
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
+    with forked(run_code, *words, "0") as process:
+        assert process.wait() == 0
     states = decided_states(folder)
     assert sorted(states) == list(range(1, 81))
     assert all(len(set(recorded)) == len(recorded) for recorded in states.values())
@@ -229,20 +217,6 @@ def test_a_killed_process_resumes_exactly(tmp_path: Path, mode: str, most_kills:
         config = toy_config(max_iterations=80, rookery={"mode": mode, "lag": 6})
         asyncio.run(evolve_toy(tmp_path / "whole", config))
         assert read_export(folder) == read_export(tmp_path / "whole")
-
-
-def _num_events(folder: Path) -> int:
-    path = folder / "toy" / "events.db"
-    if not path.exists():
-        return 0
-    try:
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-        try:
-            return int(connection.execute("SELECT count(*) FROM events").fetchone()[0])
-        finally:
-            connection.close()
-    except sqlite3.Error:
-        return 0
 
 
 def _has_best_if_begun(folder: Path) -> bool:

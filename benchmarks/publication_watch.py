@@ -1,0 +1,50 @@
+"""Where a publication of weights spends its time."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rookery.fleet import Fleet
+from rookery.fleet.bridges.canary import Canary, Logprobs
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Every request to the servers and the trainer's pass, each with when it began and ended, from
+    the beginning of the publication."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._began = time.perf_counter()
+        self._seen: list[tuple[str, float, float]] = []
+        for replica in fleet.pool.replicas:
+            client = replica.client
+            client.post = self._watched(client.post)  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        self._seen = []
+
+    def logprobs(self, work: Logprobs) -> Logprobs:
+        async def watched(canary: Canary) -> Sequence[float]:
+            began = time.perf_counter()
+            found = await work(canary)
+            self._seen.append(("the trainer's pass", began, time.perf_counter()))
+            return found
+
+        return watched
+
+    def _watched(self, post: Any) -> Any:
+        async def watched(path: str, *args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return await post(path, *args, **options)
+            finally:
+                self._seen.append((path, began, time.perf_counter()))
+
+        return watched
+
+    def show(self) -> None:
+        for what, began, ended in sorted(self._seen, key=lambda one: one[1]):
+            begin_ms, end_ms = 1e3 * (began - self._began), 1e3 * (ended - self._began)
+            print(f"    {what:40}{begin_ms:9.1f} to {end_ms:.1f} ms")

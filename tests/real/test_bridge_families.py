@@ -1,0 +1,83 @@
+"""Model families on a real vLLM on the CPU: one copy of the weights, or the reason and copies.
+
+    ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm ROOKERY_LONG=1 \\
+    pytest tests/real/test_bridge_families.py
+
+Yi and DeepSeek-Coder are Llama models by their configs. A server per family takes a quarter of an
+hour together.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import bridge_training
+import pytest
+from bridge_training import training
+from tiny import write_tiny_model
+
+from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
+from rookery.engines import open_engine
+from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.policy_weights import POLICY
+
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="takes minutes: ROOKERY_LONG"),
+    pytest.mark.timeout(1200),
+]
+NEAR = 1e-4
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+ALIASED: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Llama": {},
+    "Mistral": {},
+    "Phi": {},
+    "Phi3": {},
+    "Gemma": {"head_dim": 32},
+    "Gemma2": {"head_dim": 32},
+    "Starcoder2": {},
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+COPIED: dict[str, tuple[dict[str, Any], str]] = {
+    "Mixtral": (EXPERTS, "holds the weights of all experts"),
+    "DeepseekV2": (LATENT, "multi-head latent attention|holds the weights of all experts"),
+}
+
+
+def config_of(folder: Path) -> GrpoConfig:
+    return bridge_training.config_of(
+        "auto", model=str(folder), python=PYTHON, device="cpu", dtype="float32", max_model_len=256,
+        cpu_cache_gib=1, enforce_eager=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALIASED)
+async def test_trainer_and_server_have_one_copy(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", kind, **SIZES, **ALIASED[kind])
+    async with training(config_of(folder), tmp_path) as trained:
+        assert trained.bridge.name == "alias", trained.bridge.why
+        await trained.trainer.publish(POLICY)
+        assert await trained.gap() < NEAR
+        await trained.step()
+        assert await trained.gap() < NEAR
+
+
+@pytest.mark.parametrize("kind", COPIED)
+async def test_layouts_of_their_own_are_copied_with_the_reason(kind: str, tmp_path: Path) -> None:
+    extra, reason = COPIED[kind]
+    folder = write_tiny_model(tmp_path / "tiny", kind, **{**SIZES, **extra})
+    config = config_of(folder)
+    async with open_engine(bridged_engine(config)) as engine:
+        bridge = await choose_bridge(config, engine)
+    assert bridge.name == "copy" and any(part in bridge.why for part in reason.split("|"))

@@ -1,0 +1,115 @@
+"""What a canary asks, what it takes for rounding, and what it costs a publication."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fleet.adapters import make_small, write_model
+from fleet.sharing import SharingStub, ask, fleet_of, training
+from fleet.stub import Stub, logprobs_after, serve, until
+
+from rookery.errors import FleetError
+from rookery.fleet import FleetConfig, open_fleet
+from rookery.fleet.bridges.adapter import AdapterBridge
+from rookery.fleet.bridges.canary import Canary
+from rookery.types import ModelRef
+
+PLAIN = (-1.0, -2.0, -30.0)
+EXACT = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=1e-3)
+HALF = Canary(tokens=(1, 2, 3), ids=(1, 2, 3), limit_nats=0.1)
+
+
+def test_the_gap_is_the_largest_difference() -> None:
+    assert HALF.gap((-1.0, -2.0, -31.0), PLAIN) == 1.0
+    assert EXACT.gap(PLAIN, PLAIN) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("canary", "found", "is_far"),
+    [
+        (EXACT, PLAIN, False),
+        (EXACT, (-1.0, -2.002, -30.0), True),
+        (HALF, (-1.09, -2.0, -30.0), False),
+        (HALF, (-1.11, -2.0, -30.0), True),
+        (HALF, (-1.0, -2.0, -30.37), False),
+        (HALF, (-1.0, -2.0, -30.38), True),
+        (HALF, (math.nan, -2.0, -30.0), True),
+        (HALF, (-1.0, math.inf, -30.0), True),
+    ],
+)
+def test_rounding_is_in_proportion_to_what_is_rounded(
+    canary: Canary, found: Sequence[float], is_far: bool
+) -> None:
+    assert canary.is_far(found, PLAIN) is is_far
+
+
+async def test_a_publication_asks_one_prompt_for_one_token() -> None:
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        num_bodies = len(stub.bodies)
+        await trainer.step()
+        [body] = stub.bodies[num_bodies:]
+        [prompt] = body["prompt"]
+        assert len(prompt) > 2 * stub.block and body["max_tokens"] == 1
+
+
+async def test_the_canary_waits_at_a_server_while_weights_change() -> None:
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        async with trainer.bridge.changing_base() as rename:
+            await stub.wait_in_flight(1)
+            for tensor in trainer.weights.values():
+                tensor += 0.5
+            rename(ModelRef(name="policy", version="later"))
+        assert await ask(fleet, ModelRef(name="policy", version="later"))
+
+
+async def test_a_change_that_fails_leaves_nothing_at_the_server() -> None:
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        with pytest.raises(RuntimeError, match="as asked"):
+            async with trainer.bridge.changing_base():
+                await stub.wait_in_flight(1)
+                raise RuntimeError("as asked")
+        await until(lambda: not any(stub.in_flight.values()))
+        assert await ask(fleet, await trainer.step())
+
+
+async def test_a_change_that_is_cancelled_while_servers_pause_resumes_them() -> None:
+    stubs = slow, quick = SharingStub(pause_s=30.0), SharingStub()
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        changing = asyncio.create_task(trainer.step())
+        await until(lambda: slow.num_pauses and quick.num_pauses)
+        changing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+        assert not slow.is_paused and not quick.is_paused
+
+
+async def test_the_version_before_is_refused_at_once_and_leaves_meanwhile(tmp_path: Path) -> None:
+    stub = Stub(root=str(write_model(tmp_path / "tiny")))
+    async with serve(stub):
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=5, name="tiny")
+        async with open_fleet(config) as fleet:
+            newest = make_small("policy", 0)
+
+            async def logprobs(canary: Canary) -> Sequence[float]:
+                row = logprobs_after(f"policy@{newest.version}", canary.tokens)
+                return [row[token] for token in canary.ids]
+
+            canary = Canary.of(fleet.capabilities, is_float32=True)
+            bridge = AdapterBridge(fleet, canary=canary, logprobs=logprobs)
+            refs = []
+            for seed in range(3):
+                newest = make_small("policy", seed)
+                refs.append(await bridge.publish(newest))
+                assert fleet.loaded == (refs[-1],)
+                for old in refs[:-1]:
+                    with pytest.raises(FleetError, match="is not loaded"):
+                        await ask(fleet, old)
+            await until(lambda: len(stub.adapters) == 1)
