@@ -1,7 +1,9 @@
 """Samples and prompt scores from an engine, whoever asks: the SDK, plain HTTP or OpenAI clients."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +32,9 @@ from rookery.types import (
 
 __all__ = ["Draw", "Drawing"]
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
@@ -55,7 +60,9 @@ class Draw:
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt) + self.params.n * self.params.max_tokens
+        num_scored = 0 if self.targets is None else int((self.targets >= 0).sum())
+        num_drawn = self.params.n * self.params.max_tokens
+        return len(self.prompt) * (1 + self.alternatives) + num_scored + num_drawn
 
 
 class Drawing:
@@ -169,7 +176,8 @@ class Drawing:
             )
             for place in asked
         ]
-        scores = await self._desk.backend(draw.base_model).engine.score(requests)
+        engine = self._desk.backend(draw.base_model).engine
+        scores = await self._in_slices(engine.score, requests, width=1)
         answers: Array = np.full(draw.targets.shape, np.nan, dtype="<f4")
         for place, score in zip(asked, scores, strict=True):
             answers[place, draw.targets[place] >= 0] = score.label_logprobs
@@ -192,7 +200,23 @@ class Drawing:
             )
             for place in range(len(draw.prompt) - 1)
         ]
-        drawn = await self._desk.backend(draw.base_model).engine.sample(requests)
+        engine = self._desk.backend(draw.base_model).engine
+        drawn = await self._in_slices(engine.sample, requests, width=draw.alternatives)
         tokens = [[completion.tokens[0] for completion in row] for row in drawn]
         logprobs = [[completion.logprobs[0] for completion in row] for row in drawn]
         return [np.asarray(tokens, dtype="<i4"), np.asarray(logprobs, dtype="<f4")]
+
+    async def _in_slices(
+        self,
+        call: Callable[[Sequence[Asked]], Awaitable[Sequence[Answer]]],
+        requests: Sequence[Asked],
+        *,
+        width: int,
+    ) -> list[Answer]:
+        """A request for every position of a prompt, so many at a time that others are served
+        beside them."""
+        step = max(1, self._desk.config.samples_in_flight // width)
+        answers: list[Answer] = []
+        for start in range(0, len(requests), step):
+            answers += await call(requests[start : start + step])
+        return answers

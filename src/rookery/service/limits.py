@@ -44,6 +44,13 @@ class Admission:
             raise _full(f"You sent more than {rate:g} requests in a second.")
         self._credit[tenant] = (credit - 1, now)
 
+    def check_draws(self, num_waiting: int, *, num: int) -> None:
+        """Count draws that are answered at once, beside those that wait."""
+        if num_waiting and num_waiting + num > self._limits.waiting:
+            raise _full(
+                f"{num_waiting} of your samples are waiting; at most {self._limits.waiting} may."
+            )
+
     def check_sessions(self, tenant: str) -> None:
         sessions = self._desk.state.sessions.values()
         num_open = sum(one.tenant == tenant and not one.is_over for one in sessions)

@@ -187,6 +187,11 @@ class Service:
         if work is not None and work.kind in SAMPLING:
             await self.samples.cancel(work)
 
+    def check_draws(self, tenant: str, *, num: int) -> None:
+        """Refuse draws without a number of their own when too many of them would wait."""
+        num_waiting = self.drawing.turns.num_waiting_of(tenant)
+        self.admission.check_draws(num_waiting, num=num)
+
     def heartbeat(self, tenant: str, session_id: str) -> None:
         self.desk.state.session(tenant, session_id)
         self._seen[session_id] = time.monotonic()

@@ -58,6 +58,9 @@ class Turns:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def num_waiting_of(self, tenant: str) -> int:
+        return next((num for name, num, _ in self._queue.tenants() if name == tenant), 0)
+
     @property
     def tokens_waiting(self) -> int:
         return self._queue.tokens

@@ -113,6 +113,7 @@ def make_router(gate: Gate) -> APIRouter:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
         prompts = await asyncio.to_thread(encode_prompts, codec, read_prompts(body))
+        gate.service.check_draws(tenant, num=len(prompts))
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
             for place, prompt in enumerate(prompts)
@@ -137,6 +138,7 @@ def make_router(gate: Gate) -> APIRouter:
             prompt = await asyncio.to_thread(codec.encode_chat, messages)
         except TaskError as error:
             raise bad(str(error)) from error
+        gate.service.check_draws(tenant, num=1)
         asked = body.max_completion_tokens or body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else 0
         drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))

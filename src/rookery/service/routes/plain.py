@@ -104,6 +104,7 @@ def make_router(gate: Gate) -> APIRouter:
             _draw(gate, tenant, (source.base_model, source.blob), prompt, (body, place))
             for place, prompt in enumerate(prompts)
         ]
+        gate.service.check_draws(tenant, num=len(draws))
         answers = await together(gate.service.drawing.draw(draw) for draw in draws)
         return _answer(answers)
 
