@@ -1,5 +1,6 @@
 """The command tree, and how a command ends: 0, 2 with a sentence, 130 (Ctrl-C), 143 (SIGTERM)."""
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -68,6 +69,9 @@ EXTRAS = {
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
+    # transformers imports torchao where it is installed, which warns of its own code. That happens
+    # when a command is loaded.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         with stop_signals():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")

@@ -36,6 +36,7 @@ from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
 from rookery.loops.grpo import GrpoConfig, GrpoInputs, Step, Watcher, train_policy
 from rookery.loops.grpo.batch_drawer import BatchDrawer
+from rookery.loops.grpo.checkpoints import START
 from rookery.loops.grpo.checks import check_inputs
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Evaluator, GroupDrawer
@@ -71,6 +72,7 @@ def run_grpo(
 
 
 def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[GrpoReport]:
+    config = _with_own_start(config, open_run.folder)
     if not is_first_process():
         return help_grpo(config)
     open_run = tracked(open_run, config.track)
@@ -80,6 +82,15 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     open_run = on_same_inputs(open_run, _digests(files))
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     return run_async(_train(config, files, open_run, display))
+
+
+def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
+    """A run that goes on has the adapter it began with in its own folder: what init_from names may
+    be gone, or another one by now."""
+    if folder is None or config.init_from is None or config.full is not None:
+        return config
+    own = folder / START
+    return config.model_copy(update={"init_from": own}) if own.is_dir() else config
 
 
 GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish)

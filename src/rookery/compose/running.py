@@ -219,8 +219,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    # transformers imports torchao where it is installed, which warns of its own code.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

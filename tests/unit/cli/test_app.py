@@ -73,6 +73,12 @@ def test_processes_end_with_0_or_with_2_and_a_sentence(tmp_path: Path) -> None:
     assert misspelt.returncode == 2 and 'Did you mean "eval"?' in misspelt.stderr
 
 
+def test_libraries_that_a_command_loads_say_nothing(tmp_path: Path) -> None:
+    """torchao, which transformers imports where it is installed, warns of its own code."""
+    ended = spawn("grpo", "run", "nowhere.yaml", folder=tmp_path)
+    assert ended.stderr == "error: There is no config file nowhere.yaml.\n"
+
+
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "rookery", "--help"],

@@ -120,7 +120,11 @@ def test_a_genome_winner_is_trained_on(rookery: Command, config: Path) -> None:
 
 
 def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> None:
-    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--init-from", "a").code == 0
+    """And is kept in the run, which goes on when its folder is gone."""
+    shutil.copytree(config / "a", config / "own")
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", "--init-from", "own").code == 0
+    shutil.rmtree(config / "own")
+    assert rookery("runs", "resume", "x").code == 0
     report = json.loads((config / "runs/x/report.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
     assert read_adapter(config / "runs/x/start").version == read_adapter(config / "a").version

@@ -18,10 +18,11 @@ from rookery.runs import Run
 from rookery.types import Adapter
 from rookery.weights import read_adapter
 
-__all__ = ["Checkpoints", "read_start"]
+__all__ = ["START", "Checkpoints", "read_start"]
 
 CHECKPOINT = "checkpoint"
 START = "start"
+"""The folder of the adapter that a run began with."""
 STATE = "trainer.safetensors"
 
 
