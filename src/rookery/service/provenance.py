@@ -28,8 +28,9 @@ def _span_logprobs(futures: Futures, tenant: str, span: TargetSpan) -> Array:
     if future is None or future.result is None or future.result.form != "proto":
         return row
     sequences = SampleResponse.FromString(future.result.payload).sequences
-    if number.isdecimal() and int(number) < len(sequences):
-        logprobs = np.frombuffer(sequences[int(number)].logprobs, dtype="<f4")
+    named = {str(place): sequence for place, sequence in enumerate(sequences)}
+    if number in named:
+        logprobs = np.frombuffer(named[number].logprobs, dtype="<f4")
         known = logprobs[span.offset : span.offset + span.length]
         row[: len(known)] = known
     return row

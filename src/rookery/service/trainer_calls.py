@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.concurrency import run_in_thread
+from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.backend import Backend
 from rookery.service.desk import Desk
 from rookery.service.exports import encrypt_folder
@@ -108,21 +109,33 @@ class TrainerCalls:
         backend = self._desk.backend(works[0].base_model)
         context = backend.engine.context_tokens
 
-        def read(work: Command) -> _Trained:
-            call = read_call(work)
-            custom = partial(self._desk.state.loss, work.tenant)
-            request = train_request(call, context_tokens=context, custom=custom)
-            drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
-            return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
+        def read(work: Command) -> _Trained | Outcome:
+            """What was right when it came may not be any more: its loss may be gone. That is the
+            result of this work alone."""
+            try:
+                with boundary(ServiceError, "Reading the request failed"):
+                    return self._read(work, context_tokens=context)
+            except RookeryError as error:
+                return Outcome.failure(work, str(error), "user")
 
         read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
-        requests = [one.request for one in read_works]
+        failures = [one for one in read_works if isinstance(one, Outcome)]
+        trained = [one for one in read_works if isinstance(one, _Trained)]
+        if not trained:
+            return failures
         trainer = backend.trainer
-        is_forward = works[0].kind == "forward"
-        outputs = await (trainer.forward if is_forward else trainer.forward_backward)(requests)
-        return await asyncio.to_thread(
-            lambda: [one.outcome(own) for one, own in zip(read_works, outputs, strict=True)]
+        call = trainer.forward if works[0].kind == "forward" else trainer.forward_backward
+        outputs = await call([one.request for one in trained])
+        return failures + await asyncio.to_thread(
+            lambda: [one.outcome(own) for one, own in zip(trained, outputs, strict=True)]
         )
+
+    def _read(self, work: Command, *, context_tokens: int | None) -> "_Trained":
+        call = read_call(work)
+        custom = partial(self._desk.state.loss, work.tenant)
+        request = train_request(call, context_tokens=context_tokens, custom=custom)
+        drawn = () if isinstance(call, RecordCall) else self._drawn(work, call)
+        return _Trained(work, request, is_record=isinstance(call, RecordCall), drawn=drawn)
 
     def _drawn(self, work: Command, call: TrainCall) -> tuple[Array, ...]:
         """The sampler's log-probabilities of each datum, where the loss does not have them."""

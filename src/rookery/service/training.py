@@ -84,7 +84,9 @@ class TrainingLoop:
         self._removals.append(model_id)
         self._changed.set()
         lane = self._lanes.pop(model_id, None)
-        return lane.clear() if lane is not None else []
+        given_up = [work for work in self._overdue if work.owner == model_id]
+        self._overdue = [work for work in self._overdue if work.owner != model_id]
+        return [*given_up, *(lane.clear() if lane is not None else [])]
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
         """Serve until `stop`; `snapshot` is called between passes when it is time."""
