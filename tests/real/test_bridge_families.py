@@ -49,7 +49,7 @@ LATENT = {
     "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64,
     "first_k_dense_replace": 1,
 }  # fmt: skip
-COPIED = {
+COPIED: dict[str, tuple[dict[str, Any], str]] = {
     "Mixtral": (EXPERTS, "holds the weights of all experts"),
     "DeepseekV2": (LATENT, "multi-head latent attention|holds the weights of all experts"),
 }
