@@ -1,4 +1,5 @@
-"""evolve as a user runs it: the command, a model over HTTP, the sandbox, signals. Two minutes.
+"""evolve as a user runs it: the command, a model over HTTP, the sandbox, signals. One
+minute, and with ROOKERY_LONG three.
 
 Without a sandbox the tests skip with the reason; under CI they fail.
 """
@@ -27,6 +28,7 @@ from evolve_command import (
     until,
     write_problem,
 )
+from marks import long
 from scripted import Scripted, serve_scripted
 
 pytestmark = pytest.mark.timeout(240)
@@ -104,6 +106,7 @@ def cluster() -> Iterator[Any]:
         started.shutdown()
 
 
+@long
 @pytest.mark.filterwarnings("ignore")
 def test_a_lost_ray_node_costs_evaluations_and_no_iteration(problem: Path, cluster: Any) -> None:
     nodes, second = cluster
@@ -158,18 +161,19 @@ def test_smollm2_proposes_in_this_process(problem: Path, capsys: Any) -> None:
         "rookery": CONFIG["rookery"] | {"engine": {"model": "smollm2"}},
     }
     (problem / "config.yaml").write_text(json.dumps(settings))
-    ended = run(problem, "-i", 8)
+    ended = run(problem, "-i", 4)
     assert ended.returncode == 0, ended.stderr
-    assert decided(problem) == once(8)
+    assert decided(problem) == once(4)
     report = report_of(problem)
     first, best = report["first"]["score"], report["best"]["score"]
     assert best >= first == 0.0
-    assert report["tokens"]["completion"] >= 8
+    assert report["tokens"]["completion"] >= 4
     with capsys.disabled():
         verb = f"improved to {best:g}" if best > first else "did not improve"
-        sys.stdout.write(f"\nSmolLM2 {verb}; {report['num_failed']} of 8 gave no program\n")
+        sys.stdout.write(f"\nSmolLM2 {verb}; {report['num_failed']} of 4 gave no program\n")
 
 
+@long
 def test_an_adapter_that_learnt_from_a_run_joins_it(problem: Path) -> None:
     """Evolve, export what won, train a small model on it, go on with it beside the first one."""
     (problem / "templates").mkdir()

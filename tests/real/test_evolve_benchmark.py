@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from evolve_command import require_sandbox
+from marks import long
 from scripted import serve_scripted
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,6 +35,7 @@ DECREASING = """def pack(sizes, capacity):
 """
 
 
+@long
 def test_all_arms_of_all_tasks_are_in_the_table(tmp_path: Path) -> None:
     require_sandbox()
     programs = (SEARCH, PACK, OVERLAPPING, DECREASING)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 from loops.test_grpo_resume import trained_positions
+from marks import long
 from tiny import write_tiny_model
 
 from rookery.runs import Run
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ROOKERY_LONG"), reason="takes minutes: set ROOKERY_LONG, or make test-real"
-)
+pytestmark = long
 
 JUDGES = """\
 import os, signal

@@ -6,10 +6,7 @@ Adapters and whole models, drawn before or while training. Some minutes on an id
 """
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,21 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from loops import training
-from loops.test_grpo_resume import check_same, final_weights, make_run, trained_positions
+from loops.test_grpo_resume import (
+    check_same,
+    final_weights,
+    make_run,
+    run_until,
+    trained_positions,
+)
 from loops.training import Inputs, clockless, run_training
+from marks import long
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 from rookery.runs import Run
 from rookery.slots import load_model
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ROOKERY_LONG"), reason="takes minutes: set ROOKERY_LONG, or make test-real"
-)
+pytestmark = long
 
-UNIT = Path(training.__file__).parents[1]
-SOURCE = UNIT.parents[1] / "src"
 FULL: dict[str, Any] = {"full": True, "learning_rate": 1e-3}
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "full": FULL, "shared": {**FULL, "share": True}}
 LONG = {"steps": 24, "save_every": 2}
@@ -110,20 +109,3 @@ async def check_killed(
         assert len(trained_positions(run)) < LONG["steps"]  # it was killed on its way
         again = await run_training(run, inputs, model=model, **changes)
         check_same(run, again, expected)
-
-
-def run_until(
-    folder: Path, inputs: Inputs, changes: dict[str, Any], point: str, number: int
-) -> int:
-    """Go on with the run in a process that is killed at the point; its exit code."""
-    options = {
-        "inputs": [str(inputs.model), str(inputs.tasks)],
-        "changes": changes,
-        "kill": [point, number],
-    }
-    (folder / "inputs.json").write_text(json.dumps(options))
-    environment = os.environ | {"PYTHONPATH": f"{UNIT}:{SOURCE}", "OMP_NUM_THREADS": "1"}
-    if point == "reward":
-        environment["KILL_IN_REWARD"] = str(number)
-    command = [sys.executable, training.__file__, str(folder), "killed"]
-    return subprocess.run(command, env=environment, check=False, timeout=600).returncode

@@ -1,4 +1,5 @@
-"""icm on SmolLM2: what 135 million parameters can label, and what they cannot. Ten minutes.
+"""icm on SmolLM2: what 135 million parameters can label, and what they cannot. A minute, and with
+ROOKERY_LONG ten.
 
 pytest tests/real/test_icm.py
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from marks import long
 
 from rookery.config import load_config
 from rookery.embedded import EmbeddedEngine, EngineConfig, open_engine, resolve_model
@@ -63,6 +65,7 @@ async def best_of(
     return max(chains, key=lambda result: result.rank)
 
 
+@long
 async def test_searches_end_at_the_best_of_all_labellings(
     labeller: Labeller, store: ScoreStore
 ) -> None:
@@ -126,6 +129,7 @@ async def test_twelve_reviews_are_all_right(labeller: Labeller, tmp_path: Path) 
     assert result.tokens.computed * 5 < result.tokens.naive
 
 
+@long
 async def test_without_constraints_everything_gets_one_label_and_is_told_so(
     labeller: Labeller, tmp_path: Path
 ) -> None:
@@ -138,6 +142,7 @@ async def test_without_constraints_everything_gets_one_label_and_is_told_so(
     assert (result.utility or 0) > result.gold.utility, "true labels predict one another less"
 
 
+@long
 async def test_what_the_model_does_not_know_is_never_called_a_success(
     labeller: Labeller, tmp_path: Path
 ) -> None:

@@ -1,15 +1,13 @@
 """Ctrl-C in the middle: code 130, the command that goes on, and the same report in the end."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from forked import Forked, forked, run_command
 
 from rookery.errors import RunError
 from rookery.runs import Run
@@ -55,24 +53,23 @@ def rollouts(path: Path) -> int:
         return 0
 
 
-def wait_for_rollouts(process: subprocess.Popen[str], path: Path, num: int) -> None:
+def wait_for_rollouts(process: Forked, path: Path, num: int) -> None:
     deadline = time.monotonic() + 120
     while rollouts(path) < num:
-        assert process.poll() is None, "it ended before it was interrupted"
+        assert not process.has_ended, "it ended before it was interrupted"
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_an_evaluation_interrupted_and_resumed(rookery: Command, slow: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "rookery", "eval", "tiny", "slow.yaml", "--name", "x"],
-        cwd=slow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "ROOKERY_TEST_HANGS": "1"},
-    ) as process:  # fmt: skip
+    command = ("eval", "tiny", "slow.yaml", "--name", "x")
+    variables = {"ROOKERY_TEST_HANGS": "1"}
+    with forked(run_command, slow / "errors", *command, variables=variables) as process:
         wait_for_rollouts(process, slow / "runs/x", NUM_FREE)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and out == "" and "Traceback" not in err
+        process.send(signal.SIGINT)
+        assert process.wait() == 130 and process.lines.read() == ""
+    err = (slow / "errors").read_text()
+    assert "Traceback" not in err
     last = err.splitlines()[-1]
     assert last == f"error: Interrupted. Go on with: rookery runs resume {slow / 'runs/x'}"
     assert rollouts(slow / "runs/x") == NUM_FREE and not (slow / "runs/x/report.json").exists()

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
+from forked import Forked, forked, run_command
 
 from rookery.compose.running import run_async
 from rookery.compose.stopping import Stopped, run_stoppable, stop_signals
@@ -63,19 +62,13 @@ def config(place: Path) -> Path:
 
 
 @contextmanager
-def running(config: Path, mode: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "rookery", "genome", "run", "g.yaml", "--name", "x"]
-    environment = {**os.environ, "ROOKERY_TEST_MODE": mode}
-    with subprocess.Popen(
-        command, cwd=config, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment,
-    ) as process:  # fmt: skip
-        try:
-            wait_for(process, (config / "waiting").exists)
-            assert has_rollouts(config / "runs/x")
-            yield process
-        finally:
-            process.kill()
+def running(config: Path, mode: str) -> Iterator[Forked]:
+    command = ("genome", "run", "g.yaml", "--name", "x")
+    variables = {"ROOKERY_TEST_MODE": mode}
+    with forked(run_command, config / "errors", *command, variables=variables) as process:
+        wait_for(process, (config / "waiting").exists)
+        assert has_rollouts(config / "runs/x")
+        yield process
 
 
 def has_rollouts(path: Path) -> bool:
@@ -83,19 +76,20 @@ def has_rollouts(path: Path) -> bool:
         return run.last("rollout") is not None
 
 
-def wait_for(process: "subprocess.Popen[str]", is_so: Callable[[], bool]) -> None:
+def wait_for(process: Forked, is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not is_so():
-        assert process.poll() is None, "it ended before"
+        assert not process.has_ended, "it ended before"
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_an_evolution_told_to_terminate_is_resumed(rookery: Command, config: Path) -> None:
     with running(config, "slow") as process:
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 143 and "Traceback" not in err
+        process.send(signal.SIGTERM)
+        assert process.wait() == 143
+    err = (config / "errors").read_text()
+    assert "Traceback" not in err
     last = err.splitlines()[-1]
     assert last == f"error: Interrupted. Go on with: rookery runs resume {config / 'runs/x'}"
     with Run.view(config / "runs/x") as run:
@@ -111,11 +105,10 @@ def test_an_evolution_told_to_terminate_is_resumed(rookery: Command, config: Pat
 
 def test_a_second_signal_kills_at_once(config: Path) -> None:
     with running(config, "stubborn") as process:
-        process.send_signal(signal.SIGTERM)
+        process.send(signal.SIGTERM)
         wait_for(process, (config / "cancelled").exists)
-        assert process.poll() is None, "it does not end by itself"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == -signal.SIGTERM
+        process.send(signal.SIGTERM)  # it does not end by itself
+        assert process.wait() == -signal.SIGTERM
     with Run.open(config / "runs/x") as run:
         assert run.last("rollout") is not None
 

@@ -28,7 +28,7 @@ from rookery.types import (
     ScoreRequest,
 )
 
-NUM_OPERATIONS = 800
+NUM_OPERATIONS = 400
 NUM_WORKERS = 24
 CACHE_TOKENS = 90
 LIMIT_S = 120.0
@@ -102,6 +102,8 @@ class Chaos:
         weights = (60, 25, 25, 3, 3, 1)
         while self.num_left > 0:
             self.num_left -= 1
+            if self.num_left == NUM_OPERATIONS // 2:  # once for sure, and so that answers are lost
+                self.fault.error, self.fault.num = MemoryError("planted"), 2
             [operation] = rng.choices(operations, weights)
             await operation(rng)
             self.seen[operation.__name__] += 1
@@ -157,7 +159,7 @@ class Chaos:
 async def drained(engine: EmbeddedEngine) -> None:
     async with asyncio.timeout(LIMIT_S):
         while engine.stats.num_in_flight:  # noqa: ASYNC110 (no event per request)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     await engine.reset_prefix_cache()
     assert engine.loaded == ()
     assert engine.stats.cached_tokens == 0
@@ -176,7 +178,7 @@ async def test_chaos(
                 group.create_task(chaos.work(random.Random(f"{seed}:{worker}")))
         fault.error = None
         await drained(engine)
-        assert chaos.seen["answers"] > NUM_OPERATIONS and chaos.seen["cancelled"] > 100
+        assert chaos.seen["answers"] > NUM_OPERATIONS // 2 and chaos.seen["cancelled"] > 50
         assert min(chaos.seen[name] for name in ("lost", "reset", "ask_too_much")) > 0
         requests = chaos.draw(random.Random(seed), (engine.base,)) * 20
         last = [asyncio.create_task(ask(engine, request)) for request in requests]

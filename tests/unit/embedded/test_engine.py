@@ -320,7 +320,7 @@ async def test_a_cancelled_call_leaves_the_engine_working(engine: EmbeddedEngine
         engine.sample([SampleRequest(model=engine.base, prompt=(1, 9), params=endless)])
     )
     while engine.stats.decoded_tokens < 80:  # noqa: ASYNC110 (no event per token to wait for)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 import urllib.request
 from concurrent.futures import Future
 from pathlib import Path
@@ -101,36 +100,6 @@ async def test_a_cluster_without_room_is_given_up_with_what_it_has(
     assert "2 nodes with 12 CPU (10 free, 8 on its largest node)" in said
     assert "8 GPU (3 free, 8 on its largest node)" in said and "Lower launch.replicas" in said
     assert cluster.calls == ["removed", "shutdown"]
-
-
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
-@pytest.mark.filterwarnings("ignore")
-async def test_a_real_cluster_without_room_is_given_up() -> None:
-    config = LaunchConfig(
-        model="m", device="cuda", tensor_parallel=4, placement="ray", replicas=2, placement_s=3
-    )
-    began_s = time.monotonic()
-    with pytest.raises(
-        FleetError, match=r"2 servers of 1 CPU and 4 GPU each.*1 nodes with .* 0 GPU"
-    ):
-        async with place_on_ray(config, num=2, address="local"):
-            pass
-    assert time.monotonic() - began_s < 60
-
-
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
-@pytest.mark.filterwarnings("ignore")
-async def test_a_server_that_cannot_start_there_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("FAKE_VLLM", "memory")
-    config = LaunchConfig(model="tiny", device="cpu", port=18800, placement="ray", replicas=1)
-    with pytest.raises(FleetError, match="Tried to allocate") as failed:
-        async with place_on_ray(config, num=1, address="local"):
-            pass
-    assert "Traceback" not in str(failed.value)
 
 
 def _pid(url: str) -> int:

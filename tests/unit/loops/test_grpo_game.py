@@ -94,7 +94,7 @@ async def test_a_run_of_games_that_is_cut_off_ends_with_the_same_weights(
     with make_run(tmp_path, "whole") as run:
         result = await run_training(run, grpo_inputs, wrap=whole, **options)
         expected = final_weights(run), trained_positions(run), clockless(result.report)
-    for at in range(staleness, len(whole.seen), 67):
+    for at in range(staleness, len(whole.seen), 131):
         with pytest.raises(asyncio.CancelledError), make_run(tmp_path, f"cut-{at}") as run:
             await run_training(run, grpo_inputs, wrap=Cut(at), **options)
         with Run.open(tmp_path / f"cut-{at}") as run:

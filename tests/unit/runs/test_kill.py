@@ -20,8 +20,8 @@ from pathlib import Path
 import rookery
 from rookery.runs import Run, RunView, list_runs
 
-NUM_KILLS = 220
-NUM_CREATIONS = 60
+NUM_KILLS = 80
+NUM_CREATIONS = 40
 SOURCE = Path(rookery.__file__).parents[1]
 FORKER = """
 import os, sys

@@ -1,4 +1,5 @@
-"""8-bit moments: close to those of 32 bit, and restored exactly. torchao compiles its step."""
+"""8-bit moments: close to those of 32 bit, and restored exactly. torchao compiles its step, which
+takes longer than all of this: here it is computed as written."""
 
 from pathlib import Path
 
@@ -34,11 +35,12 @@ def take_steps(trainee: Trainee, seeds: range) -> None:
 def test_8_bit_moments_are_restored_exactly(tmp_path: Path) -> None:
     pytest.importorskip("torchao.optim", reason="torchao (the extra optim) is not installed")
     whole, first, second = (make_trainee("adamw_8bit") for _ in range(3))
-    take_steps(whole, range(4))
-    take_steps(first, range(2))
-    first.save(tmp_path / "state")
-    second.load(tmp_path / "state")
-    take_steps(second, range(2, 4))
+    with torch.compiler.set_stance("force_eager"):
+        take_steps(whole, range(4))
+        take_steps(first, range(2))
+        first.save(tmp_path / "state")
+        second.load(tmp_path / "state")
+        take_steps(second, range(2, 4))
     pairs = list(zip(whole.parameters, second.parameters, strict=True))
     assert all(torch.equal(one, other) for one, other in pairs)
     plain = make_trainee("adamw")
