@@ -67,7 +67,7 @@ def launch_config(options: argparse.Namespace, folder: Path, **changes: Any) -> 
         "model": str(folder), "python": options.python, "replicas": 1, "device": options.device,
         "dtype": "float32" if is_cpu else "bfloat16", "max_model_len": 512, "cpu_cache_gib": 1,
         "gpu_memory_utilization": options.gpu_share, "enforce_eager": is_cpu,
-        "live_weights": is_cpu, "args": ("--load-format", "dummy"),
+        "live_weights": is_cpu, "args": ("--load-format", "dummy", *options.server_args.split()),
         "env": {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}, **changes,
     }  # fmt: skip
     return LaunchConfig(**values)
@@ -362,6 +362,11 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM")
     parser.add_argument("--model", default="", help="a model folder, in place of the 7B shape")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--server-args",
+        default="",
+        help="for vLLM, as --server-args='--enforce-eager'",
+    )
     parser.add_argument("--gpu-share", type=float, default=0.35)
     parser.add_argument(
         "--parts", nargs="+", choices=("alias", "slot", "learn"), default=["alias", "slot"]

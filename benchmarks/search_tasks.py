@@ -2,6 +2,7 @@
 
     python benchmarks/search_tasks.py DATA OUT                        # tasksets and OUT/family.yaml
     python benchmarks/search_tasks.py DATA OUT --founders MODEL         # and an adapter per task
+    python benchmarks/search_tasks.py DATA OUT --yes-or-no            # all tasks with these answers
 
 DATA holds gsm8k problems with right and wrong solutions, TruthfulQA, comparisons of numbers and
 political statements:
@@ -11,7 +12,8 @@ political statements:
     challenges/{train,test}_political_normative.json   question, choice, is_liberal
     truthfulqa/TruthfulQA.csv                Question, Correct Answers, Incorrect Answers
 
-Every task asks for yes or no, so that adapters of different tasks disturb one another. Each founder
+Every task has two answers of its own; with `--yes-or-no` all have the same two, so that adapters of
+different tasks disturb one another and sums of them are hardly better than guessing. Each founder
 is trained by `rookery sft` on one task's own training questions; the target is the mixture of all
 tasks, on questions that no founder saw. A question is in one split of one file only, with one of
 its answers: search a quarter, select a quarter, report half.
@@ -36,8 +38,16 @@ NUM_TRAINING, NUM_TARGET = 600, 240
 SPLITS = {"search": 0.25, "select": 0.25, "report": 0.5}
 SETTINGS = ("--rank", "8", "--layers", "8", "--targets", "[q_proj, v_proj, o_proj]",
             "--learning-rate", "0.0005", "--steps", "80", "--batch-size", "16")  # fmt: skip
+WORDS = {
+    "solution": ("right", "wrong"),
+    "truthful": ("true", "false"),
+    "larger": ("correct", "incorrect"),
+    "liberal": ("liberal", "conservative"),
+    "french": ("French", "English"),
+}
+"""The answers to each task: what is asked about is so, or is not."""
 Claims = dict[str, list[tuple[str, bool]]]
-"""Question -> what is asked about it, and whether yes is right."""
+"""Question -> what is asked about it, and whether it is so."""
 
 
 def main() -> None:
@@ -49,11 +59,13 @@ def main() -> None:
     parser.add_argument("--founders", default="", help="the model to train an adapter per task of")
     parser.add_argument("--parallel", type=int, default=1, help="trainings at a time")
     parser.add_argument("--steps", type=int, help="of each training, in place of 80")
+    parser.add_argument("--yes-or-no", action="store_true", help="the answers to every task")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     tasks = read_tasks(options.data)
     for name, claims in tasks.items():
-        write_task(options.out, name, claims)
+        words = ("yes", "no") if options.yes_or_no else WORDS[name]
+        write_task(options.out, name, claims, words)
     config = family(list(tasks), model=options.founders)
     (options.out / "family.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     if options.founders:
@@ -110,17 +122,17 @@ def gather(rows: Iterable[tuple[str, str, bool]]) -> Claims:
     return claims
 
 
-def write_task(out: Path, name: str, claims: Claims) -> None:
-    """Half of the questions for the founder, half for the target, as many of yes as of no."""
+def write_task(out: Path, name: str, claims: Claims, words: tuple[str, str]) -> None:
+    """Half of the questions for the founder, half for the target, as many of each answer."""
     questions = shuffled(sorted(claims), rng=stream(0, "questions", name))
     half = len(questions) // 2
     trained = [claim for question in questions[:half] for claim in claims[question]]
-    write(out / f"{name}-training.jsonl", balanced(trained, NUM_TRAINING, name))
+    write(out / f"{name}-training.jsonl", balanced(trained, NUM_TRAINING, name), words)
     singles = []
     for place, question in enumerate(questions[half:]):
         wanted = [claim for claim in claims[question] if claim[1] == bool(place % 2)]
         singles.append((wanted or claims[question])[0])
-    write(out / f"{name}.jsonl", balanced(singles, NUM_TARGET, name))
+    write(out / f"{name}.jsonl", balanced(singles, NUM_TARGET, name), words)
 
 
 def balanced(claims: Sequence[tuple[str, bool]], count: int, name: str) -> list[tuple[str, bool]]:
@@ -130,10 +142,10 @@ def balanced(claims: Sequence[tuple[str, bool]], count: int, name: str) -> list[
     return [claim for pair in zip(*(own[:each] for own in by_label), strict=True) for claim in pair]
 
 
-def write(path: Path, claims: Sequence[tuple[str, bool]]) -> None:
+def write(path: Path, claims: Sequence[tuple[str, bool]], words: tuple[str, str]) -> None:
     rows = [
-        {"id": f"{path.stem}-{number}", "prompt": f"{text} Answer yes or no.",
-         "choices": ["yes", "no"], "reference": "yes" if is_right else "no"}
+        {"id": f"{path.stem}-{number}", "prompt": f"{text} Answer {' or '.join(words)}.",
+         "choices": list(words), "reference": words[not is_right]}
         for number, (text, is_right) in enumerate(claims)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -41,7 +41,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ((*ATTENTION, *MLP), ATTENTION, (*ATTENTION, *MLP, "lm_head"), MLP)
 MOST_GAP = 1e-5
-"""Of gradients on a GPU, relative to the largest."""
+"""Of gradients on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,8 @@ async def step_all(trainer: LoraTrainer, groups: Sequence[Sequence[Tenant]]) -> 
 
 
 async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: int) -> float:
-    """How far gradients and weights are from those alone, relative to the largest; 0: same bits.
+    """The most that gradients, and weights on the CPU, of a tenant are from those alone: the length
+    of the difference by their own. 0: same bits.
 
     On a GPU gradients before any step: the first of AdamW is as large for a gradient that is
     rounding as for any other.
@@ -122,13 +123,18 @@ async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: i
             await step_all(alone, [[tenant]])
         await alone.forward_backward([tenant.request])
         both = [trainer.trainee(name) for trainer in (together, alone)]
-        pairs = zip(
-            *([*trainee.parameters, *(trainee.gradients or ())] for trainee in both), strict=True
+        one, other = (
+            [*(trainee.parameters if has_steps else ()), *(trainee.gradients or ())]
+            for trainee in both
         )
-        for one, other in pairs:
-            largest = max(other.abs().max().item(), 1e-30)
-            worst = max(worst, (one - other).abs().max().item() / largest)
+        worst = max(worst, length(torch._foreach_sub(one, other)) / length(other))
     return worst
+
+
+def length(tensors: Sequence[torch.Tensor]) -> float:
+    """Of all of them as one vector."""
+    found: float = torch.stack(torch._foreach_norm(list(tensors))).norm().item()
+    return found
 
 
 async def measure(
