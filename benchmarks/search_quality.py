@@ -78,6 +78,8 @@ def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) 
     return {"merit": merit, "merges": MERGES, "stages": stages_, "finals": finals}
 
 
+RANDOM_FIRST = {"type": "random", "count": 20}
+BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "reward": searched(ga(LAYERS), merit="reward", random_search=True),
@@ -86,6 +88,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sums": searched(ga(SUMS)),
     "sums, reward": searched(ga(SUMS), merit="reward"),
     "all operators": searched(ga((*LAYERS, *SUMS))),
+    "random first": searched(RANDOM_FIRST, ga(LAYERS, generations=3)),
+    "random first, log": searched(RANDOM_FIRST, ga(LAYERS, generations=3), merit="log_certainty"),
+    "random, blocks": searched(RANDOM_FIRST, BLOCKS, merit="log_certainty"),
     "both splits": searched(ga(LAYERS), evidence="both"),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(

@@ -270,6 +270,7 @@ async def test_every_crossover_runs_in_both_spaces(
         {"type": "es", "steps": 2, "num_pairs": 2},
         {"type": "cmaes", "generations": 2, "population": 4},
         {"type": "cmaes", "generations": 2, "population": 4, "unit": "block"},
+        {"type": "random", "count": 4},
         {"type": "ga", "generations": 3, "population": {"size": 4, "children": {"count": 3},
                                                          "swarm": {}}},
         {"type": "ga", "generations": 3, "population": {"size": 3, "children": {"count": 2}},
@@ -281,7 +282,7 @@ async def test_every_crossover_runs_in_both_spaces(
         {"type": "ga", "generations": 1, "population": {"size": 4, "children": {
             "count": 3, "operators": [{"type": "mutation", "name": "svd"}]}}},
     ],
-    ids=["es", "cmaes", "cmaes-block", "swarm", "islands", "archive", "pareto", "svd"],
+    ids=["es", "cmaes", "cmaes-block", "random", "swarm", "islands", "archive", "pareto", "svd"],
 )  # fmt: skip
 async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
     genome: Genome, tmp_path: Path, stage: dict[str, Any]
@@ -317,6 +318,31 @@ async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None
     assert [g.stage for g in report.generations] == ["founders", "ga", "es", "es", "ga"]
     ids = [n.id for n in report.lineage]
     assert len(ids) == len(set(ids))
+
+
+async def test_cmaes_starts_from_the_best_of_the_random_sums(
+    genome: Genome, tmp_path: Path
+) -> None:
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[
+                {"type": "random", "count": 4},
+                {"type": "cmaes", "generations": 1, "population": 4, "sigma": 1e-6},
+            ],
+            merit="reward",
+            race={"enabled": False},
+            finals={"random_search": False},
+        )
+        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
+    scores = {node.id: node.score for node in result.report.lineage}
+    drawn = [one for one in lineage if one["id"].startswith("r")]
+    searched = [one for one in lineage if one["id"].startswith("s1-m")]
+    assert len(drawn) == len(searched) == 4
+    assert len({tuple(one["weights"]) for one in drawn}) == 4
+    best = max(drawn, key=lambda one: scores[one["id"]] or 0.0)
+    for one in searched:
+        assert one["weights"] == pytest.approx(best["weights"], abs=1e-4)
 
 
 async def test_racing_saves_answers_and_finds_the_same_winner(

@@ -14,13 +14,23 @@ from rookery.loops.genome.stages.cmaes import CmaesStage, run_cmaes
 from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.es import EsStage, run_es
 from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.loops.genome.stages.random import RandomStage, run_random
 
-__all__ = ["STAGES", "CmaesStage", "EsStage", "GaStage", "StageConfig", "StageContext"]
+__all__ = [
+    "STAGES",
+    "CmaesStage",
+    "EsStage",
+    "GaStage",
+    "RandomStage",
+    "StageConfig",
+    "StageContext",
+]
 
-StageConfig = Annotated[GaStage | EsStage | CmaesStage, Field(discriminator="type")]
+StageConfig = Annotated[GaStage | EsStage | CmaesStage | RandomStage, Field(discriminator="type")]
 
 STAGES: Mapping[str, Callable[[Any, StageContext], Awaitable[list[str]]]] = {
     "cmaes": run_cmaes,
     "es": run_es,
     "ga": run_ga,
+    "random": run_random,
 }

@@ -4,6 +4,7 @@ coefficient per founder or, with `unit: block`, one per founder and block of the
 repeat: points = coefficients from a normal distribution; measure the sums; adapt it
 """
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import BY_BLOCK, ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
+from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
 from rookery.weights.merge import block_names
 
@@ -20,7 +22,8 @@ __all__ = ["CmaesStage", "run_cmaes"]
 
 
 class CmaesStage(CmaesConfig, Config):
-    """CMA-ES over the founders' coefficients, from their uniform average."""
+    """CMA-ES over the founders' coefficients, from the best sum of all founders so far, else from
+    their uniform average."""
 
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
@@ -45,7 +48,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     search = Cmaes(
         plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
-        start=average_start(plain, count=len(founders)) * num_blocks,
+        start=_start(plain, context, num_blocks),
     )
     population: list[str] = []
     for _ in range(config.generations):
@@ -71,3 +74,22 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
         population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
         context.builder.keep([best] if best else [])
     return population
+
+
+def _start(config: CmaesConfig, context: StageContext, num_blocks: int) -> tuple[float, ...]:
+    """The coefficients of the best sum of all founders, in every block the same."""
+    founders, recipes = context.builder.founders, context.builder.recipes
+    measured = context.search.measured
+    sums = [
+        (rank_key(measured[id].fitness), recipe.weights)
+        for id in context.fitness()
+        if isinstance(recipe := recipes.get(id), ChildPlan)
+        and (recipe.merge, recipe.parents, recipe.mutation) == ("sum", founders, None)
+        and measured[id].is_complete
+    ]
+    if not sums:
+        return average_start(config, count=len(founders)) * num_blocks
+    _, best = max(sums, key=lambda one: one[0])
+    low = -math.inf if config.low is None else config.low
+    high = math.inf if config.high is None else config.high
+    return tuple(min(high, max(low, weight)) for weight in best) * num_blocks
