@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from rookery.fleet import Fleet, FleetConfig, LaunchConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
-from rookery.slots import CausalAttend, SlottedModel
+from rookery.slots import FixedText, SlottedModel
 from rookery.slots.attaching import attach_model
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.full import FullTrainee
@@ -132,20 +132,9 @@ class SharedModel:
         print(f"one copy on the device: {1e3 * found.unit_s:.1f} ms")
         return found
 
-    async def logprobs(self, canary: Canary) -> Sequence[float]:
-        return await asyncio.to_thread(self._logprobs, canary)
-
-    def _logprobs(self, canary: Canary) -> Sequence[float]:
-        model, length = self.model, len(canary.tokens)
-        with torch.inference_mode():
-            hidden = model.layers(
-                model.embed(torch.tensor(canary.tokens, device=self.device)),
-                torch.arange(length, device=self.device),
-                attend=CausalAttend([length], device=self.device),
-            )
-            row = torch.log_softmax(model.logits(hidden[-1:])[0].float(), dim=-1)
-            found: list[float] = row[list(canary.ids)].tolist()
-        return found
+    def logprobs(self, canary: Canary) -> Callable[[Canary], Awaitable[Sequence[float]]]:
+        text = FixedText(self.model, tokens=canary.tokens, ids=canary.ids)
+        return lambda _: asyncio.to_thread(text.logprobs)
 
 
 async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
@@ -155,7 +144,7 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
         trainee = FullTrainee(shared.model.weights, optimizer="adamw")
         canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
         watch = Watch(fleet)
-        logprobs = watch.logprobs(shared.logprobs)
+        logprobs = watch.logprobs(shared.logprobs(canary))
         bridge = AliasBridge(fleet, shared.base, canary=canary, logprobs=logprobs)
         pauses, casts, syncs, stalls = [], [], [], []
         for number in range(NUM_PUBLISHED):

@@ -63,9 +63,12 @@ def make_tenant(model: SlottedModel, number: int, *, tokens: int) -> Tenant:
     config = LoraConfig(rank=rank, alpha=32.0, targets=TARGETS[kind % len(TARGETS)])
     zero = initial_adapter(model, config, name=name, base="", seed=number)
     generator = torch.Generator().manual_seed(number)
+    # Deltas of one size at every rank: those of rank 1 would drown the model by their scale of 32.
     factors = {
         layer: LoraFactors(
-            a=lora.a, b=torch.randn(lora.b.shape, generator=generator) * 0.02, scale=lora.scale
+            a=lora.a,
+            b=torch.randn(lora.b.shape, generator=generator) * (0.02 / lora.scale),
+            scale=lora.scale,
         )
         for layer, lora in zero.factors.items()
     }

@@ -39,7 +39,7 @@ from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Publisher, Trainer
-from rookery.slots import CausalAttend, SlottedModel
+from rookery.slots import FixedText, SlottedModel
 from rookery.slots.attaching import attach_model
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
 from rookery.train.full import read_model_weights, write_model_folder
@@ -193,7 +193,10 @@ def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publi
     canary = _canary(engine, model.dtype)
     own_logprobs = partial(_trainer_logprobs, trainer)
     if bridge.shared is not None:
-        alias = AliasBridge(engine, bridge.shared, canary=canary, logprobs=own_logprobs)
+        text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
+        alias = AliasBridge(
+            engine, bridge.shared, canary=canary, logprobs=partial(_shared_logprobs, text)
+        )
         trainer.share_with(alias)
         return ModelPublisher(partial(_write_shared, alias, model))
     given = _whole_models(opened, engine, canary=canary, like=like)
@@ -248,21 +251,17 @@ async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]
     return output.logprobs[0]
 
 
+async def _shared_logprobs(text: FixedText, _canary: Canary) -> Sequence[float]:
+    """What the trainer's model computes with the memory that it shares."""
+    return await run_in_thread(text.logprobs)
+
+
 async def _tensor_logprobs(folder: Path, weights: ModelWeights, canary: Canary) -> Sequence[float]:
     """What a model with these weights computes, on the CPU."""
 
     def compute() -> Sequence[float]:
         model = attach_model(folder, lambda shapes: {n: weights.tensors[n] for n in shapes})
-        length = len(canary.tokens)
-        with torch.inference_mode():
-            hidden = model.layers(
-                model.embed(torch.tensor(canary.tokens)),
-                torch.arange(length),
-                attend=CausalAttend([length], device=torch.device("cpu")),
-            )
-            row = torch.log_softmax(model.logits(hidden[-1:])[0], dim=-1)
-        found: list[float] = row[list(canary.ids)].tolist()
-        return found
+        return FixedText(model, tokens=canary.tokens, ids=canary.ids).logprobs()
 
     return await asyncio.to_thread(compute)
 

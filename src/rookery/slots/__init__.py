@@ -5,6 +5,7 @@ Tokens are packed: one long row, no padding. Each packed row names its slot or n
 
 from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.bank import SlotBank
+from rookery.slots.fixed_text import FixedText
 from rookery.slots.linear import SlottedLinear
 from rookery.slots.loading import load_model
 from rookery.slots.model import ModelShape, SlottedModel
@@ -13,6 +14,7 @@ from rookery.slots.rows import Segment, SlotRows
 __all__ = [
     "Attend",
     "CausalAttend",
+    "FixedText",
     "ModelShape",
     "Segment",
     "SlotBank",
