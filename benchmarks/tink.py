@@ -130,8 +130,23 @@ async def compare(model: SlottedModel, tenants: Sequence[Tenant], pass_tokens: i
             [*(trainee.parameters if has_steps else ()), *(trainee.gradients or ())]
             for trainee in both
         )
-        worst = max(worst, length(torch._foreach_sub(one, other)) / length(other))
+        worst = max(worst, far(one, other))
     return worst
+
+
+async def gradients_alone(
+    model: SlottedModel, tenant: Tenant, pass_tokens: int
+) -> list[torch.Tensor]:
+    trainer = open_trainer(model, [tenant], pass_tokens)
+    await trainer.forward_backward([tenant.request])
+    found = trainer.trainee(tenant.request.trainee).gradients
+    assert found is not None
+    return [gradient.cpu() for gradient in found]
+
+
+def far(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The length of the difference by that of the other."""
+    return length(torch._foreach_sub(list(one), list(other))) / length(other)
 
 
 def length(tensors: Sequence[torch.Tensor]) -> float:
@@ -182,6 +197,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16, help="mean of each tenant")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounding", action="store_true", help="also the CPU beside a GPU")
     return parser.parse_args()
 
 
@@ -192,6 +208,15 @@ async def measure_passes(options: argparse.Namespace) -> bool:
     pass_tokens = max(1024, 2 * options.tenants * options.tokens)
     tenants = [make_tenant(model, i, tokens=options.tokens) for i in range(options.tenants)]
     gap = await compare(model, tenants, pass_tokens)
+    if options.rounding:
+        on_cpu = load_model(folder, device="cpu", dtype="float32")
+        for number, tenant in enumerate(tenants):
+            again = make_tenant(on_cpu, number, tokens=options.tokens)
+            both = [
+                await gradients_alone(own, other, pass_tokens)
+                for own, other in ((model, tenant), (on_cpu, again))
+            ]
+            print(f"tenant {number} alone, GPU and CPU  {far(*both):.1e}", flush=True)
     together, apart = await measure(model, tenants, pass_tokens=pass_tokens, rounds=options.rounds)
     is_fine = gap == 0.0 if options.device == "cpu" else gap <= MOST_GAP
     print(f"{options.tenants} tenants, {options.tokens} tokens each, {options.device}")

@@ -320,6 +320,20 @@ async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None
     assert len(ids) == len(set(ids))
 
 
+async def test_a_single_founder_is_tried_in_other_strengths(genome: Genome, tmp_path: Path) -> None:
+    init = {"type": "random", "count": 1, "rank": 2, "layers": 2, "size": 0.1}
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            init=init,
+            stages=[{"type": "random", "count": 3}],
+            finals={"random_search": False},
+        )
+        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
+    weights = {tuple(one["weights"]) for one in lineage}
+    assert len(weights) == len({one["version"] for one in lineage}) == 3
+
+
 async def test_cmaes_starts_from_the_best_of_the_random_sums(
     genome: Genome, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.stages import CmaesStage, GaStage, RandomStage, StageConfig
+from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
 from rookery.search.cmaes import load_library
@@ -59,11 +59,8 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
     uses_cmaes = any(_uses_cmaes(stage) for stage in config.stages)
     if uses_cmaes:
         load_library()
-    uses_random = any(isinstance(stage, RandomStage) for stage in config.stages)
-    if len(founders) < 2 and (uses_pairs or uses_cmaes or uses_random):
-        what = "cmaes" if uses_cmaes else "random"
-        if isinstance(init, FileInit) and uses_pairs:
-            what = "init.use: " + init.use
+    if len(founders) < 2 and (uses_pairs or uses_cmaes):
+        what = "init.use: " + init.use if isinstance(init, FileInit) and uses_pairs else "cmaes"
         raise ConfigError(
             f"{what} combines founders, and there is only one: add an adapter to the founders, or "
             + ("write init.use: adapters." if uses_pairs else "take another stage or operator.")

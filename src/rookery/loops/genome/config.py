@@ -11,7 +11,7 @@ from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
-from rookery.loops.genome.stages import GaStage, StageConfig
+from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig
 from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
@@ -59,14 +59,16 @@ class GenomeConfig(Config):
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     init: InitConfig
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    stages: tuple[StageConfig, ...] = (GaStage(),)
-    """How to search, one after another."""
+    stages: tuple[StageConfig, ...] = (RandomStage(count=48), GaStage(generations=5))
+    """How to search, one after another: by default random sums of the founders, which are best
+    where their tasks do not disturb one another, then a genetic search from the best of them."""
     race: RaceConfig = RaceConfig()
     """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
-    merit: Merit = "certainty"
+    merit: Merit = "log_certainty"
     """What candidates are compared by in the search, in races and in the choice: `certainty`, the
-    probability of the right choice, which has less noise than whether it is the likeliest; or
-    `reward`. Tasks without choices count by their reward. Floors and reports hold of rewards."""
+    probability of the right choice, which has less noise than whether it is the likeliest; its
+    logarithm, `log_certainty`, which counts a confident mistake for more; or `reward`. Tasks
+    without choices count by their reward. Floors and reports hold of rewards."""
     floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
     """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
     rank: int | None = Field(default=None, ge=1)

@@ -33,14 +33,12 @@ _CHILDREN = ChildrenConfig(
         CrossoverConfig(name="layers", share=2.0, weights="uniform", num_parents=3),
         CrossoverConfig(name="layers", share=2.0, weights="uniform"),
         CrossoverConfig(name="mixture", share=1.0, weights="uniform"),
-        CrossoverConfig(name="sum", share=3.0, weights="free"),
-        CrossoverConfig(name="linear", share=1.0, weights="extrapolate"),
-        CrossoverConfig(name="ties", share=0.5, weights="fitness"),
-        MutationConfig(name="gaussian", share=1.0),
+        CrossoverConfig(name="sum", share=1.0, weights="free", reach=0.2),
+        MutationConfig(name="gaussian", share=0.5, after_crossover=0.0),
     ),
 )
-"""Parents chosen layer by layer keep what sums of interfering adapters forget; sums leave the hull
-of the founders, outside of which better ones often are."""
+"""Parents chosen layer by layer keep what sums of interfering adapters forget; mutation is what a
+founder without others has."""
 
 
 class GaStage(Config):

@@ -2,8 +2,8 @@
 
 stages: [{type: random, count: 20}, {type: ga, generations: 3}]
 
-No generation of a genetic search adds more than a few parents, and adapters of tasks that do not
-disturb one another are best as a sum of all.
+A generation of a genetic search combines a few parents, and adapters of tasks that do not disturb
+one another are best as a sum of all. A single founder is tried in other strengths.
 """
 
 from dataclasses import replace
