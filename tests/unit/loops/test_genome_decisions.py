@@ -97,7 +97,10 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
     with _run(tmp_path) as run:
         report = (
             await genome(
-                run, wrap=lambda e: Failing(e, is_bad=lambda r: r.tokens in prompts), **FEW
+                run,
+                wrap=lambda e: Failing(e, is_bad=lambda r: r.tokens in prompts),
+                merit="reward",
+                **FEW,
             )
         ).report
         scores = {e.key: e.payload["score"] for e in run.events("candidate")}
