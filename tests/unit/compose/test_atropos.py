@@ -69,6 +69,18 @@ def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: P
     assert (outcome.path / "logs" / "environment-0.log").exists()
 
 
+def test_answers_that_top_p_cut_are_trained_on_with_what_they_were_drawn_from(
+    tmp_path: Path,
+) -> None:
+    """Over the whole vocabulary the log-probabilities would be off by a tenth."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    config = config_of(folder, steps=2)
+    config["environment"]["environments"][0]["command"].append("0.8")
+    outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in outcome.report.steps]
+    assert len(gaps) == 2 and all(gap is not None and gap < 1e-3 for gap in gaps)
+
+
 def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     plan = plan_grpo(config_of(folder))

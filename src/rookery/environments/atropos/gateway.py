@@ -112,13 +112,14 @@ class Gateway:
                 f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
             )
         draws = [
-            self.book.find(sequence.tokens, last_drawn=sequence.drawn[-1])
+            self.book.find(sequence.tokens, drawn=sequence.drawn)
             for sequence in drawn_sequences(group)
         ]
-        if any(drawn is not None and drawn.is_cut for drawn in draws):
+        if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):
             raise TaskError(
-                "A sequence of this group was drawn with top_p, top_k or min_p, and the API has no "
-                "room for what was cut off: draw what is trained on with top_p 1, top_k off and "
-                "min_p 0."
+                "A sequence of this group was drawn with top_p, top_k or min_p, and from which "
+                "tokens is not known: draw it through the gateway of the run that trains on it, "
+                "on vLLM servers with top_k of at most launch.max_logprobs, or with top_p 1, top_k "
+                "off and min_p 0."
             )
         return draws

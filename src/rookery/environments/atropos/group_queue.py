@@ -10,11 +10,13 @@ twice otherwise: what was trained on is known by the caller, who hands it to `Gr
 """
 
 import asyncio
+import base64
 import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import count
+from typing import Any
 
 from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.packing import complete_groups, pick_batch
@@ -23,6 +25,7 @@ from rookery.environments.atropos.scored_group import ScoredGroup
 from rookery.errors import TaskError
 from rookery.runs import Run
 from rookery.runs.journal import Journal
+from rookery.types import KeptTokens
 
 __all__ = ["GroupQueue", "QueuedGroup"]
 
@@ -158,7 +161,7 @@ class GroupQueue:
 
 
 def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
-    known = [None if drawn is None else asdict(drawn) for drawn in draws]
+    known = [None if drawn is None else _drawn_document(drawn) for drawn in draws]
     document = {"group": group.model_dump(mode="json", exclude_none=True), "draws": known}
     try:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -171,5 +174,17 @@ def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
 
 def _decode(seq: int, data: bytes) -> QueuedGroup:
     document = json.loads(data)
-    draws = tuple(None if own is None else Drawn(**own) for own in document["draws"])
+    draws = tuple(None if own is None else _read_drawn(own) for own in document["draws"])
     return QueuedGroup(seq, ScoredGroup.model_validate(document["group"]), draws)
+
+
+def _drawn_document(drawn: Drawn) -> dict[str, Any]:
+    document = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+    kept = drawn.kept
+    return document | {"kept": [kept.ends, base64.b64encode(kept.data).decode()]}
+
+
+def _read_drawn(document: dict[str, Any]) -> Drawn:
+    ends, data = document.get("kept") or ((), "")
+    kept = KeptTokens(ends=tuple(ends), data=base64.b64decode(data))
+    return Drawn(**document | {"kept": kept})
