@@ -67,9 +67,11 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
             digest = await _to_its_end(_save, model, folder)
             first = fleet.first_base
             ref = replace(first, version=f"{first.version}+{digest}")
-            update = BaseUpdate(fleet, canary)
+            update = BaseUpdate(fleet, canary, can_renew=False)  # the folder is removed
             async with fleet.updating(), update.lock:
-                return await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
+                gap = await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
+                assert gap is not None, "a server that is lost is an error here"
+                return gap
         finally:
             await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
 
