@@ -349,6 +349,44 @@ async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) ->
         assert [queued.seq for queued in await waiting] == [1, 2]
 
 
+async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Path) -> None:
+    """No group comes meanwhile: the others have sent as many as they send ahead."""
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        await gateway.register_env(environment("rare", min_batch_allocation=0.5))
+        await gateway.register_env(environment("often"))
+        waiting = asyncio.create_task(gateway.queue.take(4))
+        for _ in range(4):
+            await gateway.accept(make_group(env_id=1))
+        assert not waiting.done()
+        await gateway.disconnect_env(0)
+        async with asyncio.timeout(10):
+            assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+@pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
+async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        messages = [[{"role": "user", "content": words}]] * 2
+        await gateway.accept(make_group(messages=messages))
+        assert gateway.queue.groups[0].messages == messages
+        with pytest.raises(TaskError, match="is NaN or infinite"):
+            await gateway.accept(make_group(group_overrides={"x": NAN}))
+
+
+async def test_a_program_that_cannot_be_started_any_more_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    script = tmp_path / "fails.sh"
+    script.write_text("#!/bin/sh\nrmdir $PWD\nexit 1\n")
+    script.chmod(0o755)
+    command = EnvironmentCommand(command=(str(script),), folder=folder, restarts=1)
+    async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):
+        assert "environment 0 cannot be started" in await programs.ended()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

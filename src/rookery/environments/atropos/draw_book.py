@@ -3,6 +3,7 @@
 The Atropos API has no field for it, so that a sequence is found again by its tokens.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,5 +106,4 @@ def _rows(own: Drawn | None, run: Sequence[int], *, end: int) -> list[Sequence[i
 
 
 def _key(tokens: Sequence[int]) -> bytes:
-    text = b"".join(token.to_bytes(8, "little") for token in tokens)
-    return blake2b(text, digest_size=16).digest()
+    return blake2b(array("Q", tokens).tobytes(), digest_size=16).digest()

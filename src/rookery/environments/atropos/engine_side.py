@@ -118,6 +118,15 @@ class EngineSide:
 
     async def _asked(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
         """Ask the newest policy; when it is replaced before it could answer, the next."""
+        try:
+            return await self._asked_of_newest(ask)
+        except TimeoutError:
+            raise FleetDownError(
+                f"New weights were not there after {PUBLISH_S:g} s: look at the run's log, and ask "
+                "again."
+            ) from None
+
+    async def _asked_of_newest(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
         async with asyncio.timeout(PUBLISH_S) as limit:
             while True:
                 ref = self._ref if self._is_adapter else self._engine.base

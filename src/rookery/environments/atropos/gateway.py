@@ -9,6 +9,7 @@ What was accepted, and who registered, is in the run: environments that were sta
 restart of the gateway go on after it.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ class Gateway:
     """Whether the trainer has asked for a batch: environments wait for that."""
     latest: ScoredGroup | None = None
     num_accepted: int = 0
+    num_refused: int = 0
+    """Requests with groups that were refused."""
+    last_refusal: str = ""
 
     @classmethod
     async def open(
@@ -92,17 +96,32 @@ class Gateway:
 
     async def accept_all(self, groups: Sequence[ScoredGroup]) -> list[int | None]:
         """All or none of them: who is refused sends all again."""
-        draws = [self._check(group) for group in groups]
-        buffered = await self.queue.add_all(groups, draws)
+        try:
+            for group in groups:
+                if group.env_id is not None:
+                    self.registry.hear(group.env_id)
+            draws = await asyncio.to_thread(lambda: [self._check(group) for group in groups])
+            buffered = await self.queue.add_all(groups, draws)
+        except TaskError as error:
+            self.note_refusal(str(error))
+            raise
         if groups:
             self.latest = groups[-1]
             self.num_accepted += len(groups)
         return buffered
 
+    def note_refusal(self, sentence: str) -> None:
+        """Environments of atroposlib drop what is refused and do not say why: the log does, the
+        more seldom the more there are."""
+        self.num_refused += 1
+        self.last_refusal = sentence
+        if self.num_refused.bit_count() == 1:
+            logger.warning(
+                "refused %d times what environments sent: %s", self.num_refused, sentence
+            )
+
     def _check(self, group: ScoredGroup) -> list[Drawn | None]:
         """How its sequences were drawn, where that is known."""
-        if group.env_id is not None:
-            self.registry.hear(group.env_id)
         trainer = self.registry.trainer
         longest = 0 if trainer is None else trainer.max_token_len
         check_group(group, vocab_size=self.vocab_size, max_tokens=max(longest, 0))
