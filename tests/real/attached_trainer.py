@@ -1,0 +1,71 @@
+"""A trainer that attaches to the weights of a running server. It says what that took, and which
+steps it made, in lines of JSON.
+
+    python attached_trainer.py URL MODEL FOLDER NUM_STEPS [killed]
+
+With the last word it kills itself in the middle of its last step, while the server is paused.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bridge_training import TASKSETS, Training, training
+
+from rookery.fleet.bridges.alias import AliasBridge
+from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.policy_weights import POLICY
+from rookery.types import ModelRef
+
+changing_base = AliasBridge.changing_base
+
+
+@asynccontextmanager
+async def killed_while_paused(bridge: AliasBridge) -> AsyncIterator[Callable[[ModelRef], None]]:
+    async with changing_base(bridge):
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield lambda _: None
+
+
+def private_bytes() -> int:
+    """The memory of this process that is of no file and not shared."""
+    status = Path("/proc/self/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def say(**values: float) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+async def main(url: str, model: str, folder: str, num_steps: int, *, is_killed: bool) -> None:
+    engine = {"type": "fleet", "urls": [url]}
+    config = GrpoConfig.model_validate(
+        {"engine": engine, "tokenizer": model, "bridge": "alias", "full": True,
+         "tasksets": TASKSETS}
+    )  # fmt: skip
+    before, began_s = private_bytes(), time.monotonic()
+    async with training(config, Path(folder)) as trained:
+        await trained.trainer.publish(POLICY)
+        took_s, held = time.monotonic() - began_s, private_bytes() - before
+        say(attached_s=took_s, private_bytes=held, gap=await trained.gap())
+        for step in range(num_steps):
+            if is_killed and step == num_steps - 1:
+                AliasBridge.changing_base = killed_while_paused  # type: ignore[method-assign]
+            await make_step(trained, step)
+
+
+async def make_step(trained: Training, step: int) -> None:
+    await trained.step(learning_rate=1e-4)
+    say(step=step, gap=await trained.gap())
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4], int(sys.argv[4]), is_killed="killed" in sys.argv))
