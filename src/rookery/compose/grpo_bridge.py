@@ -14,7 +14,7 @@ A server is extended when it was started with `fleet/vllm_plugin`.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,8 @@ from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.bridges.folder import FolderBridge
 from rookery.fleet.bridges.reload import reload_from, require_updates
 from rookery.fleet.bridges.restart import require_own_servers, restart_on
+from rookery.fleet.http.address import is_local
+from rookery.fleet.servers.trainer_lock import TrainerLock
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
@@ -63,6 +65,8 @@ class Bridge:
     name: BridgeName
     why: str
     shared: SharedBase | None = None
+    locks: tuple[TrainerLock, ...] = ()
+    """Nobody else trains these servers' weights as long as they are held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,16 @@ async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
         return Bridge("auto", "the engine is in this process")
     if config.full is None:
         return _choose_for_adapters(config, engine)
+    locks = _lock_weights(engine)
+    return replace(await _choose_for_weights(config, engine), locks=locks)
+
+
+def _lock_weights(fleet: Fleet) -> tuple[TrainerLock, ...]:
+    local = [replica.url for replica in fleet.pool.replicas if is_local(replica.url)]
+    return tuple(lock for url in local if (lock := TrainerLock.take(url)) is not None)
+
+
+async def _choose_for_weights(config: GrpoConfig, engine: Fleet) -> Bridge:
     if config.bridge not in ("auto", "alias"):
         return Bridge(config.bridge, "as configured")
     apart = _why_apart(config, engine)

@@ -1,11 +1,14 @@
 """Which bridge a training takes to stub servers, and why."""
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from fleet.sharing import SharingStub
-from fleet.stub import serve
+from fleet.stub import serve, until
 
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
 from rookery.errors import ConfigError, FleetError
@@ -53,6 +56,65 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
             assert bridge.name == "reload" and "2 processes of torchrun" in bridge.why
             with pytest.raises(ConfigError, match=r"2 processes .*: write bridge: copy"):
                 await choose_bridge(config_of(stub, bridge="alias"), fleet)
+
+
+ATTACHED = """
+import asyncio, sys
+from rookery.compose.grpo_bridge import choose_bridge
+from rookery.fleet import open_fleet
+from rookery.loops.grpo import GrpoConfig
+
+async def main():
+    config = GrpoConfig.model_validate_json(sys.argv[1])
+    async with open_fleet(config.engine) as fleet:
+        bridge = await choose_bridge(config, fleet)
+        await fleet.pool.replicas[0].client.post("/pause?mode=keep", b"")
+        print(bridge.name, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_has_one_trainer_and_goes_on_when_it_was_killed() -> None:
+    """The first one is killed while the server is paused, which then answers nothing."""
+    stub = SharingStub()
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        words = [sys.executable, "-c", ATTACHED, config.model_dump_json(exclude_unset=True)]
+        first = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        assert first.stdout is not None
+        assert await first.stdout.readline() == b"alias\n"
+        num_asked = stub.num_asked_whether_paused
+        opening = asyncio.create_task(open_and_choose(config))
+        await until(lambda: stub.num_asked_whether_paused >= num_asked + 2)
+        assert stub.is_paused and not opening.done(), "it waits for the change to be over"
+        await resume(stub.url)
+        with pytest.raises(FleetError, match="Another process trains the weights of"):
+            await opening
+        await pause(stub.url)
+        first.kill()
+        await first.communicate()
+        async with asyncio.timeout(20):
+            assert await open_and_choose(config) == "alias"
+        assert not stub.is_paused
+
+
+async def open_and_choose(config: GrpoConfig) -> str:
+    assert isinstance(config.engine, FleetConfig)
+    async with open_fleet(config.engine) as fleet:
+        return (await choose_bridge(config, fleet)).name
+
+
+async def resume(url: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/resume"):
+        pass
+
+
+async def pause(url: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/pause?mode=keep"):
+        pass
 
 
 @pytest.mark.parametrize(

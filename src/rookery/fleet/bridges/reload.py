@@ -25,7 +25,8 @@ from rookery.fleet.adapters.staging import memory_folder
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
-from rookery.fleet.routing.replica import Replica, is_local
+from rookery.fleet.http.address import is_local
+from rookery.fleet.routing.replica import Replica
 
 if TYPE_CHECKING:
     import torch
