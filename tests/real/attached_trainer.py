@@ -58,7 +58,7 @@ async def main(url: str, model: str, folder: str, num_steps: int, *, is_killed: 
         say(attached_s=took_s, private_bytes=held, gap=await trained.gap())
         for step in range(num_steps):
             if is_killed and step == num_steps - 1:
-                AliasBridge.changing_base = killed_while_paused  # type: ignore[method-assign]
+                setattr(AliasBridge, "changing_base", killed_while_paused)  # noqa: B010
             await make_step(trained, step)
 
 
@@ -68,4 +68,5 @@ async def make_step(trained: Training, step: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:4], int(sys.argv[4]), is_killed="killed" in sys.argv))
+    own_url, own_model, own_folder, steps, *words = sys.argv[1:]
+    asyncio.run(main(own_url, own_model, own_folder, int(steps), is_killed="killed" in words))

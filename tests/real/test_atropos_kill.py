@@ -294,4 +294,6 @@ def train_on_server(folder: Path, name: str) -> dict[str, torch.Tensor]:
     }  # fmt: skip
     del config["lora"]
     outcome = rookery.run_grpo(config, runs_dir=folder.parent, name=name, progress=False)
-    return load_file(outcome.path / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
+    place = outcome.path / "checkpoints" / f"step_{STEPS}" / "model.safetensors"
+    weights: dict[str, torch.Tensor] = load_file(place)
+    return weights

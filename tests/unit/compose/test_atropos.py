@@ -439,5 +439,35 @@ def test_variables_and_options_without_a_use_are_answered() -> None:
     assert document["bridge"] == "alias"
     for name in ("--vllm-config-path", "--world-size", "LOGDIR", "NUM_INFERENCE_NODES"):
         assert any(name in note for note in notes), name
-    with pytest.raises(ConfigError, match="is 3 sequences"):
-        translate(AtroposOptions(model_name="m", batch_size=1, gradient_accumulation_steps=3), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 1, "gradient_accumulation_steps": 3}, "is 3 sequences"),
+        ({"batch_size": -2, "gradient_accumulation_steps": -2}, "--batch-size is -2: give 1"),
+        ({"training_steps": 0}, "--training-steps is 0: give 1"),
+        ({"vllm_restart_interval": 0}, "--vllm-restart-interval is 0: give 1"),
+        ({"warmup_steps": -3}, "--warmup-steps is -3: give 0"),
+        ({"model": "other"}, "Got both of --model-name and --model"),
+        ({"model_name": ""}, "Got neither of --model-name and --model"),
+    ],
+)
+def test_options_that_no_config_can_be_made_of_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translate(AtroposOptions(**{"model_name": "m", **options}), {})
+
+
+def test_options_of_the_server_are_those_of_the_trainer() -> None:
+    document, _ = translate(AtroposOptions(model="m", port=9009, engine_ports=()), {})
+    assert document["engine"]["launch"]["model"] == "m"
+    assert document["environment"]["engine_ports"] == [9009]
+    document, _ = translate(AtroposOptions(model="m"), {})
+    assert document["environment"]["engine_ports"] == [9001, 9004, 9005, 9006, 9007]
+    options = AtroposOptions(model="m", single_copy=True, tensor_parallel_size=2)
+    document, notes = translate(options, {})
+    assert document["bridge"] == "copy" and any("bridge: copy" in note for note in notes)
+    document, _ = translate(AtroposOptions(model="m", checkpoint_interval=0), {})
+    assert document["save_every"] >= document["steps"]
