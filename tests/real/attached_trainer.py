@@ -7,6 +7,8 @@ With the last word it kills itself in the middle of its last step, while the ser
 """
 
 import asyncio
+import ctypes
+import gc
 import json
 import os
 import signal
@@ -34,7 +36,9 @@ async def killed_while_paused(bridge: AliasBridge) -> AsyncIterator[Callable[[Mo
 
 
 def private_bytes() -> int:
-    """The memory of this process that is of no file and not shared."""
+    """The memory that this process uses, of no file and not shared."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) * 1024

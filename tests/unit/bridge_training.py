@@ -73,7 +73,7 @@ async def training(
     found = find_model(config.engine, tokenizer=config.tokenizer)
     used = config.engine if is_as_configured else bridged_engine(config)
     async with open_engine(used) as engine:
-        bridge = await choose_bridge(config, engine)
+        bridge = await choose_bridge(config, engine, folder=found.path)
         if bridge.shared is None:
             model = load_model(found.path, device=device)
         else:

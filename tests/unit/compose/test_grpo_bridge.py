@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from fleet.sharing import SharingStub
 from fleet.stub import serve, until
+from tiny import write_tiny_model
 
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
 from rookery.errors import ConfigError, FleetError
@@ -43,6 +44,18 @@ async def test_auto_takes_the_nearest_bridge_and_says_why(
         async with open_fleet(config.engine) as fleet:
             bridge = await choose_bridge(config, fleet)
     assert bridge.name == name and why in bridge.why
+
+
+async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_path: Path) -> None:
+    stub, folder = SharingStub(), write_tiny_model(tmp_path / "tiny")
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            bridge = await choose_bridge(config, fleet, folder=folder)
+            assert bridge.name == "reload" and "model.embed_tokens.weight" in bridge.why
+            with pytest.raises(FleetError, match=r"no weight that is model\.embed_tokens\.weight"):
+                await choose_bridge(config_of(stub, bridge="alias"), fleet, folder=folder)
 
 
 async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
