@@ -57,9 +57,11 @@ async def main(url: str, model: str, folder: str, num_steps: int, *, is_killed: 
     )  # fmt: skip
     before, began_s = private_bytes(), time.monotonic()
     async with training(config, Path(folder)) as trained:
+        took_s = time.monotonic() - began_s
         await trained.trainer.publish(POLICY)
-        took_s, held = time.monotonic() - began_s, private_bytes() - before
-        say(attached_s=took_s, private_bytes=held, gap=await trained.gap())
+        proved_s, held = time.monotonic() - began_s, private_bytes() - before
+        gap = await trained.gap()
+        say(attached_s=took_s, proved_s=proved_s, private_bytes=held, gap=gap)
         for step in range(num_steps):
             if is_killed and step == num_steps - 1:
                 setattr(AliasBridge, "changing_base", killed_while_paused)  # noqa: B010

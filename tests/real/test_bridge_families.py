@@ -39,7 +39,7 @@ ALIASED: dict[str, dict[str, Any]] = {
     "Phi": {},
     "Phi3": {},
     "Gemma": {"head_dim": 32},
-    "Gemma2": {"head_dim": 32, "tie_word_embeddings": True},
+    "Gemma2": {"head_dim": 32},
     "Starcoder2": {},
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -57,7 +57,8 @@ def _empty_model(folder: Path) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
             )
-            return model
+    model.tie_weights()  # making them empty has untied them
+    return model
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -9,10 +9,12 @@ import aiohttp
 import pytest
 from fleet.sharing import SharingStub
 from fleet.stub import serve, until
-from tiny import write_tiny_model
+from tiny import write_tiny_model, write_tokenizer
+from transformers import BertConfig, BertForMaskedLM
 
+from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.grpo import GrpoConfig
 
@@ -73,6 +75,7 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
 
 ATTACHED = """
 import asyncio, sys
+from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_bridge import choose_bridge
 from rookery.fleet import open_fleet
 from rookery.loops.grpo import GrpoConfig
@@ -141,6 +144,25 @@ async def pause(url: str) -> None:
 def test_bridges_for_other_weights_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config_of(SharingStub(port=1), **changes)
+
+
+def test_no_server_is_started_on_a_model_that_does_not_continue_texts(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**sizes, **layers)).save_pretrained(tmp_path / "bert")
+    write_tokenizer(tmp_path / "bert")
+    started = tmp_path / "started"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {started}\nexit 1\n")
+    python.chmod(0o755)
+    launch = {"model": str(tmp_path / "bert"), "python": str(python), "device": "cpu"}
+    config = {
+        "engine": {"type": "fleet", "launch": launch}, "full": True,
+        "environment": {"type": "atropos", "port": 0},
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="of the type bert, which does not continue texts"):
+        run_grpo(config, runs_dir=tmp_path / "runs", progress=False)
+    assert not started.exists()
 
 
 async def test_slot_without_the_extension_is_refused() -> None:
