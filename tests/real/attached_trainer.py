@@ -18,11 +18,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import torch
 from bridge_training import TASKSETS, Training, training
+from tiny import write_tiny_model
 
 from rookery.fleet.bridges.alias import AliasBridge
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
+from rookery.slots.attaching import attach_model, read_weights
 from rookery.types import ModelRef
 
 changing_base = AliasBridge.changing_base
@@ -44,6 +47,13 @@ def private_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def use_libraries(folder: Path) -> None:
+    """What they take once, whatever the model is, counts for no model."""
+    tiny = write_tiny_model(folder / f"tiny-{os.getpid()}")
+    weights = read_weights(tiny, dtype=torch.float32)
+    attach_model(tiny, lambda shapes: {name: weights[name] for name in shapes})
+
+
 def say(**values: float) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
@@ -55,6 +65,7 @@ async def main(url: str, model: str, folder: str, num_steps: int, *, is_killed: 
         {"engine": engine, "tokenizer": model, "bridge": "alias", "full": True,
          "tasksets": TASKSETS}
     )  # fmt: skip
+    use_libraries(Path(folder))
     before, began_s = private_bytes(), time.monotonic()
     async with training(config, Path(folder)) as trained:
         took_s = time.monotonic() - began_s
