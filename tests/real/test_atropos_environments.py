@@ -123,7 +123,7 @@ def test_reasoning_gym(tmp_path: Path) -> None:
 
 
 def test_gsm8k_on_local_rows(tmp_path: Path) -> None:
-    """It ignores where the engine is, and asks the ports 9004 to 9007."""
+    """It ignores where the engine is told to be, and asks the ports 9004 to 9007."""
     folder = write_model(tmp_path / "model", [r"\boxed{7}", r"\boxed{3}"])
     data = tmp_path / "gsm8k"
     data.mkdir()
@@ -135,6 +135,6 @@ def test_gsm8k_on_local_rows(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: main\n  data_files:\n"
         "  - split: train\n    path: train.jsonl\n  - split: test\n    path: test.jsonl\n---\n"
     )
-    command = command_of("gsm8k_server.py", folder)
+    command = command_of("gsm8k_server.py", folder, *ENGINE)
     ports = [9004, 9005, 9006, 9007]
     train(tmp_path, folder, {"command": command, "folder": str(tmp_path)}, engine_ports=ports)

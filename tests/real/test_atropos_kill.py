@@ -1,10 +1,12 @@
-"""Trainer, gateway and environments that are killed: every group that was accepted is trained on
-once, or waits for it. Some minutes on an idle core:
+"""Trainer, server, gateway and environments that are killed: every group that was accepted is
+trained on once, or waits for it. Some minutes on an idle core:
 
-    ROOKERY_LONG=1 pytest tests/real/test_atropos_kill.py
+    ROOKERY_LONG=1 ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm \\
+    pytest tests/real/test_atropos_kill.py
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,14 +20,21 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 import rookery
 from rookery.environments.atropos.delivery import trained_groups
 from rookery.environments.atropos.group_queue import GroupQueue
 from rookery.environments.atropos.registry import Registration, Registry, TrainerRegistration
+from rookery.fleet import Fleet
+from rookery.fleet.bridges.update import BaseUpdate
 from rookery.runs import Run
+from rookery.train import FullTrainer
 
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+RECORDED = Path(__file__).with_name("recorded_environment.py")
 TOY = Path(__file__).parents[1] / "unit" / "environments" / "toy_environment.py"
 pytestmark = [
     pytest.mark.skipif(
@@ -209,3 +218,82 @@ def started(words: list[str]) -> Iterator[None]:
             yield
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+SERVER_POINTS = [
+    (FullTrainer, "forward_backward", 2),  # it is down when the step is published
+    (BaseUpdate, "ask_ahead", 4),  # it is paused
+    (BaseUpdate, "name", 6),  # the weights have changed, and it was not told
+    (Fleet, "sample", 22),  # an environment asks
+]
+"""Where the server is killed: as a method is called for the nth time."""
+
+
+class Kills:
+    """Kills the server of a run in this process at one point after another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_killed = 0
+        self._fleet: Fleet | None = None
+        make = BaseUpdate.__init__
+
+        def made(update: BaseUpdate, fleet: Fleet, *args: Any, **options: Any) -> None:
+            self._fleet = fleet
+            make(update, fleet, *args, **options)
+
+        monkeypatch.setattr(BaseUpdate, "__init__", made)
+        for owner, name, number in SERVER_POINTS:
+            monkeypatch.setattr(owner, name, self._passing(getattr(owner, name), number))
+
+    def _passing(self, method: Any, number: int) -> Any:
+        calls = itertools.count(1)
+
+        async def call(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                self._kill()
+            return await method(*args, **options)
+
+        return call
+
+    def _kill(self) -> None:
+        assert self._fleet is not None
+        [replica] = self._fleet.pool.replicas
+        assert replica.local is not None
+        replica.local.kill()
+        self.num_killed += 1
+
+
+@pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
+async def test_a_server_that_is_killed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    folder = write_tiny_model(tmp_path / "tiny", **sizes)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    expected = await asyncio.to_thread(train_on_server, folder, "whole")
+    kills = Kills(monkeypatch)
+    weights = await asyncio.to_thread(train_on_server, folder, "killed")
+    assert kills.num_killed == len(SERVER_POINTS)
+    assert all(torch.equal(weights[name], own) for name, own in expected.items())
+    first = load_file(folder / "model.safetensors")
+    assert any(not torch.equal(first[name], own) for name, own in expected.items())
+    await check_groups(tmp_path / "killed", num_steps=STEPS)
+
+
+def train_on_server(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The weights after a training in the memory of a server."""
+    launch = {
+        "model": str(folder), "python": PYTHON, "replicas": 1, "device": "cpu", "restarts": 10,
+        "dtype": "float32", "max_model_len": 64, "cpu_cache_gib": 1, "enforce_eager": True,
+        "env": {"HF_HUB_OFFLINE": "1"},
+    }  # fmt: skip
+    command = [sys.executable, str(RECORDED), "{gateway}", "{engine}"]
+    config = config_of(folder, {"port": 0, "environments": [{"command": command}]}) | {
+        "engine": {"type": "fleet", "launch": launch, "all_down_timeout_s": 900},
+        "full": True, "bridge": "alias", "learning_rate": 1e-3,
+    }  # fmt: skip
+    del config["lora"]
+    outcome = rookery.run_grpo(config, runs_dir=folder.parent, name=name, progress=False)
+    place = outcome.path / "checkpoints" / f"step_{STEPS}" / "model.safetensors"
+    weights: dict[str, torch.Tensor] = load_file(place)
+    return weights

@@ -44,7 +44,7 @@ ALIASED: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16,
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64,
     "first_k_dense_replace": 1,
@@ -73,11 +73,21 @@ async def test_trainer_and_server_have_one_copy(kind: str, tmp_path: Path) -> No
         assert await trained.gap() < NEAR
 
 
+async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
+    """vLLM's Gemma 2 takes its embeddings for the output layer, whatever the config says."""
+    untied = {"head_dim": 32, "tie_word_embeddings": False}
+    folder = write_tiny_model(tmp_path / "tiny", "Gemma2", **SIZES, **untied)
+    config = config_of(folder)
+    async with open_engine(bridged_engine(config)) as engine:
+        bridge = await choose_bridge(config, engine, folder=folder)
+    assert bridge.name == "copy" and "no weight that is lm_head.weight" in bridge.why
+
+
 @pytest.mark.parametrize("kind", COPIED)
 async def test_layouts_of_their_own_are_copied_with_the_reason(kind: str, tmp_path: Path) -> None:
     extra, reason = COPIED[kind]
     folder = write_tiny_model(tmp_path / "tiny", kind, **{**SIZES, **extra})
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
-        bridge = await choose_bridge(config, engine)
+        bridge = await choose_bridge(config, engine, folder=folder)
     assert bridge.name == "copy" and any(part in bridge.why for part in reason.split("|"))

@@ -75,6 +75,15 @@ async def test_servers_have_the_trainers_weights_after_every_step(
         assert all(moved), "every weight was trained"
 
 
+@pytest.mark.skipif(not os.environ.get("ROOKERY_LONG"), reason="takes minutes: ROOKERY_LONG")
+async def test_two_hundred_clean_publishes_raise_no_alarm(folder: Path, tmp_path: Path) -> None:
+    async with training(config_of(folder, "alias"), tmp_path) as trained:
+        await trained.trainer.publish(POLICY)
+        for _ in range(200):
+            await trained.step(learning_rate=1e-3)
+        assert await trained.gap() < NEAR
+
+
 async def test_two_servers_and_a_trainer_have_one_copy(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, "alias", replicas=2, restarts=1)
     async with training(config, tmp_path) as trained:

@@ -70,10 +70,10 @@ async def training(
     config: GrpoConfig, folder: Path, *, device: str = "cpu", is_as_configured: bool = False
 ) -> AsyncIterator[Training]:
     """`folder` is for models on their way. On the CPU both compute in float32."""
-    found = find_model(config.engine, tokenizer="")
+    found = find_model(config.engine, tokenizer=config.tokenizer)
     used = config.engine if is_as_configured else bridged_engine(config)
     async with open_engine(used) as engine:
-        bridge = await choose_bridge(config, engine)
+        bridge = await choose_bridge(config, engine, folder=found.path)
         if bridge.shared is None:
             model = load_model(found.path, device=device)
         else:

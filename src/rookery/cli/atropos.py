@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rookery.cli.outcome import print_outcome, print_table
 from rookery.cli.terminal import check_flags, console, log_warnings
 from rookery.compose.atropos_options import AtroposOptions, translate
-from rookery.config import load_config
+from rookery.config import load_config, parse_config
 
 if TYPE_CHECKING:
     from rookery.reports import GrpoReport
@@ -23,7 +23,7 @@ TIMES = {"step": "time/train_s", "sync": "time/publish_s", "fetch": "time/draw_s
 
 def atropos(
     *,
-    options: Annotated[AtroposOptions, Parameter(name="*")],
+    options: Annotated[AtroposOptions, Parameter(name="*")] = AtroposOptions(),  # noqa: B008
     print_config: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train on Atropos environments, with the options of its example trainer.
@@ -40,7 +40,10 @@ def atropos(
         Print the config and what became of options without a key, and do nothing else.
     """
     log_warnings()
+    from rookery.loops.grpo import GrpoConfig
+
     document, notes = translate(options, os.environ)
+    config = parse_config(GrpoConfig, document, origin="the command line").from_folder(Path.cwd())
     text = yaml.safe_dump(document, sort_keys=False)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     for note in notes:
@@ -48,9 +51,7 @@ def atropos(
     if print_config:
         return 0
     from rookery.compose.grpo import GRPO
-    from rookery.loops.grpo import GrpoConfig
 
-    config = GrpoConfig.model_validate(document).from_folder(Path.cwd())
     place = options.save_path.resolve()
     outcome = GRPO.start(config, {}, name=place.name, runs_dir=place.parent)
     if options.benchmark:

@@ -22,8 +22,10 @@ Mode = Literal["none", "shared_vllm", "lora_only"]
 class AtroposOptions:
     """As `example_trainer/grpo.py` and `vllm_api_server.py` have them, with their defaults."""
 
-    model_name: str
+    model_name: str = ""
     "Hugging Face id or folder."
+    model: str = ""
+    "The same, as the server calls it."
     weight_bridge_mode: Mode = "none"
     "none: checkpoint and restart; shared_vllm: one copy of the weights; lora_only: an adapter."
     single_copy: bool = False
@@ -32,6 +34,10 @@ class AtroposOptions:
     "Not needed: servers tell their memory when they are asked."
     vllm_port: int = 9001
     "Where environments ask the engine."
+    port: int | None = None
+    "The same, as the server calls it."
+    engine_ports: tuple[int, ...] = (9004, 9005, 9006, 9007)
+    "There too: gsm8k_server.py asks these, whatever it is told."
     training_steps: int = 10
     "Optimizer steps."
     batch_size: int = 2
@@ -49,7 +55,7 @@ class AtroposOptions:
     save_path: Path = Path("trained_model_checkpoints")
     "The run's folder; checkpoints are in its folder checkpoints."
     checkpoint_interval: int = 3
-    "Steps between checkpoints."
+    "Steps between checkpoints; 0: one at the end."
     vllm_restart_interval: int = 3
     "Steps between restarts, with --weight-bridge-mode none."
     lora_r: int = 16
@@ -92,20 +98,16 @@ def translate(
     options: AtroposOptions, environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The config as a document, and what the options that it has no key for became."""
+    _check(options)
     mode = _mode(options, environment)
     sequences = options.batch_size * options.gradient_accumulation_steps
-    if sequences < 2 or sequences % 2:
-        raise ConfigError(
-            f"batch_size {options.batch_size} times gradient_accumulation_steps "
-            f"{options.gradient_accumulation_steps} is {sequences} sequences, and a step needs an "
-            "even number of at least 2: change one of them."
-        )
     publish_every = options.vllm_restart_interval if mode == "none" else 1
-    save_every = -(-options.checkpoint_interval // publish_every) * publish_every
+    interval = options.checkpoint_interval or options.training_steps
+    save_every = -(-interval // publish_every) * publish_every
     document: dict[str, Any] = {
         "engine": {"type": "fleet", "launch": _launch(options, mode)},
         "environment": {"type": "atropos", "max_token_len": options.seq_len},
-        "bridge": {"none": "restart", "shared_vllm": "alias", "lora_only": "auto"}[mode],
+        "bridge": _bridge(options, mode),
         "steps": options.training_steps,
         "groups_per_step": sequences // 2,
         "group_size": 2,
@@ -119,7 +121,8 @@ def translate(
     if options.atropos_url:
         document["environment"]["url"] = options.atropos_url
     else:
-        document["environment"]["engine_ports"] = [options.vllm_port]
+        port = options.vllm_port if options.port is None else options.port
+        document["environment"]["engine_ports"] = list(dict.fromkeys((port, *options.engine_ports)))
     if mode == "lora_only":
         document["lora"] = {"rank": options.lora_r, "alpha": options.lora_alpha}
     else:
@@ -127,6 +130,41 @@ def translate(
     if options.use_wandb:
         document["track"] = ["wandb"]
     return document, _notes(options, environment, mode)
+
+
+def _check(options: AtroposOptions) -> None:
+    """What a config cannot say: values that it is computed from."""
+    if bool(options.model_name) == bool(options.model):
+        given = "both" if options.model else "neither"
+        raise ConfigError(f"Got {given} of --model-name and --model: give the model once.")
+    least = {
+        "training_steps": 1, "vllm_restart_interval": 1, "batch_size": 1, "warmup_steps": 0,
+        "gradient_accumulation_steps": 1, "checkpoint_interval": 0,
+    }  # fmt: skip
+    for name, smallest in least.items():
+        if getattr(options, name) < smallest:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} is {getattr(options, name)}: give {smallest} or a larger number."
+            )
+    sequences = options.batch_size * options.gradient_accumulation_steps
+    if sequences % 2:
+        raise ConfigError(
+            f"batch_size {options.batch_size} times gradient_accumulation_steps "
+            f"{options.gradient_accumulation_steps} is {sequences} sequences, and a step needs an "
+            "even number of at least 2: change one of them."
+        )
+
+
+def _bridge(options: AtroposOptions, mode: Mode) -> str:
+    if mode == "shared_vllm" and _has_parts(options):
+        return "copy"
+    return {"none": "restart", "shared_vllm": "alias", "lora_only": "auto"}[mode]
+
+
+def _has_parts(options: AtroposOptions) -> bool:
+    """Whether each of several workers has a part of the weights."""
+    return options.tensor_parallel_size * options.pipeline_parallel_size > 1
 
 
 def _mode(options: AtroposOptions, environment: Mapping[str, str]) -> Mode:
@@ -138,7 +176,7 @@ def _mode(options: AtroposOptions, environment: Mapping[str, str]) -> Mode:
 
 def _launch(options: AtroposOptions, mode: Mode) -> dict[str, Any]:
     launch: dict[str, Any] = {
-        "model": options.model_name,
+        "model": options.model_name or options.model,
         "python": options.vllm_python,
         "replicas": 1,
         "device": options.device,
@@ -171,7 +209,15 @@ def _notes(options: AtroposOptions, environment: Mapping[str, str], mode: Mode) 
         )
     if options.enable_lora and mode != "lora_only":
         notes.append("--enable-lora: adapters are served with --weight-bridge-mode lora_only")
+    if mode == "shared_vllm" and _has_parts(options):
+        notes.append(
+            "--weight-bridge-mode shared_vllm: several workers have a part of the weights each, "
+            "which are copied to them (bridge: copy)"
+        )
     known = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "all weights are trained in the server's memory"
+        if mode == "shared_vllm"
+        else f"--weight-bridge-mode {mode} does without",
         "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon",
         "NUM_INFERENCE_NODES": "servers elsewhere are engine: {type: fleet, urls: [...]}",
         "LOGDIR": f"logs are in {options.save_path / 'logs'}",

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -31,7 +32,7 @@ class GatewayConfig(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free one."""
-    engine_ports: tuple[int, ...] = ()
+    engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()
     """Further ports for the same routes."""
     folder: Path = Path("runs/gateway")
     """Where groups are kept until they are trained on."""

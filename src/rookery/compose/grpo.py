@@ -165,7 +165,7 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
         share = await asyncio.to_thread(server_share, config, files)
         used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
         async with open_engine(used, on_launch=on_launch) as engine:
-            bridge = await choose_bridge(config, engine)
+            bridge = await choose_bridge(config, engine, folder=folder.path)
             if bridge.shared is None:
                 model = await load()
             else:

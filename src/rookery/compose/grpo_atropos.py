@@ -17,6 +17,7 @@ from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.programs import running
 from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError
+from rookery.fleet import Fleet
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
 from rookery.service.atropos import make_atropos_app
@@ -53,7 +54,9 @@ async def open_feed(
     gateway = await Gateway.open(
         run, trainer=registration, vocab_size=vocab_size, trained=trained_groups(run)
     )
-    side = EngineSide(engine, codec=TemplateCodec(files.template), book=gateway.book)
+    num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
+    codec = TemplateCodec(files.template)
+    side = EngineSide(engine, codec=codec, book=gateway.book, num_kept=num_kept)
     app = make_atropos_app(
         gateway, delivery=None, side=side, key=key, limit_bytes=int(own.body_mib * 2**20)
     )

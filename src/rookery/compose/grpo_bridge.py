@@ -14,7 +14,7 @@ A server is extended when it was started with `fleet/vllm_plugin`.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -35,14 +35,16 @@ from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.bridges.folder import FolderBridge
 from rookery.fleet.bridges.reload import reload_from, require_updates
 from rookery.fleet.bridges.restart import require_own_servers, restart_on
+from rookery.fleet.http.address import is_local
+from rookery.fleet.servers.trainer_lock import TrainerLock
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.config import BridgeName
 from rookery.loops.grpo.policy_weights import POLICY
 from rookery.ports import Engine, Publisher, Trainer
 from rookery.slots import FixedText, SlottedModel
-from rookery.slots.attaching import attach_model
+from rookery.slots.attaching import attach_model, read_weights, weight_shapes
 from rookery.train import AdapterPublisher, FullTrainer, LoraTrainer, ModelPublisher
-from rookery.train.full import read_model_weights, write_model_folder
+from rookery.train.full import write_model_folder
 from rookery.types import ModelRef, ModelWeights, TrainRequest
 
 __all__ = [
@@ -63,6 +65,8 @@ class Bridge:
     name: BridgeName
     why: str
     shared: SharedBase | None = None
+    locks: tuple[TrainerLock, ...] = ()
+    """Nobody else trains these servers' weights as long as they are held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +104,25 @@ def bridged_engine(
     return engine.model_copy(update=update)
 
 
-async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
-    """The bridge of the config; for `auto` the first that fits."""
+async def choose_bridge(
+    config: GrpoConfig, engine: Engine, *, folder: Path | None = None
+) -> Bridge:
+    """The bridge of the config; for `auto` the first that fits. `folder` is the model's: `alias`
+    fits when servers have all weights of it."""
     if not isinstance(engine, Fleet):
         return Bridge("auto", "the engine is in this process")
     if config.full is None:
         return _choose_for_adapters(config, engine)
+    locks = _lock_weights(engine)
+    return replace(await _choose_for_weights(config, engine, folder), locks=locks)
+
+
+def _lock_weights(fleet: Fleet) -> tuple[TrainerLock, ...]:
+    local = [replica.url for replica in fleet.pool.replicas if is_local(replica.url)]
+    return tuple(lock for url in local if (lock := TrainerLock.take(url)) is not None)
+
+
+async def _choose_for_weights(config: GrpoConfig, engine: Fleet, folder: Path | None) -> Bridge:
     if config.bridge not in ("auto", "alias"):
         return Bridge(config.bridge, "as configured")
     apart = _why_apart(config, engine)
@@ -115,6 +132,8 @@ async def choose_bridge(config: GrpoConfig, engine: Engine) -> Bridge:
         return _choose_copy(engine, apart)
     try:
         shared = await share_base(engine)
+        if folder is not None:
+            await asyncio.to_thread(lambda: shared.find(weight_shapes(folder)))
     except FleetError as error:
         if config.bridge == "alias":
             raise
@@ -141,8 +160,7 @@ async def attach(folder: ModelFolder, shared: SharedBase, *, start: Path) -> Slo
 
     def make() -> SlottedModel:
         model = attach_model(folder.path, shared.find, names=folder.names)
-        first = read_model_weights(start, name=POLICY, dtype=model.dtype)
-        model.set_weights(first.tensors)
+        model.set_weights(read_weights(start, dtype=model.dtype))
         return model
 
     return await asyncio.to_thread(make)

@@ -14,6 +14,7 @@ from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checks import check_splits
+from rookery.slots.loading import require_decoder
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
 from rookery.tasks.template import Template, load_template
@@ -44,6 +45,7 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
             taskset.split(name)  # refuses one that should have tasks and has none
     check_splits(tasksets)
     folder = find_model(config.engine, tokenizer=config.tokenizer)
+    require_decoder(folder.path)  # before servers are started on it
     start, init = _start_folder(config, folder), None
     if config.init_from is not None and config.full is None:
         init = read_adapter(config.init_from)

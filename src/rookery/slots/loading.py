@@ -20,7 +20,13 @@ from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
-__all__ = ["finish_model", "load_model", "make_empty_model", "require_config"]
+__all__ = [
+    "finish_model",
+    "load_model",
+    "make_empty_model",
+    "require_config",
+    "require_decoder",
+]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -44,7 +50,7 @@ def load_model(
     if dtype == "auto":
         kind = torch.float32 if device == "cpu" else "auto"
     with boundary(ModelError, f"The model in {folder} cannot be loaded"):
-        _require_decoder(AutoConfig.from_pretrained(folder), folder)
+        require_decoder(folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, attn_implementation="eager"
         )
@@ -76,8 +82,7 @@ def make_empty_model(
     memory: what it would compute is then known by its shapes."""
     require_config(folder)
     with boundary(ModelError, f"The model in {folder} cannot be described"):
-        config = AutoConfig.from_pretrained(folder)
-        _require_decoder(config, folder)
+        config = require_decoder(folder)
         own = getattr(config, "dtype", None) or torch.float32
         kind = getattr(torch, dtype) if dtype != "auto" else own
         kind = torch.float32 if dtype == "auto" and device == "cpu" else kind
@@ -101,9 +106,15 @@ def require_config(folder: Path) -> None:
         )
 
 
-def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
-    """transformers would name all of the decoders that it has. It has a head for encoders such as
-    BERT too, which are decoders only where their config says so."""
+def require_decoder(folder: Path) -> PreTrainedConfig:
+    """The config of a model that continues texts; ModelError for another one.
+
+    transformers would name all of the decoders that it has. It has a head for encoders such as
+    BERT too, which are decoders only where their config says so.
+    """
+    require_config(folder)
+    with boundary(ModelError, f"The model in {folder} cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder)
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
         type(config) not in MODEL_FOR_MASKED_LM_MAPPING or getattr(config, "is_decoder", False)
     )
@@ -112,6 +123,7 @@ def _require_decoder(config: PreTrainedConfig, folder: Path) -> None:
             f"{folder} is a model of the type {config.model_type}, which does not continue texts: "
             "take a decoder model, such as one of the Llama, Qwen, Gemma, Mistral or Phi kind."
         )
+    return config
 
 
 def _slotted(model: PreTrainedModel, *, names: frozenset[str], folder: Path) -> SlottedModel:

@@ -22,11 +22,14 @@ from rookery.compose.gateway import GatewayConfig, serving_gateway
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.resuming import resume
+from rookery.environments.atropos import client as client_module
+from rookery.environments.atropos import registry
 from rookery.environments.atropos.client import open_client
 from rookery.environments.atropos.registry import TrainerRegistration
-from rookery.errors import ConfigError, TaskError
+from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
+from rookery.runs.journal import Journal
 
 TOY = Path(__file__).parents[1] / "environments" / "toy_environment.py"
 REGISTRATION = {
@@ -69,6 +72,18 @@ def test_a_policy_is_trained_on_an_environment_elsewhere(full: bool, tmp_path: P
     assert (outcome.path / "logs" / "environment-0.log").exists()
 
 
+def test_answers_that_top_p_cut_are_trained_on_with_what_they_were_drawn_from(
+    tmp_path: Path,
+) -> None:
+    """Over the whole vocabulary the log-probabilities would be off by a tenth."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    config = config_of(folder, steps=2)
+    config["environment"]["environments"][0]["command"].append("0.8")
+    outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
+    gaps = [step.metrics.get("grpo/logprob_gap") for step in outcome.report.steps]
+    assert len(gaps) == 2 and all(gap is not None and gap < 1e-3 for gap in gaps)
+
+
 def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     plan = plan_grpo(config_of(folder))
@@ -88,12 +103,51 @@ def test_a_run_without_environments_says_so(tmp_path: Path) -> None:
         )
 
 
+GARBAGE = """
+import json, sys, time, urllib.request
+def post(path, body):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(sys.argv[1] + path, json.dumps(body).encode(), headers)
+    try:
+        return json.load(urllib.request.urlopen(request))
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+new = {"max_token_length": 64, "desired_name": "odd", "weight": 1.0, "group_size": 8}
+while (found := post("/register-env", new))["status"] != "success":
+    time.sleep(0.05)
+post("/scored_data", [1, "nothing"])
+group = json.loads(sys.argv[2]) | {"env_id": found["env_id"]}
+post("/scored_data", group)
+post("/scored_data", group | {"scores": [1.0]})
+"""
+
+
+def test_a_run_without_batches_says_what_came_instead(tmp_path: Path) -> None:
+    """From one environment, of which nothing makes a batch."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    group = json.dumps(make_document(5))
+    command = [sys.executable, "-c", GARBAGE, "{gateway}", group]
+    environment = {
+        "type": "atropos", "port": 0, "max_token_len": 64,
+        "environments": [{"command": command}],
+    }  # fmt: skip
+    with pytest.raises(TaskError, match="No environment is left") as failed:
+        run_grpo(
+            config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
+        )
+    said = str(failed.value)
+    assert "the environments are odd_0" in said
+    assert "1 groups of 5 to 5 sequences do not make up the group_size" in said
+    assert "2 times groups were refused, the last time: A group has 5 sequences" in said
+
+
 KILLED = """
 import json, os, signal, sys
 from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_plan import plan_grpo
 from rookery.compose.resuming import resume
 from rookery.runs import Run
+from rookery.runs.journal import Journal
 
 config, runs, point, number = json.loads(sys.argv[1]), *sys.argv[2:]
 append, num = Run.append, 0
@@ -219,16 +273,30 @@ async def test_bad_requests_get_a_sentence_and_cost_nothing(tmp_path: Path) -> N
             assert await response.json() == {"status": "received"}
 
 
-async def test_a_second_trainer_is_refused(tmp_path: Path) -> None:
+async def test_a_second_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the first one computes a step and asks for nothing."""
+    monkeypatch.setattr(registry, "ACTIVE_S", 0.5)
+    monkeypatch.setattr(client_module, "ALIVE_S", 0.05)
     async with gateway(tmp_path) as (session, url), open_client(url) as client:
         await client.register(TrainerRegistration.model_validate(REGISTRATION))
-        other = await ask(session, "POST", "/register", REGISTRATION | {"batch_size": 8})
-        assert "uuid" in other, "nobody has asked for a batch yet"
+        for _ in range(10):
+            refused = await ask(session, "POST", "/register", REGISTRATION | {"batch_size": 8})
+            assert "A trainer with batch_size 4 was heard of 0 s ago" in refused["error"]
+            await asyncio.sleep(0.1)
+        for _ in range(2):
+            await ask(session, "POST", "/scored_data", make_document())
+        assert (await client.batch(after=0))[0] == 1
+
+
+async def test_a_trainer_that_is_gone_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ACTIVE_S", 0.0)
+    async with gateway(tmp_path) as (session, url), open_client(url) as client:
+        await client.register(TrainerRegistration.model_validate(REGISTRATION))
+        assert "uuid" in await ask(session, "POST", "/register", REGISTRATION)
         with pytest.raises(TaskError, match="Another trainer has registered since"):
             await client.batch(after=0)
-        assert await ask(session, "GET", "/batch") == {"batch": None}
-        refused = await ask(session, "POST", "/register", REGISTRATION)
-        assert "A trainer with batch_size 8 asked for a batch 0 s ago" in refused["error"]
 
 
 async def test_a_key_is_asked_for(tmp_path: Path) -> None:
@@ -269,6 +337,37 @@ async def test_a_trainer_makes_itself_known_to_a_gateway_that_was_started_anew(
                     await ask(session, "POST", "/scored_data", make_document())
                 found, groups = await client.batch(after=number)
                 assert found == number + 1 and len(groups) == 2
+
+
+async def test_a_group_that_cannot_be_written_is_to_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """atroposlib drops what is refused with 4xx, and sends again what failed with 5xx."""
+
+    async def full(*_: Any) -> list[int]:
+        raise RunError("The disk is full.")
+
+    async with gateway(tmp_path) as (session, _):
+        await ask(session, "POST", "/register", REGISTRATION)
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "append_many", full)
+            async with session.post("/scored_data", json=make_document()) as response:
+                assert response.status == 503 and "disk is full" in await response.text()
+        assert await ask(session, "POST", "/scored_data", make_document()) == {"status": "received"}
+
+
+async def test_a_batch_is_compressed_for_who_reads_that(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (session, _):
+        await ask(session, "POST", "/register", REGISTRATION)
+        for _ in range(2):
+            await ask(session, "POST", "/scored_data", make_document())
+        answers = {}
+        for coding in ("gzip", "identity"):
+            headers = {"Accept-Encoding": coding}
+            async with session.get("/batch?after=0", headers=headers) as response:
+                assert (response.headers.get("Content-Encoding") == "gzip") == (coding == "gzip")
+                answers[coding] = await response.json()
+        assert answers["gzip"] == answers["identity"] and answers["gzip"]["batch_id"] == 1
 
 
 async def test_engine_routes_over_the_embedded_engine(tmp_path: Path) -> None:
@@ -340,5 +439,35 @@ def test_variables_and_options_without_a_use_are_answered() -> None:
     assert document["bridge"] == "alias"
     for name in ("--vllm-config-path", "--world-size", "LOGDIR", "NUM_INFERENCE_NODES"):
         assert any(name in note for note in notes), name
-    with pytest.raises(ConfigError, match="is 3 sequences"):
-        translate(AtroposOptions(model_name="m", batch_size=1, gradient_accumulation_steps=3), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 1, "gradient_accumulation_steps": 3}, "is 3 sequences"),
+        ({"batch_size": -2, "gradient_accumulation_steps": -2}, "--batch-size is -2: give 1"),
+        ({"training_steps": 0}, "--training-steps is 0: give 1"),
+        ({"vllm_restart_interval": 0}, "--vllm-restart-interval is 0: give 1"),
+        ({"warmup_steps": -3}, "--warmup-steps is -3: give 0"),
+        ({"model": "other"}, "Got both of --model-name and --model"),
+        ({"model_name": ""}, "Got neither of --model-name and --model"),
+    ],
+)
+def test_options_that_no_config_can_be_made_of_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translate(AtroposOptions(**{"model_name": "m", **options}), {})
+
+
+def test_options_of_the_server_are_those_of_the_trainer() -> None:
+    document, _ = translate(AtroposOptions(model="m", port=9009, engine_ports=()), {})
+    assert document["engine"]["launch"]["model"] == "m"
+    assert document["environment"]["engine_ports"] == [9009]
+    document, _ = translate(AtroposOptions(model="m"), {})
+    assert document["environment"]["engine_ports"] == [9001, 9004, 9005, 9006, 9007]
+    options = AtroposOptions(model="m", single_copy=True, tensor_parallel_size=2)
+    document, notes = translate(options, {})
+    assert document["bridge"] == "copy" and any("bridge: copy" in note for note in notes)
+    document, _ = translate(AtroposOptions(model="m", checkpoint_interval=0), {})
+    assert document["save_every"] >= document["steps"]

@@ -1,14 +1,20 @@
 """Which bridge a training takes to stub servers, and why."""
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from fleet.sharing import SharingStub
-from fleet.stub import serve
+from fleet.stub import serve, until
+from tiny import write_tiny_model, write_tokenizer
+from transformers import BertConfig, BertForMaskedLM
 
+from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.grpo import GrpoConfig
 
@@ -42,6 +48,18 @@ async def test_auto_takes_the_nearest_bridge_and_says_why(
     assert bridge.name == name and why in bridge.why
 
 
+async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_path: Path) -> None:
+    stub, folder = SharingStub(), write_tiny_model(tmp_path / "tiny")
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            bridge = await choose_bridge(config, fleet, folder=folder)
+            assert bridge.name == "reload" and "model.embed_tokens.weight" in bridge.why
+            with pytest.raises(FleetError, match=r"no weight that is model\.embed_tokens\.weight"):
+                await choose_bridge(config_of(stub, bridge="alias"), fleet, folder=folder)
+
+
 async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     stub = SharingStub()
@@ -55,6 +73,66 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
                 await choose_bridge(config_of(stub, bridge="alias"), fleet)
 
 
+ATTACHED = """
+import asyncio, sys
+from rookery.compose.grpo import run_grpo
+from rookery.compose.grpo_bridge import choose_bridge
+from rookery.fleet import open_fleet
+from rookery.loops.grpo import GrpoConfig
+
+async def main():
+    config = GrpoConfig.model_validate_json(sys.argv[1])
+    async with open_fleet(config.engine) as fleet:
+        bridge = await choose_bridge(config, fleet)
+        await fleet.pool.replicas[0].client.post("/pause?mode=keep", b"")
+        print(bridge.name, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_has_one_trainer_and_goes_on_when_it_was_killed() -> None:
+    """The first one is killed while the server is paused, which then answers nothing."""
+    stub = SharingStub()
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        words = [sys.executable, "-c", ATTACHED, config.model_dump_json(exclude_unset=True)]
+        first = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        assert first.stdout is not None
+        assert await first.stdout.readline() == b"alias\n"
+        num_asked = stub.num_asked_whether_paused
+        opening = asyncio.create_task(open_and_choose(config))
+        await until(lambda: stub.num_asked_whether_paused >= num_asked + 2)
+        assert stub.is_paused and not opening.done(), "it waits for the change to be over"
+        await resume(stub.url)
+        with pytest.raises(FleetError, match="Another process trains the weights of"):
+            await opening
+        await pause(stub.url)
+        first.kill()
+        await first.communicate()
+        async with asyncio.timeout(20):
+            assert await open_and_choose(config) == "alias"
+        assert not stub.is_paused
+
+
+async def open_and_choose(config: GrpoConfig) -> str:
+    assert isinstance(config.engine, FleetConfig)
+    async with open_fleet(config.engine) as fleet:
+        return (await choose_bridge(config, fleet)).name
+
+
+async def resume(url: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/resume"):
+        pass
+
+
+async def pause(url: str) -> None:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/pause?mode=keep"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -66,6 +144,25 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
 def test_bridges_for_other_weights_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config_of(SharingStub(port=1), **changes)
+
+
+def test_no_server_is_started_on_a_model_that_does_not_continue_texts(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**sizes, **layers)).save_pretrained(tmp_path / "bert")
+    write_tokenizer(tmp_path / "bert")
+    started = tmp_path / "started"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {started}\nexit 1\n")
+    python.chmod(0o755)
+    launch = {"model": str(tmp_path / "bert"), "python": str(python), "device": "cpu"}
+    config = {
+        "engine": {"type": "fleet", "launch": launch}, "full": True,
+        "environment": {"type": "atropos", "port": 0},
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="of the type bert, which does not continue texts"):
+        run_grpo(config, runs_dir=tmp_path / "runs", progress=False)
+    assert not started.exists()
 
 
 async def test_slot_without_the_extension_is_refused() -> None:

@@ -2,15 +2,19 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from environments.groups import make_document, make_group
+from service.tenants import WordCodec
 
+from rookery.environments.atropos import draw_book
 from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
-from rookery.environments.atropos.draw_book import Drawn
+from rookery.environments.atropos.draw_book import DrawBook, Drawn
+from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import running
@@ -23,6 +27,14 @@ from rookery.environments.atropos.registry import (
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
 from rookery.errors import ConfigError, TaskError
 from rookery.runs import Run
+from rookery.testing import FakeSampler
+from rookery.types import (
+    Completion,
+    KeptTokens,
+    ModelRef,
+    SampleRequest,
+    SamplingParams,
+)
 
 TRAINER = TrainerRegistration(batch_size=4, max_token_len=8, num_steps=10)
 NAN = float("nan")
@@ -192,6 +204,97 @@ async def test_how_a_sequence_was_drawn_is_found_again(tmp_path: Path) -> None:
             await gateway.accept(make_group())
 
 
+def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
+    book, none = DrawBook(), KeptTokens.of(())
+    first = Drawn(step=2, temperature=1.0, is_cut=True, kept=KeptTokens.of([(7, 8), (9,)]))
+    second = Drawn(step=3, temperature=1.0, is_cut=True, kept=KeptTokens.of([(4, 5, 6)]))
+    book.note((1, 7, 9), first)
+    book.note((1, 7, 9, 2, 5), second)
+    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    assert found is not None and found.step == 3
+    assert list(found.kept) == [(7, 8), (9,), (4, 5, 6)]
+    found = book.find((1, 7, 9, 2, 5), drawn=(2, 4))
+    assert found is not None and list(found.kept) == [(9,), (4, 5, 6)], "a part of an answer"
+    found = book.find((1, 7, 9, 2, 5, 3), drawn=(1, 2, 4))
+    assert found is not None and list(found.kept)[2] == (4, 5, 6), "text after the last answer"
+    book.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=False))
+    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    assert found is not None and list(found.kept) == [(), (), (4, 5, 6)]
+    book.note((1, 7, 9), Drawn(step=2, temperature=1.0, is_cut=True))
+    found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
+    assert found is not None and found.is_cut and found.kept == none, "one of them is not known"
+    assert book.find((1, 7, 9, 2, 6), drawn=(1, 2, 4)) is None
+
+
+def test_what_tokens_were_drawn_from_is_forgotten_before_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draw_book, "MAX_KEPT_BYTES", 8)
+    book = DrawBook()
+    for token in (5, 6, 7):
+        kept = KeptTokens.of([(token,)])
+        book.note((1, token), Drawn(step=0, temperature=1.0, is_cut=True, kept=kept))
+    found = [book.find((1, token), drawn=(1,)) for token in (5, 6, 7)]
+    assert [len(own.kept) for own in found if own is not None] == [0, 1, 1]
+    assert all(own is not None and own.is_cut for own in found), (
+        "it is refused, not trained wrongly"
+    )
+
+
+async def test_what_tokens_were_drawn_from_survives_with_their_group(tmp_path: Path) -> None:
+    kept = KeptTokens.of([(7, 9), (10, 11)])
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        drawn = Drawn(step=3, temperature=0.7, is_cut=True, kept=kept)
+        gateway.book.note((5, 6, 7, 10), drawn)
+        await gateway.accept(make_group())
+    with Run.open(run.path) as run:
+        again = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        [queued] = again.queue.take_now(2)
+        assert queued.draws == (drawn, None)
+
+
+class AskedEngine(FakeSampler):
+    """Keeps how it was asked."""
+
+    base = ModelRef(name="base", version="m")
+    loaded: tuple[ModelRef, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__(reply=lambda request, index: (request.prompt[-1] + index,))
+        self.asked: list[SamplingParams] = []
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        self.asked += [request.params for request in requests]
+        return await super().sample(requests)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "given", "asked"),
+    [
+        (None, {"top_p": 0.9}, {"top_k": 0, "return_kept": True}),
+        (20, {"top_p": 0.9}, {"top_k": 10, "return_kept": True}),
+        (20, {"top_k": 15}, {"top_k": 15, "return_kept": True}),
+        (20, {"top_k": 50}, {"top_k": 50, "return_kept": False}),
+        (1, {"top_p": 0.9}, {"top_k": 0, "return_kept": False}),
+        (0, {"top_p": 0.9}, {"top_k": 0, "return_kept": False}),
+        (20, {}, {"top_k": 0, "return_kept": False}),
+        (20, {"top_p": 0.9, "temperature": 0.0}, {"top_k": 0, "return_kept": False}),
+    ],
+)
+async def test_an_engine_is_asked_for_what_tokens_are_drawn_from_as_far_as_it_tells(
+    num_kept: int | None, given: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    engine, book = AskedEngine(), DrawBook()
+    serving = cast(ServingEngine, engine)  # what else engines do is not asked for
+    side = EngineSide(serving, codec=WordCodec(), book=book, num_kept=num_kept)
+    [answer] = await side.draw((5, 6), SamplingParams(max_tokens=1, **given))
+    [params] = engine.asked
+    assert {name: getattr(params, name) for name in asked} == asked
+    found = book.find((5, 6, *answer.tokens), drawn=(2,))
+    assert found is not None and bool(found.kept) == asked["return_kept"]
+
+
 async def test_a_trainer_elsewhere_is_given_a_batch_until_it_asks_for_the_next(
     tmp_path: Path,
 ) -> None:
@@ -244,6 +347,44 @@ async def test_who_waits_for_a_batch_gets_it_when_it_is_there(tmp_path: Path) ->
         assert not waiting.done()
         await gateway.accept(make_group())
         assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Path) -> None:
+    """No group comes meanwhile: the others have sent as many as they send ahead."""
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        await gateway.register_env(environment("rare", min_batch_allocation=0.5))
+        await gateway.register_env(environment("often"))
+        waiting = asyncio.create_task(gateway.queue.take(4))
+        for _ in range(4):
+            await gateway.accept(make_group(env_id=1))
+        assert not waiting.done()
+        await gateway.disconnect_env(0)
+        async with asyncio.timeout(10):
+            assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+@pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
+async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        messages = [[{"role": "user", "content": words}]] * 2
+        await gateway.accept(make_group(messages=messages))
+        assert gateway.queue.groups[0].messages == messages
+        with pytest.raises(TaskError, match="is NaN or infinite"):
+            await gateway.accept(make_group(group_overrides={"x": NAN}))
+
+
+async def test_a_program_that_cannot_be_started_any_more_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    script = tmp_path / "fails.sh"
+    script.write_text("#!/bin/sh\nrmdir $PWD\nexit 1\n")
+    script.chmod(0o755)
+    command = EnvironmentCommand(command=(str(script),), folder=folder, restarts=1)
+    async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):
+        assert "environment 0 cannot be started" in await programs.ended()
 
 
 @pytest.mark.parametrize(

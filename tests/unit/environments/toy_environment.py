@@ -1,6 +1,6 @@
 """An environment that speaks the Atropos API with nothing but a HTTP client.
 
-    python toy_environment.py GATEWAY_URL ENGINE_URL
+    python toy_environment.py GATEWAY_URL ENGINE_URL [TOP_P]
 
 Asks for two answers of four tokens at a time; even tokens are worth a point each.
 """
@@ -15,13 +15,14 @@ from typing import Any
 import aiohttp
 
 GROUP_SIZE, NUM_TOKENS = 4, 4
+TOP_P = float(sys.argv[3]) if len(sys.argv) > 3 else 1.0
 
 
 async def play(session: aiohttp.ClientSession, engine: str, number: int) -> dict[str, Any] | None:
     prompt = [5 + number % 40, 6]
     body = {
         "prompt": {"prompt_token_ids": prompt}, "logprobs": 0, "n": GROUP_SIZE,
-        "max_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True,
+        "max_tokens": NUM_TOKENS, "temperature": 1.0, "top_p": TOP_P, "ignore_eos": True,
     }  # fmt: skip
     async with session.post(f"{engine}/generate", json=body) as response:
         response.raise_for_status()
@@ -67,4 +68,4 @@ async def main(gateway: str, engine: str) -> None:
                     response.raise_for_status()
 
 
-asyncio.run(main(*sys.argv[1:]))
+asyncio.run(main(*sys.argv[1:3]))

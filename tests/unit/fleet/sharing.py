@@ -57,6 +57,7 @@ class SharingStub(Stub):
     keeps_prefixes: bool = False
     """Prompts of a block or more are answered as they were the first time."""
     ignores_loads: bool = False
+    fails_resume: bool = False
     num_shares: int = 0
     _file: SharedFile | None = None
     _manifest: dict[str, Any] = field(default_factory=dict)
@@ -113,6 +114,11 @@ class SharingStub(Stub):
         if not self.keeps_prefixes:
             self._prefixes.clear()
         return await super()._pause(request)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        if self.fails_resume:
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        return await super()._resume(request)
 
     async def _reset(self, request: web.Request) -> web.Response:
         if not self.keeps_prefixes:

@@ -83,6 +83,7 @@ class Stub:
     """The connection of every load is cut; it is back at once."""
     num_resets: int = 0
     num_pauses: int = 0
+    num_asked_whether_paused: int = 0
     pause_s: float = 0.0
     """How long it takes to say that it is paused."""
     weight_version: str = ""
@@ -165,6 +166,7 @@ class Stub:
                 web.post("/reset_prefix_cache", self._reset),
                 web.post("/tokenize", self._tokenize),
                 web.post("/collective_rpc", self._call_workers),
+                web.get("/is_paused", self._tell_paused),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.post("/update_weight_version", self._name_weights),
@@ -254,6 +256,10 @@ class Stub:
         folder = Path(document["kwargs"]["weights_path"])
         self.weights = (folder / "model.safetensors").read_text()
         return web.json_response({"results": [None]})
+
+    async def _tell_paused(self, _: web.Request) -> web.Response:
+        self.num_asked_whether_paused += 1
+        return web.json_response({"is_paused": self.is_paused})
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.num_pauses += 1

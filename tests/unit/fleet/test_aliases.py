@@ -13,7 +13,7 @@ from rookery.errors import FleetError
 from rookery.fleet.bridges.aliases import alias_weights
 from rookery.fleet.vllm_plugin.shared_memory import SharedFile, lay_out, view
 from rookery.slots import CausalAttend, SlottedModel, load_model
-from rookery.slots.attaching import attach_model
+from rookery.slots.attaching import attach_model, weight_shapes
 
 QKV = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 LLAMA = {**QKV, "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -111,6 +111,15 @@ def tensor_memory() -> dict[int, int]:
         if tensor.device.type == "cpu" and tensor.layout == torch.strided  # packed ones hide theirs
     ]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def test_tied_weights_are_asked_for_once(tmp_path: Path) -> None:
+    """vLLM's Gemma 2 has no output layer by name: it computes with its embeddings."""
+    tied = write_tiny_model(tmp_path / "tied", "Gemma2", head_dim=8)
+    assert weight_shapes(tied).keys() == load_model(tied).weights.keys()
+    assert "lm_head.weight" not in weight_shapes(tied)
+    apart = write_tiny_model(tmp_path / "apart", "Gemma2", head_dim=8, tie_word_embeddings=False)
+    assert "lm_head.weight" in weight_shapes(apart)
 
 
 def test_a_weight_without_a_view_is_named(tmp_path: Path) -> None:

@@ -78,6 +78,57 @@ async def test_a_server_that_was_started_again_gets_the_weights_with_the_next_st
         assert said_of(stub.tensors) == said_of(trainer.weights)
 
 
+@pytest.mark.parametrize("moment", ["before", "inside"])
+async def test_a_server_that_is_down_while_weights_are_published_gets_them_when_it_is_back(
+    moment: str,
+) -> None:
+    """The only one: the training goes on, and who asks meanwhile waits for it."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        [replica] = fleet.pool.replicas
+        if moment == "before":
+            await stub.stop()
+        ref = ModelRef(name="policy", version="newest")
+        async with trainer.bridge.changing_base() as rename:
+            if moment == "inside":
+                await stub.stop()
+            for tensor in trainer.weights.values():
+                tensor += 0.5
+            rename(ref)
+        assert fleet.base == ref and not replica.load.is_open
+        waiting = asyncio.create_task(ask(fleet, ref))
+        stub.restart()
+        await stub.start()
+        row = logprobs_after("tiny" + said_of(trainer.weights), (1, 2))
+        assert await waiting == row.index(max(row))
+        assert said_of(stub.tensors) == said_of(trainer.weights)
+        assert await ask(fleet, await trainer.step())
+
+
+async def test_a_server_that_was_out_of_reach_shows_the_newest_weights_first() -> None:
+    """The same process: it was not told of them."""
+    stubs = [SharingStub(), SharingStub()]
+    async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        replica = fleet.pool.replicas[1]
+        await stubs[1].stop()
+        ref = await trainer.step()
+        assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
+        await stubs[1].start()
+        await until(lambda: replica.load.is_open)
+        assert replica.base == ref and stubs[1].weight_version == ref.version
+
+
+async def test_a_server_that_is_there_and_fails_stops_the_training() -> None:
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+        stub.fails_resume = True
+        with pytest.raises(FleetError, match="1 of 1 servers did not get the new weights"):
+            await trainer.step()
+
+
 async def test_a_server_that_hides_its_restart_is_named() -> None:
     stubs = [SharingStub(), SharingStub()]
     async with serve(*stubs), open_fleet(fleet_of(*stubs)) as fleet, training(fleet) as trainer:

@@ -8,6 +8,7 @@ A gateway of Rookery gives a batch until the next question names it; a `run-api`
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -27,6 +28,8 @@ REQUEST_S = 120.0
 RETRY_S = 60.0
 """How long a gateway that does not answer is asked again: it may be started anew."""
 POLL_S = 0.2
+ALIVE_S = 5.0
+"""How often a gateway hears of a trainer, whose steps may take long: it refuses a second one."""
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 
@@ -54,6 +57,15 @@ class GatewayClient:
             with attempt:
                 answer = await self._ask("POST", "/register", document)
         self._number = str(answer.get("uuid", ""))
+
+    async def stay_known(self) -> None:
+        """Let the gateway hear of this trainer, until cancelled. What it says to that, it says to
+        the next question too."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if self._number:
+                with contextlib.suppress(TaskError, aiohttp.ClientError, TimeoutError):
+                    await self._once("GET", f"/status?trainer={self._number}", None)
 
     async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
         """The batch that follows number `after`, waited for."""
@@ -101,10 +113,15 @@ class GatewayClient:
 async def open_client(url: str, *, key: str = "") -> AsyncIterator[GatewayClient]:
     limits = aiohttp.ClientTimeout(total=REQUEST_S)
     async with aiohttp.ClientSession(timeout=limits) as session:
+        client = GatewayClient(url, session, key=key)
+        known = asyncio.create_task(client.stay_known())
         try:
-            yield GatewayClient(url, session, key=key)
+            yield client
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TaskError(
                 f"The gateway at {url} does not answer: {error}. Start it with `rookery grpo "
                 "gateway` or `run-api`, or correct environment.url."
             ) from error
+        finally:
+            known.cancel()
+            await asyncio.gather(known, return_exceptions=True)

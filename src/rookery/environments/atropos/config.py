@@ -1,7 +1,7 @@
 """How a training gets its groups from Atropos environments."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,7 +33,7 @@ class AtroposConfig(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """Of the gateway; 0 takes a free one. The engine's routes are there too."""
-    engine_ports: tuple[int, ...] = ()
+    engine_ports: tuple[Annotated[int, Field(ge=0, le=65535)], ...] = ()
     """Further ports for the same routes: some environments ask 9001, others 9004 to 9007."""
     key_env: str = ""
     """The environment variable with the key that clients must send; beyond this machine's own

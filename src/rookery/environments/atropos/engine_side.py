@@ -8,7 +8,9 @@ While new weights are published, requests wait for them.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
@@ -16,6 +18,7 @@ from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetEr
 from rookery.ports import Codec, Engine
 from rookery.types import (
     Completion,
+    KeptTokens,
     ModelRef,
     SampleRequest,
     SamplingParams,
@@ -26,6 +29,7 @@ from rookery.types import (
 
 __all__ = ["EngineSide", "ServingEngine"]
 
+logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 LOOK_S = 0.02
@@ -44,8 +48,14 @@ class ServingEngine(Engine, Protocol):
 class EngineSide:
     """The engine for environments: they name no model, the newest policy answers."""
 
-    def __init__(self, engine: ServingEngine, *, codec: Codec, book: DrawBook) -> None:
+    def __init__(
+        self, engine: ServingEngine, *, codec: Codec, book: DrawBook, num_kept: int | None = 0
+    ) -> None:
+        """`num_kept`: of how many tokens the engine can tell that one was drawn from them; None: of
+        any number, 0: nobody asks. Answers that top_p cut are trained on with them."""
         self.codec = codec
+        self._num_kept = num_kept
+        self._has_lowered = False
         self._engine = engine
         self._book = book
         self._is_adapter = False
@@ -62,7 +72,7 @@ class EngineSide:
         self._ref, self._step = ref, step
 
     async def draw(self, prompt: TokenIds, params: SamplingParams) -> tuple[Completion, ...]:
-        step = self._step
+        step, params = self._step, self._with_kept(params)
 
         async def ask(ref: ModelRef) -> tuple[Completion, ...]:
             [drawn] = await self._engine.sample(
@@ -73,8 +83,28 @@ class EngineSide:
         completions = await self._asked(ask)
         how = Drawn(step=step, temperature=params.temperature, is_cut=params.is_cut)
         for completion in completions:
-            self._book.note((*prompt, *completion.tokens), how)
+            own = replace(how, kept=KeptTokens.of(completion.kept))
+            self._book.note((*prompt, *completion.tokens), own)
         return completions
+
+    def _with_kept(self, params: SamplingParams) -> SamplingParams:
+        """Have the engine tell what tokens are drawn from, where it can. Of the likeliest that
+        servers tell half are drawn from: they keep those that are as likely as the last, too."""
+        if not params.is_cut or self._num_kept == 0:
+            return params
+        if self._num_kept is None:
+            return replace(params, return_kept=True)
+        top_k = params.top_k or self._num_kept // 2
+        if not 0 < top_k <= self._num_kept:
+            return params
+        if top_k != params.top_k and not self._has_lowered:
+            self._has_lowered = True
+            logger.warning(
+                "environments ask for top_p %g and min_p %g without top_k: the %d likeliest tokens "
+                "are drawn from, as servers tell %d of each position (launch.max_logprobs)",
+                params.top_p, params.min_p, top_k, self._num_kept,
+            )  # fmt: skip
+        return replace(params, top_k=top_k, return_kept=True)
 
     async def score(self, tokens: TokenIds, *, top_logprobs: int) -> Score:
         """Of all tokens but the first."""
@@ -88,6 +118,15 @@ class EngineSide:
 
     async def _asked(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
         """Ask the newest policy; when it is replaced before it could answer, the next."""
+        try:
+            return await self._asked_of_newest(ask)
+        except TimeoutError:
+            raise FleetDownError(
+                f"New weights were not there after {PUBLISH_S:g} s: look at the run's log, and ask "
+                "again."
+            ) from None
+
+    async def _asked_of_newest(self, ask: Callable[[ModelRef], Awaitable[Answer]]) -> Answer:
         async with asyncio.timeout(PUBLISH_S) as limit:
             while True:
                 ref = self._ref if self._is_adapter else self._engine.base

@@ -105,14 +105,22 @@ class GatewayFeed:
         raise TaskError(f"No environment is left: {ended.result()}. {self._state()}.")
 
     def _state(self) -> str:
-        groups = self._gateway.queue.groups
-        live = [
-            e.name for e in self._gateway.registry.environments if self._gateway.registry.is_live(e)
-        ]
-        return (
+        gateway = self._gateway
+        groups, buffered = gateway.queue.groups, gateway.queue.buffered_sizes
+        live = [e.name for e in gateway.registry.environments if gateway.registry.is_live(e)]
+        said = (
             f"{len(groups)} groups of {sum(group.size for group in groups)} sequences wait, and "
             f"the environments are {', '.join(live) or 'none'}"
         )
+        if buffered:
+            said += (
+                f"; {len(buffered)} groups of {min(buffered)} to {max(buffered)} sequences do not "
+                "make up the group_size that their environment registered"
+            )
+        if gateway.num_refused:
+            said += f"; {gateway.num_refused} times groups were refused, the last time: "
+            said += gateway.last_refusal.rstrip(".")
+        return said
 
     async def acknowledge(self, batch: FedBatch) -> None:
         await self._gateway.queue.acknowledge(self._taken.pop(batch.number))

@@ -9,6 +9,7 @@ What was accepted, and who registered, is in the run: environments that were sta
 restart of the gateway go on after it.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ class Gateway:
     """Whether the trainer has asked for a batch: environments wait for that."""
     latest: ScoredGroup | None = None
     num_accepted: int = 0
+    num_refused: int = 0
+    """Requests with groups that were refused."""
+    last_refusal: str = ""
 
     @classmethod
     async def open(
@@ -92,17 +96,32 @@ class Gateway:
 
     async def accept_all(self, groups: Sequence[ScoredGroup]) -> list[int | None]:
         """All or none of them: who is refused sends all again."""
-        draws = [self._check(group) for group in groups]
-        buffered = await self.queue.add_all(groups, draws)
+        try:
+            for group in groups:
+                if group.env_id is not None:
+                    self.registry.hear(group.env_id)
+            draws = await asyncio.to_thread(lambda: [self._check(group) for group in groups])
+            buffered = await self.queue.add_all(groups, draws)
+        except TaskError as error:
+            self.note_refusal(str(error))
+            raise
         if groups:
             self.latest = groups[-1]
             self.num_accepted += len(groups)
         return buffered
 
+    def note_refusal(self, sentence: str) -> None:
+        """Environments of atroposlib drop what is refused and do not say why: the log does, the
+        more seldom the more there are."""
+        self.num_refused += 1
+        self.last_refusal = sentence
+        if self.num_refused.bit_count() == 1:
+            logger.warning(
+                "refused %d times what environments sent: %s", self.num_refused, sentence
+            )
+
     def _check(self, group: ScoredGroup) -> list[Drawn | None]:
         """How its sequences were drawn, where that is known."""
-        if group.env_id is not None:
-            self.registry.hear(group.env_id)
         trainer = self.registry.trainer
         longest = 0 if trainer is None else trainer.max_token_len
         check_group(group, vocab_size=self.vocab_size, max_tokens=max(longest, 0))
@@ -112,13 +131,14 @@ class Gateway:
                 f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
             )
         draws = [
-            self.book.find(sequence.tokens, last_drawn=sequence.drawn[-1])
+            self.book.find(sequence.tokens, drawn=sequence.drawn)
             for sequence in drawn_sequences(group)
         ]
-        if any(drawn is not None and drawn.is_cut for drawn in draws):
+        if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):
             raise TaskError(
-                "A sequence of this group was drawn with top_p, top_k or min_p, and the API has no "
-                "room for what was cut off: draw what is trained on with top_p 1, top_k off and "
-                "min_p 0."
+                "A sequence of this group was drawn with top_p, top_k or min_p, and from which "
+                "tokens is not known: draw it through the gateway of the run that trains on it, "
+                "on vLLM servers with top_k of at most launch.max_logprobs, or with top_p 1, top_k "
+                "off and min_p 0."
             )
         return draws

@@ -10,11 +10,14 @@ twice otherwise: what was trained on is known by the caller, who hands it to `Gr
 """
 
 import asyncio
+import base64
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import count
+from typing import Any
 
 from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.packing import complete_groups, pick_batch
@@ -23,8 +26,13 @@ from rookery.environments.atropos.scored_group import ScoredGroup
 from rookery.errors import TaskError
 from rookery.runs import Run
 from rookery.runs.journal import Journal
+from rookery.types import KeptTokens
 
 __all__ = ["GroupQueue", "QueuedGroup"]
+
+LOOK_S = 1.0
+"""How often a batch is looked for when no group comes: an environment that left, or fell silent, no
+longer holds up the others, and tells nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,11 @@ class GroupQueue:
         """Those that wait, oldest first."""
         return [queued.group for queued in self._waiting]
 
+    @property
+    def buffered_sizes(self) -> Sequence[int]:
+        """Of groups that wait for others to make up the size that their environment said."""
+        return [queued.group.size for buffer in self._buffered.values() for queued in buffer]
+
     async def add(self, group: ScoredGroup, draws: Sequence[Drawn | None]) -> int | None:
         """Accept a group; it is durable when this returns. None: it waits for a batch; else how
         many sequences of its environment wait for others to make up a group."""
@@ -114,7 +127,9 @@ class GroupQueue:
         """The next batch, waited for; it stays in the journal until it is acknowledged."""
         while not (batch := self.take_now(num_sequences)):
             self._changed.clear()
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
         return batch
 
     def take_now(self, num_sequences: int) -> list[QueuedGroup]:
@@ -123,7 +138,8 @@ class GroupQueue:
         minimums = self._registry.minimums
         places = pick_batch(sized, num_sequences=num_sequences, minimums=minimums)
         batch = [self._waiting[place] for place in places]
-        self._waiting = [q for place, q in enumerate(self._waiting) if place not in set(places)]
+        taken = set(places)
+        self._waiting = [q for place, q in enumerate(self._waiting) if place not in taken]
         self._taken.update(queued.seq for queued in batch)
         return batch
 
@@ -158,10 +174,16 @@ class GroupQueue:
 
 
 def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
-    known = [None if drawn is None else asdict(drawn) for drawn in draws]
-    document = {"group": group.model_dump(mode="json", exclude_none=True), "draws": known}
+    known = [None if drawn is None else _drawn_document(drawn) for drawn in draws]
+    text = group.model_dump_json(exclude_none=True)
+    if "NaN" in text or "Infinity" in text:  # a number, or words of a message
+        _check_numbers(group)
+    return f'{{"group":{text},"draws":{json.dumps(known)}}}'.encode()
+
+
+def _check_numbers(group: ScoredGroup) -> None:
     try:
-        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        json.dumps(group.model_dump(mode="json"), allow_nan=False)
     except ValueError as error:
         raise TaskError(
             "A group has a number that is NaN or infinite, and JSON has none: send another, also "
@@ -171,5 +193,17 @@ def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
 
 def _decode(seq: int, data: bytes) -> QueuedGroup:
     document = json.loads(data)
-    draws = tuple(None if own is None else Drawn(**own) for own in document["draws"])
+    draws = tuple(None if own is None else _read_drawn(own) for own in document["draws"])
     return QueuedGroup(seq, ScoredGroup.model_validate(document["group"]), draws)
+
+
+def _drawn_document(drawn: Drawn) -> dict[str, Any]:
+    document = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+    kept = drawn.kept
+    return document | {"kept": [kept.ends, base64.b64encode(kept.data).decode()]}
+
+
+def _read_drawn(document: dict[str, Any]) -> Drawn:
+    ends, data = document.get("kept") or ((), "")
+    kept = KeptTokens(ends=tuple(ends), data=base64.b64decode(data))
+    return Drawn(**document | {"kept": kept})

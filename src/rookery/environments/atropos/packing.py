@@ -111,9 +111,10 @@ def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
         return oldest
     reached: dict[int, tuple[int, ...]] = {0: ()}
     for place, size in enumerate(sizes):
-        for total, places in list(reached.items()):
-            if total + size <= target:
-                reached.setdefault(total + size, (*places, place))
+        new = [t for t in reached if t + size <= target and t + size not in reached]
+        reached.update({total + size: (*reached[total], place) for total in new})
+        if target in reached:
+            break
     return list(reached.get(target, ()))
 
 

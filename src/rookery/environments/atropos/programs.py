@@ -56,20 +56,33 @@ class Programs:
     async def keep(self, place: int) -> None:
         """Run one program to its end, again after an error as often as it may."""
         command = self._commands[place]
-        for attempt in range(command.restarts + 1):
-            if attempt:
-                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+        try:
+            for attempt in range(command.restarts + 1):
+                if attempt:
+                    await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+                if await self._is_over(place, command):
+                    break
+        finally:
+            self._left -= 1
+            if self._left == 0:
+                self._ended.set()
+
+    async def _is_over(self, place: int, command: EnvironmentCommand) -> bool:
+        """Run it once; whether it has done its work."""
+        log = self._log(place)
+        try:
             status = await self._run(place, command)
-            log = self._log(place)
-            self._last = f"environment {place} ended with status {status}; its log is {log}"
-            if status == 0:
-                logger.info("%s", self._last)
-                break
-            lines = await asyncio.to_thread(_last_lines, log)
-            logger.warning("%s: %s", self._last, " | ".join(lines))
-        self._left -= 1
-        if self._left == 0:
-            self._ended.set()
+        except OSError as error:
+            self._last = f"environment {place} cannot be started: {error}"
+            logger.warning("%s", self._last)
+            return False
+        self._last = f"environment {place} ended with status {status}; its log is {log}"
+        if status == 0:
+            logger.info("%s", self._last)
+            return True
+        lines = await asyncio.to_thread(_last_lines, log)
+        logger.warning("%s: %s", self._last, " | ".join(lines))
+        return False
 
     async def _run(self, place: int, command: EnvironmentCommand) -> int:
         words = [self._filled(word) for word in command.command]

@@ -16,7 +16,7 @@ __all__ = ["Environment", "Registration", "Registry", "TrainerRegistration"]
 SILENT_S = 120.0
 """An environment that says nothing for so long is gone: they ask for their status all the time."""
 ACTIVE_S = 20.0
-"""A trainer that asked for a batch this lately is at work: a second one is refused."""
+"""A trainer that was heard of this lately is at work: a second one is refused."""
 MIN_WEIGHT = 0.01
 """So that no environment is left without any groups."""
 
@@ -79,33 +79,34 @@ class Registry:
         self.environments: list[Environment] = []
         self._clock = clock
         self._trainer_id = ""
-        self._asked_s = -math.inf
+        self._heard_s = -math.inf
         self._seen_s: dict[int, float] = {}
 
     def enter(self, trainer: TrainerRegistration) -> str:
         """A trainer registers, and is given its number; TaskError while another one is at work."""
-        silent_s = self._clock() - self._asked_s
+        silent_s = self._clock() - self._heard_s
         if self.trainer is not None and silent_s < ACTIVE_S:
             raise TaskError(
-                f"A trainer with batch_size {self.trainer.batch_size} asked for a batch "
+                f"A trainer with batch_size {self.trainer.batch_size} was heard of "
                 f"{silent_s:.0f} s ago, and a gateway has one: stop it and register again after "
                 f"{ACTIVE_S:g} s, or start another gateway."
             )
         self.trainer, self._trainer_id = trainer, str(uuid.uuid4().int)
+        self._heard_s = self._clock()
         return self._trainer_id
 
     def hear_trainer(self, trainer_id: str) -> None:
-        """A trainer asks for a batch; one that tells its number must be the one that registered
-        last."""
+        """A trainer asks for a batch, or says that it is at work; one that tells its number must be
+        the one that registered last."""
         if trainer_id and trainer_id != self._trainer_id:
             raise TaskError(
                 "Another trainer has registered since, and gets the batches: stop one of them."
             )
-        self._asked_s = self._clock()
+        self._heard_s = self._clock()
 
     def leave(self) -> None:
         """The trainer is forgotten."""
-        self.trainer, self._asked_s = None, -math.inf
+        self.trainer, self._heard_s = None, -math.inf
 
     def hear(self, env_id: int) -> Environment:
         """An environment says something."""

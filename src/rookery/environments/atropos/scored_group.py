@@ -29,7 +29,8 @@ _LARGEST = 1e12
 class ScoredGroup(BaseModel):
     """The fields of the Atropos API; others are dropped, as its own server does."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    # A number that JSON has none for is written as it is, and found, instead of as null.
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     tokens: list[list[int]]
     masks: list[list[int]]

@@ -118,7 +118,8 @@ class AliasBridge:
         self._shared = shared
         self._canary = canary
         self._logprobs = logprobs
-        self._update = BaseUpdate(fleet, canary, explain=self._explain)
+        has_weights = shared.file is not None  # a GPU's memory goes with the server
+        self._update = BaseUpdate(fleet, canary, explain=self._explain, can_renew=has_weights)
 
     @asynccontextmanager
     async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:

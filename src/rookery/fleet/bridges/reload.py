@@ -25,7 +25,8 @@ from rookery.fleet.adapters.staging import memory_folder
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
-from rookery.fleet.routing.replica import Replica, is_local
+from rookery.fleet.http.address import is_local
+from rookery.fleet.routing.replica import Replica
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +68,11 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
             digest = await _to_its_end(_save, model, folder)
             first = fleet.first_base
             ref = replace(first, version=f"{first.version}+{digest}")
-            update = BaseUpdate(fleet, canary)
+            update = BaseUpdate(fleet, canary, can_renew=False)  # the folder is removed
             async with fleet.updating(), update.lock:
-                return await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
+                gap = await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
+                assert gap is not None, "a server that is lost is an error here"
+                return gap
         finally:
             await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
 

@@ -4,8 +4,9 @@
     async with update.lock:
         await update.publish(give, logprobs, ref, again=give)
 
-`give` puts the weights into one server. A server that fails takes no requests; one that is started
-again later is given the newest weights, and takes requests when it has shown that it has them.
+`give` puts the weights into one server. A server that fails takes no requests; one that is lost, or
+started again later, is given the newest weights when it is back, and takes requests when it has
+shown that it has them.
 """
 
 import asyncio
@@ -62,8 +63,17 @@ async def _unexplained(_: Replica) -> str:
 class BaseUpdate:
     """The weights that a fleet's servers should have. One update at a time."""
 
-    def __init__(self, fleet: Fleet, canary: Canary, *, explain: Explain = _unexplained) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        canary: Canary,
+        *,
+        explain: Explain = _unexplained,
+        can_renew: bool = True,
+    ) -> None:
+        """`can_renew`: the weights are still there for a server that is lost when it is back."""
         self._fleet = fleet
+        self._can_renew = can_renew
         self._canary = canary
         self._explain = explain
         self._newest: _Newest | None = None
@@ -89,8 +99,11 @@ class BaseUpdate:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
 
-    async def publish(self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give) -> float:
-        """Give all servers the weights; the largest difference seen afterwards, in nats.
+    async def publish(
+        self, give: Give, logprobs: Logprobs, ref: ModelRef, *, again: Give
+    ) -> float | None:
+        """Give all servers the weights; the largest difference seen afterwards, in nats. None: all
+        servers are lost, and get the weights before they take requests again.
 
         `logprobs` computes with them, while the servers do. `again` is for a server that was
         started since the last time. `fleet.base` is `ref` then. FleetError when a server failed
@@ -112,7 +125,7 @@ class BaseUpdate:
             *(self._judge(r, own, newest) for r, own in zip(replicas, read, strict=True))
         )
         proved = [r for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, float)]
-        if proved:
+        if proved or None in outcomes:
             self._fleet.rename_base(ref)
         for replica in proved:  # only now: a request names the base model as the fleet does
             replica.include()
@@ -127,7 +140,7 @@ class BaseUpdate:
                 f"{len(failed)} of {len(replicas)} servers did not get the new weights, {others}: "
                 f"{failed[0]}"
             )
-        return max(outcome for outcome in outcomes if isinstance(outcome, float))
+        return max((outcome for outcome in outcomes if isinstance(outcome, float)), default=None)
 
     async def name(self, replica: Replica, ref: ModelRef) -> None:
         """A server has these weights, and can say which of them drew a token."""
@@ -164,8 +177,9 @@ class BaseUpdate:
 
     async def _judge(
         self, replica: Replica, read: _Read | RookeryError, newest: _Newest
-    ) -> float | RookeryError:
-        """How far one server is off, or why it takes no requests any more."""
+    ) -> float | RookeryError | None:
+        """How far one server is off, or why it takes no requests any more; None: it is lost, and is
+        asked again when it is back."""
         try:
             if isinstance(read, RookeryError):
                 raise read
@@ -174,10 +188,21 @@ class BaseUpdate:
                 raise FleetError(await self._complaint(replica, gap))
         except RookeryError as error:
             replica.exclude(str(error))
+            if await self._is_lost(replica, error):
+                replica.proof.withdraw()
+                self._fleet.pool.suspect(replica, str(error))
+                return None
             logger.warning("%s takes no requests: %s", replica.url, error)
             return error
         replica.proof.note(read.process)
         return gap
+
+    async def _is_lost(self, replica: Replica, error: RookeryError) -> bool:
+        """Whether the server may come back: it is not there, or its engine is dead. One that is
+        well and answers with an error would do so again."""
+        if not isinstance(error, ServerLost) or replica.is_given_up or not self._can_renew:
+            return False
+        return error.is_broken or not await replica.client.is_healthy()
 
     async def _complaint(self, replica: Replica, gap: float) -> str:
         why = await self._explain(replica) or (

@@ -9,15 +9,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rookery.errors import AdapterError, FleetError
 from rookery.fleet.adapters.residency import Residency, list_names
 from rookery.fleet.adapters.served import ServedAdapters
 from rookery.fleet.adapters.staging import Staging
+from rookery.fleet.http.address import is_local
 from rookery.fleet.http.capabilities import Capabilities, Route
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
 from rookery.fleet.http.probe import is_far, probe, read_again, read_metrics
@@ -25,12 +24,13 @@ from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens,
 from rookery.fleet.routing.breaker import Breaker
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.load import Call, ReplicaLoad
+from rookery.fleet.routing.paused import wait_until_running
 from rookery.fleet.routing.proof import Proof
 from rookery.fleet.servers.launch import LocalServer
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
 
-__all__ = ["Replica", "ReplicaSettings", "is_local"]
+__all__ = ["Replica", "ReplicaSettings"]
 
 logger = logging.getLogger(__name__)
 DEFAULT_WINDOW = 256
@@ -111,6 +111,8 @@ class Replica:
 
     async def connect(self) -> None:
         """Find out what the server can do and open its load."""
+        if self.local is None:
+            await wait_until_running(self.client)
         probed = await probe(self.client, has_info=self.local is None)
         if not probed.has_token_ids:
             raise FleetError(
@@ -373,15 +375,6 @@ class Replica:
     def _open(self) -> None:
         self.breaker.record_success()
         self.load.is_open = not self.excluded
-
-
-def is_local(url: str) -> bool:
-    """Whether a URL is of this machine, so that the server sees our files."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _no_route(url: str, has_loading: bool) -> str:

@@ -39,10 +39,11 @@ def why_not_shared(runner: Any, *, is_live: bool) -> str:
 
 
 def _first_experts(model: Any) -> str:
-    """The name of a layer of experts; vLLM's classes differ by version, their names do not."""
-    for name, module in model.named_modules():
-        if "MoE" in type(module).__name__ and hasattr(module, "w13_weight"):
-            return str(name)
+    """The name of a layer of experts; vLLM's classes differ by version, their weights do not."""
+    for name, _ in model.named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "w13_weight":
+            return str(layer)
     return ""
 
 

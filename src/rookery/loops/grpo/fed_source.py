@@ -11,6 +11,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,7 @@ from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.batch_store import BatchStore
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.runs import Run
+from rookery.types import TokenSequence
 
 __all__ = ["FedSource"]
 
@@ -91,7 +93,7 @@ def _drawn_group(fed: FedGroup, config: GrpoConfig) -> DrawnGroup:
         task=f"{fed.environment or 'group'} {fed.number}",
         rollouts=tuple(
             DrawnRollout(
-                sequences=(sequence,),
+                sequences=(_with_kept(sequence, fed.draws[row]),),
                 text=_text(group, row),
                 reward=group.scores[row],
                 advantages=_own_advantages(group, row, sequence.drawn),
@@ -101,6 +103,10 @@ def _drawn_group(fed: FedGroup, config: GrpoConfig) -> DrawnGroup:
             for row, sequence in enumerate(sequences)
         ),
     )
+
+
+def _with_kept(sequence: TokenSequence, drawn: Drawn | None) -> TokenSequence:
+    return sequence if drawn is None else replace(sequence, kept=drawn.kept)
 
 
 def _own_advantages(group: ScoredGroup, row: int, drawn: Sequence[int]) -> tuple[float, ...] | None:

@@ -1,5 +1,6 @@
 """The application of a gateway: its routes, who may call them, and how large a body may be."""
 
+import asyncio
 import secrets
 import zlib
 
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rookery.environments.atropos.delivery import Delivery
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.environments.atropos.gateway import Gateway
-from rookery.errors import EngineDownError, FleetDownError, RookeryError
+from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
 from rookery.service.atropos import engine, groups
 from rookery.service.refusals import Refusal, bad
 from rookery.service.wire.body import too_large
@@ -61,7 +62,7 @@ class Passage:
             self._check_key(headers)
             body = await self._body(receive)
             if "gzip" in headers.get("content-encoding", ""):
-                body = self._inflate(body)
+                body = await asyncio.to_thread(self._inflate, body)
                 changed = MutableHeaders(scope=scope)
                 del changed["content-encoding"]
                 changed["content-length"] = str(len(body))
@@ -109,7 +110,8 @@ class Passage:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
-    status = 503 if isinstance(error, EngineDownError | FleetDownError) else 422
+    # Environments send again what failed here (5xx), and drop what they did wrong (4xx).
+    status = 503 if isinstance(error, EngineDownError | FleetDownError | RunError) else 422
     if isinstance(error, Refusal):
         status = error.status
     return JSONResponse(_document(str(error)), status_code=status)

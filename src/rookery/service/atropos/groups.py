@@ -1,10 +1,11 @@
 """The routes of `run-api`: who takes part, groups in, batches out."""
 
 import asyncio
+import gzip
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rookery.environments.atropos.delivery import Delivery
@@ -102,7 +103,7 @@ def _add_taking_part(router: APIRouter, gateway: Gateway, delivery: Delivery | N
 def _add_groups(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/scored_data")
     async def scored_data(request: Request) -> dict[str, Any]:
-        group = await _read(_ONE, request)
+        group = await _read(_ONE, request, gateway)
         buffered = await gateway.accept(group)
         if buffered is None:
             return {"status": "received"}
@@ -110,7 +111,7 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
 
     @router.post("/scored_data_list")
     async def scored_data_list(request: Request) -> dict[str, Any]:
-        groups = await _read(_MANY, request)
+        groups = await _read(_MANY, request, gateway)
         kept = [size for size in await gateway.accept_all(groups) if size is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
         if kept:
@@ -124,7 +125,9 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
         return gateway.latest.model_dump(mode="json")
 
     @router.get("/status")
-    async def status() -> dict[str, int]:
+    async def status(trainer: str = "") -> dict[str, int]:
+        if trainer:
+            _hear_trainer(gateway, trainer)
         return {"current_step": gateway.step, "queue_size": len(gateway.queue.groups)}
 
     @router.get("/status-env")
@@ -134,20 +137,18 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
 
 def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None) -> None:
     @router.get("/batch")
-    async def batch(after: int | None = None, trainer: str = "") -> dict[str, Any]:
+    async def batch(request: Request, after: int | None = None, trainer: str = "") -> Response:
         if delivery is None or gateway.registry.trainer is None:
             said = _OWN_TRAINER if delivery is None else "Register first with /register."
-            return {"status": "error", "message": said, "batch": []}
-        try:
-            gateway.registry.hear_trainer(trainer)
-        except TaskError as error:
-            raise Refusal(409, str(error)) from error
+            return JSONResponse({"status": "error", "message": said, "batch": []})
+        _hear_trainer(gateway, trainer)
         gateway.is_started = True
         number, given = await delivery.next(after)
         if not given:
-            return {"batch": None}
-        groups = [queued.group.model_dump(mode="json") for queued in given]
-        return {"batch": groups, "batch_id": number}
+            return JSONResponse({"batch": None})
+        groups = [queued.group for queued in given]
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
+        return await asyncio.to_thread(_batch_response, number, groups, is_packed=is_packed)
 
     @router.get("/reset_data")
     async def reset_data() -> PlainTextResponse:
@@ -161,11 +162,28 @@ def _add_batches(router: APIRouter, gateway: Gateway, delivery: Delivery | None)
         return PlainTextResponse("Reset successful")
 
 
-async def _read(kind: TypeAdapter[Any], request: Request) -> Any:
+def _hear_trainer(gateway: Gateway, trainer: str) -> None:
+    try:
+        gateway.registry.hear_trainer(trainer)
+    except TaskError as error:
+        raise Refusal(409, str(error)) from error
+
+
+def _batch_response(number: int, groups: list[ScoredGroup], *, is_packed: bool) -> Response:
+    """A batch may have millions of tokens: it is written, and compressed, in a thread."""
+    text = b'{"batch":%b,"batch_id":%d}' % (_MANY.dump_json(groups), number)
+    headers = {"Content-Encoding": "gzip"} if is_packed else None
+    content = gzip.compress(text, compresslevel=1) if is_packed else text
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _read(kind: TypeAdapter[Any], request: Request, gateway: Gateway) -> Any:
     """Large bodies are parsed in a thread."""
     try:
         return await asyncio.to_thread(kind.validate_json, await request.body())
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        raise bad(f"{place}: {first['msg']}.") from error
+        said = f"{place}: {first['msg']}."
+        gateway.note_refusal(said)
+        raise bad(said) from error

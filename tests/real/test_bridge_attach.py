@@ -1,0 +1,126 @@
+"""Trainers that come and go beside a server of `rookery fleet up` that stays.
+
+ROOKERY_VLLM_PYTHON=/path/to/python-with-vllm pytest tests/real/test_bridge_attach.py
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tiny import write_tiny_model
+
+PYTHON = os.environ.get("ROOKERY_VLLM_PYTHON", "")
+TRAINER = Path(__file__).with_name("attached_trainer.py")
+SHARED = Path(__file__).parents[1] / "unit"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.timeout(1200),
+]
+NEAR = 1e-4
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that is up, and how long it took to be."""
+
+    url: str
+    start_s: float
+
+
+@contextmanager
+def fleet_up(config: Path) -> Iterator[Server]:
+    began_s = time.monotonic()
+    words = [sys.executable, "-m", "rookery", "fleet", "up", str(config)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            first = next(line for line in process.stdout if line.startswith("http"))
+            yield Server(first.split()[0], time.monotonic() - began_s)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+
+
+@dataclass
+class Client:
+    """Asks a server for the base model all the time, whoever trains it."""
+
+    session: aiohttp.ClientSession
+    model: str
+    num_answered: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        body = {"model": self.model, "prompt": [5, 6, 7], "max_tokens": 16, "ignore_eos": True}
+        while True:
+            async with self.session.post("/v1/completions", json=body) as response:
+                answer = await response.json()
+            if response.status != 200 or answer["usage"]["completion_tokens"] != 16:
+                self.failures.append(f"{response.status}: {answer}")
+            self.num_answered += 1
+
+
+@asynccontextmanager
+async def asking(url: str, model: str) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(url) as session:
+        client = Client(session, model)
+        task = asyncio.create_task(client.run())
+        try:
+            yield client
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def train(server: Server, model: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status of a trainer, and what it said."""
+    path = os.pathsep.join([str(SHARED), os.environ.get("PYTHONPATH", "")])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(TRAINER), server.url, str(model), str(model.parent), *words,
+        env={**os.environ, "PYTHONPATH": path}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(PATIENCE_S):
+        said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, [json.loads(line) for line in said.splitlines()]
+
+
+async def test_a_trainer_attaches_where_another_was_killed(tmp_path: Path) -> None:
+    """It was killed while the server was paused: who asked waits, and is answered."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512,
+    }  # fmt: skip
+    model = write_tiny_model(tmp_path / "model", **sizes)
+    num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    launch = {
+        "model": str(model), "python": PYTHON, "replicas": 1, "device": "cpu", "dtype": "float32",
+        "max_model_len": 256, "max_loras": 0, "cpu_cache_gib": 1, "enforce_eager": True,
+        "live_weights": True, "env": {"HF_HUB_OFFLINE": "1"},
+    }  # fmt: skip
+    config = tmp_path / "fleet.yaml"
+    config.write_text(json.dumps({"launch": launch}))
+    with fleet_up(config) as server:
+        async with asking(server.url, str(model)) as client:
+            status, said = await train(server, model, "3", "killed")
+            assert status == -signal.SIGKILL and [s.get("step") for s in said] == [None, 0, 1]
+            num_answered = client.num_answered
+            assert num_answered > 0
+            status, said = await train(server, model, "2")
+        assert status == 0 and [s.get("step") for s in said] == [None, 0, 1]
+        assert all(line["gap"] < NEAR for line in said)
+        assert not client.failures and client.num_answered > num_answered
+        assert said[0]["attached_s"] <= 0.1 * server.start_s, (server, said)
+        assert said[0]["private_bytes"] < 0.05 * num_bytes, "besides the server's"
