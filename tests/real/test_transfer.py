@@ -48,8 +48,8 @@ class StoreGroup:
 def make_model(folder: Path) -> LlamaForCausalLM:
     """With a head of its own: vLLM on the CPU keeps the old head of tied ones."""
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=256,
         tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -61,8 +61,8 @@ def make_model(folder: Path) -> LlamaForCausalLM:
 async def test_a_server_gets_weights_that_it_has_no_file_of(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     launch = LaunchConfig(
-        model=str(tmp_path / "model"), python=PYTHON, device="cpu", dtype="float32", replicas=1, max_loras=0,
-        cpu_cache_gib=1, enforce_eager=True, extension=False,
+        model=str(tmp_path / "model"), python=PYTHON, device="cpu", dtype="float32", replicas=1,
+        max_loras=0, cpu_cache_gib=1, enforce_eager=True, extension=False,
         args=(
             "--weight-transfer-config", '{"backend": "nccl"}',
             "--worker-extension-cls", "store_transfer.WorkerExtension",

@@ -42,6 +42,8 @@ class Server:
     steps: list[str] = field(default_factory=list)
     meeting: Meeting | None = None
     is_left: bool = False
+    is_cut: bool = False
+    """This process's end fails."""
     _sent: "queue.Queue[torch.Tensor]" = field(default_factory=queue.Queue)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class Server:
             return web.json_response({"error": {"message": "as asked"}}, status=500)
         if request.path == UPDATE:
             info = document["update_info"]
-            tensors = [await asyncio.to_thread(self._sent.get, timeout=10) for _ in info["names"]]
+            tensors = [await asyncio.to_thread(self._sent.get, timeout=3) for _ in info["names"]]
             assert info["names"] == ["one", "two"] and info["dtype_names"] == ["float16", "float32"]
             assert info["shapes"] == [list(tensor.shape) for tensor in tensors]
             letters = torch.cat([tensor.float().flatten() for tensor in tensors]).tolist()
@@ -90,6 +92,8 @@ class Server:
         return self
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        if self.is_cut:
+            raise RuntimeError("NCCL error: remote process exited")
         self._sent.put(tensor)
 
     def close(self) -> None:
@@ -128,6 +132,14 @@ async def test_a_server_that_fails_ends_the_wait() -> None:
                     transfer = await open_transfer(fleet, server)
                     await update_weights(fleet, Saved("newer"), give_from=transfer.send_from)
         server.fails_at = ""  # ends the thread that waits
+
+
+async def test_a_group_that_breaks_is_an_error_of_the_fleet() -> None:
+    server = Server(is_cut=True)
+    async with serve(server.stub), open_fleet(FleetConfig(urls=(server.stub.url,))) as fleet:
+        transfer = await open_transfer(fleet, server)
+        with pytest.raises(FleetError, match=r"Weights could not go to .* remote process exited"):
+            await update_weights(fleet, Saved("newer"), give_from=transfer.send_from)
 
 
 @pytest.mark.parametrize("backend", [None, "ipc"])

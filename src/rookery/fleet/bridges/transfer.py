@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from safetensors import safe_open
 
-from rookery.errors import FleetError
+from rookery.errors import FleetError, boundary
 from rookery.fleet.bridges.update import Give
 from rookery.fleet.routing.replica import Replica
 
@@ -178,9 +178,11 @@ async def _beside(
     limit_s = replica.client.config.request_s
     request = asyncio.create_task(_post(replica, path, document))
     done = _in_thread(work)
+    lost = boundary(FleetError, f"Weights could not go to {replica.url}", foreign=(RuntimeError,))
     try:
-        async with asyncio.timeout(limit_s):
-            return (await asyncio.gather(done, request))[0]
+        with lost:
+            async with asyncio.timeout(limit_s):
+                return (await asyncio.gather(done, request))[0]
     except TimeoutError as error:
         raise FleetError(f"{replica.url}{path} took more than request_s, {limit_s:g} s.") from error
     finally:
