@@ -1,5 +1,6 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:
         await ada.post("session_heartbeat", {"session_id": session}, status=410)
         answer = await ada.train(train_body(model, 6), status=400)
         assert "create_training_client_from_state" in answer["error"]
+
+
+def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda number: add_key(path, name=f"t{number}"), range(40)))
+    keys = Keys(path)
+    assert [keys.tenant(key) for key in made] == [f"t{number}" for number in range(40)]
 
 
 def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:
