@@ -6,12 +6,12 @@ What differs is the group alone: tensors go through the store at which its proce
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 
-class StoreEngine(NCCLWeightTransferEngine):
+class StoreEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     """Takes the tensors one by one, as the original does when they are not packed."""
 
     def init_transfer_engine(self, init_info: Any) -> None:

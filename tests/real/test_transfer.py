@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rookery.embedded import resolve_model
@@ -38,7 +38,8 @@ class StoreGroup:
         self._num = 0
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._store.set(f"tensor {self._num}", bytes(tensor.contiguous().view(torch.uint8).numpy()))
+        data = bytes(tensor.contiguous().view(torch.uint8).numpy())
+        self._store.set(f"tensor {self._num}", data)  # type: ignore[arg-type]
         self._num += 1
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Routes that take JSON: text that can be neither stored nor tokenized does not reach them."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -13,7 +14,7 @@ __all__ = ["JsonRoute"]
 class JsonRoute(APIRoute):
     """What `APIRouter(route_class=JsonRoute)` makes."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

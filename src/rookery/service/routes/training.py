@@ -112,6 +112,7 @@ def _add_losses(router: APIRouter, gate: Gate) -> None:
         """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
         gate.service.admission.check_rate(tenant)
         gate.service.desk.state.session(tenant, body.session_id)
+        gate.service.admission.check_losses(tenant)
         await _check_loss(gate, "custom", body.model_dump(include={"inputs", "graph"}))
         return await gate.service.change("create_custom_loss", tenant, body)
 
