@@ -21,12 +21,12 @@ RECIPE_S = 1500.0
 
 ARITHMETIC = Path(__file__).with_name("arithmetic_recipe.py")
 ARITHMETIC_OPTIONS = (
-    "env=arithmetic", "renderer_name=qwen3_instruct", "groups_per_batch=8", "group_size=8",
-    "learning_rate=1e-3", "max_steps=5", "lora_rank=8", "eval_every=0", "save_every=0",
-    "behavior_if_log_dir_exists=delete",
+    "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=16", "group_size=8",
+    "max_tokens=8", "learning_rate=1e-3", "max_steps=5", "lora_rank=8", "eval_every=0",
+    "save_every=0", "behavior_if_log_dir_exists=delete",
 )  # fmt: skip
-"""By the model's own chat format a third of the first answers end in time: there is something to
-prefer in every group from the first step on. By `role_colon` there is in one of sixteen."""
+"""Eight tokens: three digits and the end of an answer must fit. Of the first answers one in sixty
+has that end: fewer than 128 of them often hold nothing to prefer."""
 NUM_LAST = 2
 """Steps at the end whose rewards are compared with that of the first, which is untrained."""
 
