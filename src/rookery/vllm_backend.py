@@ -10,8 +10,8 @@ The server is found by VLLM_BASE_URL, or VLLM_HOST and VLLM_PORT; VLLM_TIMEOUT (
 it), VLLM_REQUEST_S (seconds to wait for an answer), VLLM_ENABLE_LORA, VLLM_MAX_LORAS,
 VLLM_MAX_LORA_RANK and VLLM_ADAPTER_FOLDER are read too.
 The server may be a Rookery service too: what is registered there is served to all programs of the
-same key. `VLLM_GROUP_PORT` is accepted and not needed: new weights go through files, in shared
-memory or, for a server on another machine, in VLLM_ADAPTER_FOLDER, which both must see.
+same key. New weights go through files, in shared memory or, for a server on another machine, in
+VLLM_ADAPTER_FOLDER, which both must see; without one from GPU to GPU, by VLLM_GROUP_PORT.
 
 Every function is thin over `rookery.fleet`, which async code should use itself. They may be called
 from any thread. A forked process has no connection: it calls `initialize_vllm_client` itself.
@@ -21,21 +21,24 @@ import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery.config import parse_config
-from rookery.errors import FleetDownError, FleetError
+from rookery.errors import FleetDownError, FleetError, RookeryError
 from rookery.fleet import Fleet, ServerLost
 from rookery.fleet.adapters.staging import as_safetensors
 from rookery.fleet.bridges.reload import (
     Model,
-    require_seen_folder,
+    reload_from,
     require_torch,
     require_updates,
+    sees_folder,
     update_weights,
 )
+from rookery.fleet.bridges.transfer import WeightTransfer, open_transfer
 from rookery.fleet.http.service import ServiceServer
 from rookery.fleet.http.tokenize import tokenize
 from rookery.fleet.server import BackendConfig, open_server
@@ -70,6 +73,8 @@ class _Backend:
     server: Fleet | ServiceServer
     adapters: dict[str, tuple[str, ModelRef]] = field(default_factory=dict)
     is_communicating: bool = False
+    transfer: WeightTransfer | None = None
+    """To a server that does not see this machine's files."""
 
     @property
     def fleet(self) -> Fleet:
@@ -132,6 +137,8 @@ def shutdown_vllm_client() -> None:
         opening.close()
     with _lock:
         if _backend is not None:
+            with suppress(RookeryError, ConnectionError):
+                close_communicator()
             backend, _backend = _backend, None
             backend.client.close()
 
@@ -252,20 +259,36 @@ def list_lora_adapters() -> list[dict[str, str]]:
 
 
 def init_communicator(device: str = "cuda") -> None:
-    """Check that the server's weights can be updated from here; needed before an update.
+    """Make sure that the server's weights can be updated from here; needed before an update.
 
-    The device is where the trained model is; any will do.
+    The device is where the trained model is. A server on this machine, or one that sees
+    VLLM_ADAPTER_FOLDER, reads files, and any device will do. Any other one takes them through a
+    group of GPU processes that meets at VLLM_GROUP_PORT of this machine.
     """
+    close_communicator()
     backend = _connected()
     require_torch(device)
-    require_updates(backend.fleet)
-    require_seen_folder(backend.fleet)
+    [replica] = backend.fleet.pool.replicas
+    if sees_folder(backend.fleet, replica):
+        require_updates(backend.fleet)
+    elif not device.startswith("cuda"):
+        raise RuntimeError(
+            f"device is {device}; {replica.url} is on another machine and takes weights from GPU "
+            "to GPU: write cuda, or set VLLM_ADAPTER_FOLDER to a folder that both machines see."
+        )
+    else:
+        port = backend.config.group_port
+        backend.transfer = backend.call(lambda: open_transfer(replica, port=port, device=device))
     backend.is_communicating = True
 
 
 def close_communicator() -> None:
     """The end of weight updates."""
-    _connected().is_communicating = False
+    backend = _connected()
+    backend.is_communicating = False
+    transfer, backend.transfer = backend.transfer, None
+    if transfer is not None:
+        backend.call(transfer.close)
 
 
 def update_model_weights(model: Model) -> None:
@@ -276,7 +299,9 @@ def update_model_weights(model: Model) -> None:
     backend = _connected()
     if not backend.is_communicating:
         raise RuntimeError("Call init_communicator(device) before update_model_weights(model).")
-    backend.run(lambda fleet: update_weights(fleet, model))
+    transfer = backend.transfer
+    give_from = reload_from if transfer is None else transfer.send_from
+    backend.run(lambda fleet: update_weights(fleet, model, give_from=give_from))
 
 
 def reset_prefix_cache() -> None:

@@ -167,6 +167,39 @@ async def test_adapters_say_what_the_embedded_engine_says(
     assert len({c.tokens for [c] in answers}) > 3 * len(prompts), "the adapters make a difference"
 
 
+async def test_the_output_layer_of_tied_embeddings_is_adapted(
+    fleet: Fleet, engine: EmbeddedEngine, adapters: list[Adapter], prompts: list[tuple[int, ...]]
+) -> None:
+    """For those who ask for it: beside it the base model and other adapters keep their own."""
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(4, 576, generator=generator) * 576**-0.5
+    heads = [
+        LoraFactors(a=a, b=torch.randn(49152, 4, generator=generator) * 0.3, scale=1.5)
+        for _ in range(4)
+    ]
+    made = [
+        make_adapter(f"head{i}", base="smollm2", factors={**adapters[1].factors, "lm_head": head})
+        for i, head in enumerate(heads)
+    ]
+    for adapter in (*made, adapters[1]):
+        assert await fleet.load(adapter) == await engine.load(adapter)
+    refs = [ModelRef(name=one.name, version=one.version) for one in (*made, adapters[1])]
+    refs.append(fleet.base)
+    draws = [SampleRequest(model=r, prompt=p, params=GREEDY) for r in refs for p in prompts]
+    reads = [ScoreRequest(model=r, tokens=p, start=1) for r in refs for p in prompts]
+    for _ in range(2):  # the second time all slots of the servers are filled
+        for [ours], [theirs] in zip(
+            await fleet.sample(draws), await engine.sample(draws), strict=True
+        ):
+            assert ours.tokens == theirs.tokens
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+        for mine, other in zip(await fleet.score(reads), await engine.score(reads), strict=True):
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=CLOSE)
+    for ref in refs[:4]:
+        await fleet.unload(ref)
+        await engine.unload(ref)
+
+
 async def test_the_base_model_is_itself_beside_adapters(
     fleet: Fleet, prompts: list[tuple[int, ...]]
 ) -> None:
@@ -267,8 +300,8 @@ async def test_what_does_not_fit_is_refused_and_unloading_forgets(
 ) -> None:
     with pytest.raises(AdapterError, match="rank 17, the servers take at most 16"):
         await fleet.load(_adapter("tall", seed=1, rank=17, targets=("q_proj",)))
-    head = LoraFactors(a=torch.zeros(2, 576), b=torch.zeros(49152, 2), scale=1.0)
-    with pytest.raises(AdapterError, match="vLLM on the CPU applies an adapted output layer to"):
+    head = LoraFactors(a=torch.zeros(2, 576), b=torch.zeros(4915, 2), scale=1.0)
+    with pytest.raises(AdapterError, match="lm_head maps 576 to 4915; this model's maps 576 to"):
         await fleet.load(make_adapter("head", base="smollm2", factors={"lm_head": head}))
     await _refuse_a_broken_buffer(fleet, prompts[0])
     ref = await fleet.load(_adapter("gone", seed=9, rank=2, targets=("v_proj",)))

@@ -19,6 +19,7 @@ from rookery.config import Config
 from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, local_model
 from rookery.errors import ConfigError, RunError
+from rookery.fleet.garbage import collected_rarely
 from rookery.runs import Run
 from rookery.service.app import make_app
 from rookery.service.backend import Backend
@@ -98,7 +99,8 @@ async def serving(
     models of the config."""
     keys = _keys(config)
     ports = listen_all(config.host, [config.port], remedy=PORT_REMEDY)
-    with ports as listeners, _own_run(config) as run:  # taken before models are loaded
+    # Taken before models are loaded.
+    with ports as listeners, _own_run(config) as run, collected_rarely():
         async with AsyncExitStack() as stack:
             if backends is None:
                 backends = await _open_backends(config, stack)

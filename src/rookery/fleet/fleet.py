@@ -131,7 +131,7 @@ class Fleet:
             shapes=shapes or next((r.layers for r in replicas if r.layers), {}),
             targets=config.launch.lora_targets if config.launch is not None else (),
             head=read_head(folder) if shapes else None,
-            has_wrong_head=any(replica.capabilities.is_on_cpu for replica in replicas),
+            has_wrong_head=any(replica.capabilities.has_wrong_head for replica in replicas),
         )
 
     @property
@@ -205,7 +205,8 @@ class Fleet:
         return self.base != self.first_base and self._served.find(ref) is None
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        plans = [plan_score(request, capabilities=self.capabilities) for request in requests]
+        able, has_head = self.capabilities, self._served.has_head
+        plans = [plan_score(r, capabilities=able, has_head=has_head(r.model)) for r in requests]
         entries = [
             Entry(plan.request.model, part.fields, part.prompt, plan.request.affinity)
             for plan in plans

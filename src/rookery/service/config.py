@@ -17,7 +17,8 @@ class Limits(Config):
     waiting: int = Field(default=4096, ge=1)
     """Requests of one tenant that wait or run; more are answered with 429."""
     waiting_mib: float = Field(default=512.0, gt=0)
-    """Bodies of all waiting requests together."""
+    """Bodies of all waiting requests together. A tenant that has less than its share of this is
+    never refused for what others have waiting: at worst all hold twice as much."""
     sessions: int = Field(default=1000, ge=1)
     """Open sessions of one tenant; more are answered with 429."""
     models: int = Field(default=64, ge=1)

@@ -9,9 +9,11 @@ import base64
 import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from rookery.service.refusals import bad, missing
+from rookery.service.rows import Rows
 from rookery.service.work import Result
 
 __all__ = ["Future", "Futures"]
@@ -180,15 +182,16 @@ class Futures:
             if future is not None and future.fetched is None:
                 future.fetched = now
 
-    def dump(self) -> list[dict[str, Any]]:
-        """All of them as JSON; results that were fetched are left out, with their futures, but for
-        those whose answer may have been lost on its way."""
+    def read(self) -> Rows:
+        """All of them as they are now, for a document; results that were fetched are left out, with
+        their futures, but for those whose answer may have been lost on its way."""
         limit = time.monotonic() - LOST_S
-        return [
-            _dump(future)
+        values = [
+            (future.fetched is not None, future.result, _kept(future))
             for future in self._futures.values()
             if future.fetched is None or future.fetched > limit
         ]
+        return Rows(values, _describe)
 
     @classmethod
     def restore(cls, rows: list[dict[str, Any]]) -> "Futures":
@@ -208,16 +211,15 @@ class Futures:
         return futures
 
 
-def _dump(future: Future) -> dict[str, Any]:
-    result = future.result
+_KEPT = ("id", "tenant", "key", "digest", "owner", "reply")
+_kept = attrgetter(*_KEPT)
+
+
+def _describe(row: tuple[Any, ...]) -> dict[str, Any]:
+    is_fetched, result, kept = row
     return {
-        "id": future.id,
-        "tenant": future.tenant,
-        "key": future.key,
-        "digest": future.digest,
-        "owner": future.owner,
-        "reply": future.reply,
-        "is_fetched": future.fetched is not None,
+        **dict(zip(_KEPT, kept, strict=True)),
+        "is_fetched": is_fetched,
         "result": None
         if result is None
         else {

@@ -7,12 +7,15 @@
 A key has 256 random bits, so a plain SHA-256 cannot be searched back.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
@@ -51,18 +54,20 @@ def add_key(path: Path, *, name: str) -> str:
         )
     key = PREFIX + secrets.token_urlsafe(32)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    _write(path, [*list_keys(path), KeyRecord(name=name, sha256=_hash(key), created=created)])
+    with _alone(path):
+        _write(path, [*list_keys(path), KeyRecord(name=name, sha256=_hash(key), created=created)])
     return key
 
 
 def remove_key(path: Path, *, name: str) -> int:
     """Forget all keys of a tenant; how many there were."""
-    records = list_keys(path)
-    kept = [record for record in records if record["name"] != name]
-    if len(kept) == len(records):
-        known = ", ".join(sorted({record["name"] for record in records})) or "none"
-        raise ConfigError(f"There is no key of {name!r} in {path}. Keys: {known}.")
-    _write(path, kept)
+    with _alone(path):
+        records = list_keys(path)
+        kept = [record for record in records if record["name"] != name]
+        if len(kept) == len(records):
+            known = ", ".join(sorted({record["name"] for record in records})) or "none"
+            raise ConfigError(f"There is no key of {name!r} in {path}. Keys: {known}.")
+        _write(path, kept)
     return len(records) - len(kept)
 
 
@@ -106,10 +111,24 @@ def _hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process changes the file inside the block: it would lose what this one adds."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"The key file {path} cannot be written: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _write(path: Path, records: list[KeyRecord]) -> None:
     """Replace the file whole, readable by its owner alone."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mode 0600
         with os.fdopen(handle, "w") as file:
             json.dump(records, file, indent=2)

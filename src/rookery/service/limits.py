@@ -10,6 +10,10 @@ from rookery.service.work import Command
 __all__ = ["Admission"]
 
 
+MAX_LOSSES = 256
+"""Of one tenant: their graphs are kept in memory until their sessions end."""
+
+
 class Admission:
     """The limits of the config, per tenant."""
 
@@ -26,14 +30,25 @@ class Admission:
             raise _full(
                 f"{num_own} of your requests are waiting; at most {self._limits.waiting} may."
             )
-        waiting_bytes = self._desk.pending.num_bytes
-        if waiting_bytes + len(command.body) > self._limits.waiting_mib * 2**20:
-            raise _full(
-                f"The requests that wait hold {waiting_bytes / 2**20:.0f} MiB, of at most "
-                f"{self._limits.waiting_mib:g}."
-            )
+        self._check_bytes(command)
         if command.kind == "create_model":
             self._check_model(command)
+
+    def _check_bytes(self, command: Command) -> None:
+        """Whoever has less than a tenant's share is not refused because others have more."""
+        pending, most = self._desk.pending, self._limits.waiting_mib * 2**20
+        own = pending.num_bytes_of(command.tenant) + len(command.body)
+        share = most / max(pending.num_tenants, 1)
+        if pending.num_bytes + len(command.body) > most and own > share:
+            raise _full(
+                f"The requests that wait hold {pending.num_bytes / 2**20:.0f} MiB, of at most "
+                f"{self._limits.waiting_mib:g}, and yours more than a tenant's share of it."
+            )
+
+    def check_losses(self, tenant: str) -> None:
+        num = sum(loss.tenant == tenant for loss in self._desk.state.losses.values())
+        if num >= MAX_LOSSES:
+            raise bad(f"You have {num} custom losses, the most there may be: end their sessions.")
 
     def check_rate(self, tenant: str) -> None:
         """Count a request; refuse it when too many came within a second."""

@@ -15,6 +15,7 @@ class Pending:
         self._works: dict[str, Command] = {}
         self._seqs: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
         self.num_bytes = 0
         """Of all their bodies."""
 
@@ -36,9 +37,19 @@ class Pending:
     def count(self, tenant: str) -> int:
         return self._counts[tenant]
 
+    def num_bytes_of(self, tenant: str) -> int:
+        """Of a tenant's bodies."""
+        return self._bytes[tenant]
+
+    @property
+    def num_tenants(self) -> int:
+        """Who wait."""
+        return len(self._counts)
+
     def add(self, work: Command) -> None:
         self._works[work.id] = work
         self._counts[work.tenant] += 1
+        self._bytes[work.tenant] += len(work.body)
         self.num_bytes += len(work.body)
 
     def set_durable(self, work_id: str, seq: int) -> None:
@@ -57,5 +68,8 @@ class Pending:
         if work is None:
             return False
         self._counts[work.tenant] -= 1
+        self._bytes[work.tenant] -= len(work.body)
+        if not self._counts[work.tenant]:
+            del self._counts[work.tenant], self._bytes[work.tenant]
         self.num_bytes -= len(work.body)
         return True

@@ -35,8 +35,8 @@ async def take_snapshot(desk: Desk) -> None:
             model.snapshot_seq = model.next_seq
     pending = [work.id for work in desk.pending]
     document = {
-        "state": desk.state.dump(),
-        "futures": desk.futures.dump(),
+        "state": desk.state.read(),
+        "futures": desk.futures.read(),
         "pending": pending,
     }
     # In the same turn of the event loop as the document: entries before it are in there.

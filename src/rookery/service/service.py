@@ -39,6 +39,7 @@ from rookery.service.sampling import Samples
 from rookery.service.training import TrainingLoop
 from rookery.service.turns import Turns
 from rookery.service.wal import Wal
+from rookery.service.wire.body import as_json
 from rookery.service.wire.requests import CreateCustomLoss, CreateModel, GetInfo, Sample
 from rookery.service.work import SAMPLING, Command, failed, finished
 from rookery.types import LoraShape
@@ -85,7 +86,7 @@ class Service:
             id=new_id("session" if kind == "create_session" else "change"),
             tenant=tenant,
             time=time.time(),
-            body=request.model_dump_json().encode(),
+            body=as_json(request, exclude_none=False),
         )
         reply = self.apply(command)
         await asyncio.shield(self._log(command))

@@ -5,7 +5,6 @@ Lookups name the tenant: what another tenant has looks as if it did not exist.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from rookery.service.records import (
@@ -18,6 +17,7 @@ from rookery.service.records import (
     StoredSequence,
 )
 from rookery.service.refusals import Refusal, bad, missing
+from rookery.service.rows import Rows, read_records
 from rookery.types import LoraShape
 
 __all__ = ["State"]
@@ -137,21 +137,21 @@ class State:
         for adapter in self.adapters.values():
             yield adapter.blob
 
-    def dump(self) -> dict[str, Any]:
-        """As JSON."""
+    def read(self) -> dict[str, Rows]:
+        """All of it as it is now, for a document."""
         return {
-            "sessions": [asdict(session) for session in self.sessions.values()],
-            "models": [asdict(model) for model in self.models.values()],
-            "samplers": [asdict(sampler) for sampler in self.samplers.values()],
-            "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints.values()],
-            "adapters": [asdict(adapter) for adapter in self.adapters.values()],
-            "losses": [asdict(loss) for loss in self.losses.values()],
-            "sequences": [asdict(sequence) for sequence in self.sequences.values()],
+            "sessions": read_records(self.sessions.values()),
+            "models": read_records(self.models.values()),
+            "samplers": read_records(self.samplers.values()),
+            "checkpoints": read_records(self.checkpoints.values()),
+            "adapters": read_records(self.adapters.values()),
+            "losses": read_records(self.losses.values()),
+            "sequences": read_records(self.sequences.values()),
         }
 
     @classmethod
     def restore(cls, document: dict[str, Any]) -> "State":
-        """What `dump` gave."""
+        """From the document of what `read` gave."""
         state = cls()
         for row in document["sessions"]:
             state.sessions[row["id"]] = Session(**row)

@@ -59,7 +59,7 @@ class Turns:
         return len(self._waiting)
 
     def num_waiting_of(self, tenant: str) -> int:
-        return next((num for name, num, _ in self._queue.tenants() if name == tenant), 0)
+        return self._queue.num_items(tenant)
 
     @property
     def tokens_waiting(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from rookery.concurrency import run_in_thread
 from rookery.errors import RunError
 from rookery.runs import Entry, Run
+from rookery.service.rows import encode
 from rookery.service.work import Command
 
 __all__ = ["Restart", "Wal", "read_entry"]
@@ -91,10 +92,10 @@ class Wal:
     async def finish_snapshot(
         self, document: Mapping[str, Any], *, seq: int, oldest_pending: int | None
     ) -> None:
-        """Make the document durable, then drop the entries that nobody needs any more."""
+        """Make the document, whose ends may be Rows, durable; then drop the entries that nobody
+        needs any more."""
         cut = seq if oldest_pending is None else min(seq, oldest_pending - 1)
-        data = await asyncio.to_thread(lambda: json.dumps(document).encode())
-        blob = await run_in_thread(self.run.blobs.put_bytes, data)
+        blob = await run_in_thread(lambda: self.run.blobs.put_bytes(encode(document)))
         await self.run.append(SNAPSHOT, {"blob": blob, "journal": seq, "cut": cut})
         await self._journal.cut(through=cut)
 

@@ -118,6 +118,8 @@ class Stub:
     """When its process was started, if it tells."""
     prompts_off: float = 0.0
     """How far the log-probabilities inside prompts are from the right ones."""
+    further: Sequence[web.RouteDef] = ()
+    """Routes of a test's own."""
     together_off: float | None = 0.0
     """The same of tokens that several prompts of one call draw; None: they are no numbers."""
 
@@ -152,6 +154,7 @@ class Stub:
         self._running.set()
         self._gate = asyncio.Semaphore(self.capacity or 10**6)
         app = web.Application(client_max_size=2**30)
+        app.add_routes(self.further)
         app.add_routes(
             [
                 web.get("/health", self._health),

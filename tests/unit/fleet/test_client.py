@@ -104,6 +104,8 @@ async def test_scores_are_exact_by_every_method() -> None:
                 model=BASE, tokens=tokens, start=start, labels=labels, top_logprobs=top
             )
             assert plan_score(request, capabilities=found).method == method
+            stepped = plan_score(request, capabilities=found, has_head=True)
+            assert stepped.method == "steps", "prompts are read without adapted output layers"
             score = await score_with(client, found, request)
             assert score.logprobs == pytest.approx(expected(start))
             assert score.label_logprobs == pytest.approx([after[label] for label in labels])

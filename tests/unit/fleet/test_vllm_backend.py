@@ -97,6 +97,23 @@ def test_old_bin_files_are_read(server: Server, folder: Path) -> None:
     assert backend.register_lora_adapter("old", folder)
 
 
+def test_weights_for_another_machine_go_from_gpu_to_gpu(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By its address, which reaches this machine, the server is one of another."""
+    elsewhere = server.stub.url.replace("127.0.0.1", "0.0.0.0")
+    monkeypatch.setenv("VLLM_BASE_URL", elsewhere)
+    with pytest.raises(RuntimeError, match=r"device is cpu; .* write cuda, or set VLLM_ADAPTER_FO"):
+        backend.init_communicator(device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(FleetError, match="takes no weights from another machine: start it with"):
+        backend.init_communicator(device="cuda")
+    backend.shutdown_vllm_client()
+    monkeypatch.setenv("VLLM_ADAPTER_FOLDER", str(tmp_path))
+    with pytest.raises(FleetError, match="takes no weight updates: start it with VLLM_SERVER_DEV"):
+        backend.init_communicator(device="cpu")
+
+
 def test_the_documented_errors(
     server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

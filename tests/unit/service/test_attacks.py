@@ -158,6 +158,44 @@ async def test_bodies_that_are_nothing_are_refused(
         assert (await ada.session()).startswith("session-")
 
 
+HALF = '"\\ud800"'
+DEEP = "[" * 300 + "]" * 300
+DATUM = """{"model_input": {"chunks": [{"tokens": %s}]},
+"loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64"}}}"""
+FORWARD = '{"model_id": "M", "seq_id": 1, "forward_backward_input": {"data": [%s], "loss_fn": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/api/v1/create_session", f'{{"tags": [{HALF}]}}', "half of a character"),
+        ("/api/v1/create_session", f'{{"user_metadata": {{"k": {DEEP}}}}}', "cannot be stored"),
+        ("/api/v1/create_session", b'{"sdk_version": "\xed\xa0\x80"}', "half of a character"),
+        ("/api/v1/sample", f'{{"prompts": [{HALF}]}}', "half of a character"),
+        ("/v1/completions", f'{{"model": "fake", "prompt": {HALF}}}', "half of a character"),
+        ("/tokenize", f'{{"prompt": {HALF}}}', "half of a character"),
+        ("/v1/unload_lora_adapter", f'{{"lora_name": {HALF}}}', "half of a character"),
+        ("/v1/load_lora_adapter", '{"lora_name": "a", "lora_path": "\\u0000"}', "null character"),
+        ("/api/v1/forward_backward", FORWARD % (DATUM % "[1]", HALF), "half of a character"),
+        ("/api/v1/forward_backward", FORWARD % (DATUM % "5", '"cross_entropy"'), "not a datum"),
+        ("/api/v1/forward_backward", FORWARD % (DATUM % "[[5]]", '"cross_entropy"'), "not a datum"),
+    ],
+)
+async def test_text_that_cannot_be_kept_is_refused_with_a_sentence(
+    tmp_path: Path, path: str, body: str | bytes, sentence: str
+) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        content = body.replace('"M"', f'"{model}"').encode() if isinstance(body, str) else body
+        headers = {"content-type": "application/json"}
+        response = await ada.send("POST", path, content=content, headers=headers)
+        assert response.status_code in (400, 422), response.text
+        assert sentence in response.json()["error"]
+        whole = {"tags": ["\U0001f600", "\ud7a3"]}  # both have the bytes of a half somewhere
+        assert "session_id" in await ada.post("create_session", whole)
+
+
 async def test_a_bomb_costs_no_more_than_the_limit(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()

@@ -1,6 +1,8 @@
 """Fair between tenants by tokens, and turns of limited width."""
 
 import asyncio
+import random
+import time
 
 from rookery.service.fair_queue import FairQueue
 from rookery.service.ordering import Lane
@@ -57,6 +59,39 @@ def test_place_and_removal() -> None:
     assert queue.remove("b")
     assert drained(queue) == ["a", "c"]
     assert queue.place("c") is None
+
+
+def test_places_count_the_part_of_every_line_that_comes_first() -> None:
+    rng, queue = random.Random(0), FairQueue[str]()
+    lines: dict[str, list[str]] = {f"t{number}": [] for number in range(5)}
+    for number in range(60):
+        tenant = f"t{rng.randrange(5)}"
+        queue.put(f"i{number}", tenant=tenant, tokens=rng.randint(1, 9))
+        lines[tenant].append(f"i{number}")
+    for _ in range(40):
+        for own, line in lines.items():
+            for ahead, name in enumerate(line):
+                others = [len(other) for tenant, other in lines.items() if tenant != own]
+                place = queue.place(name)
+                assert place is not None
+                assert place.ahead == ahead + sum(min(num, ahead + 1) for num in others)
+        taken = queue.take()
+        [line] = [line for line in lines.values() if taken in line]
+        assert line.pop(0) == taken
+
+
+def test_thousands_of_tenants_cost_each_other_nothing() -> None:
+    """20,000 items of 2,000 tenants: the time that a look at all of them for each takes, many
+    times over, is not there."""
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20_000):
+        queue.put(f"i{number}", tenant=f"t{number % 2000}", tokens=5)
+    started = time.process_time()
+    for number in range(20_000):
+        assert queue.place(f"i{number}") is not None
+    order = drained(queue)
+    assert time.process_time() - started < 3.0
+    assert order == [f"i{number}" for number in range(20_000)]
 
 
 def test_a_lane_releases_in_order() -> None:

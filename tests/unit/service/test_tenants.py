@@ -1,5 +1,6 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,42 @@ async def test_a_full_queue_answers_429(tmp_path: Path) -> None:
         assert repeated["model_id"] == model, "what was accepted is not refused when repeated"
 
 
+async def test_what_one_tenant_has_waiting_is_no_reason_to_refuse_another(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(waiting_mib=0.02))
+    tokens = range(1, 250)
+    async with serve(tmp_path / "run", config=config, key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        model, other = [await one.model(await one.session()) for one in (ada, bob)]
+        answers = [
+            await ada.send(
+                "POST", "/api/v1/forward_backward", content=train_body(model, seq, tokens),
+                headers={"content-type": "application/x-protobuf"},
+            )
+            for seq in range(2, 12)  # they wait for number 1, which does not come
+        ]  # fmt: skip
+        assert [answer.status_code for answer in answers[:2]] == [200, 200]
+        assert answers[-1].status_code == 429
+        assert "more than a tenant's share" in answers[-1].json()["error"]
+        await bob.outputs(await bob.train(train_body(other, 1, tokens)))
+
+
+async def test_what_is_kept_of_a_client_s_own_data_is_bounded(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        large = {"user_metadata": {"k": "x" * (17 << 10)}}
+        answer = await ada.post("create_session", large, status=422)
+        assert "at most 16 are kept" in answer["error"]
+        await ada.post("create_session", {"tags": ["x"] * 101}, status=422)
+        session = await ada.session()
+        loss = {
+            **LOSS,
+            "session_id": session,
+            "graph": {**LOSS["graph"], "note": "x" * (300 << 10)},
+        }
+        answer = await ada.post("create_custom_loss", loss, status=422)
+        assert "at most 256 are kept" in answer["error"]
+
+
 async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada: Client = served.client()
@@ -128,6 +165,14 @@ async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:
         await ada.post("session_heartbeat", {"session_id": session}, status=410)
         answer = await ada.train(train_body(model, 6), status=400)
         assert "create_training_client_from_state" in answer["error"]
+
+
+def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda number: add_key(path, name=f"t{number}"), range(40)))
+    keys = Keys(path)
+    assert [keys.tenant(key) for key in made] == [f"t{number}" for number in range(40)]
 
 
 def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:

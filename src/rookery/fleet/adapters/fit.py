@@ -16,7 +16,7 @@ from rookery.errors import AdapterError
 from rookery.model_names import is_named, model_names
 from rookery.types import Adapter, LoraFactors
 
-__all__ = ["Fit", "base_names", "check_fit", "read_head", "read_shapes"]
+__all__ = ["Fit", "adapts_head", "base_names", "check_fit", "read_head", "read_shapes"]
 
 _HEADER_LIMIT = 100 * 2**20
 """The safetensors format allows no longer header."""
@@ -42,7 +42,7 @@ class Fit:
     """The output layer of a model whose weight files hold none, as it shares the embeddings'. None
     is not known, as servers do not tell: they judge it when they load it."""
     has_wrong_head: bool = False
-    """vLLM on the CPU: base tokens get the output layer of the adapter in the last slot too."""
+    """vLLM's own CPU code: base tokens get the output layer of the adapter in the last slot too."""
 
 
 def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
@@ -77,16 +77,25 @@ def check_fit(adapter: Adapter, fit: Fit) -> Adapter:
                 f"{who} adapts {layer}, the servers adapt only {', '.join(fit.targets)}: add its "
                 "kind to launch.lora_targets, or leave that empty."
             )
-        is_head = layer.rpartition(".")[2] == _HEAD
+        is_head = _is_head(layer)
         if is_head and fit.has_wrong_head:
             raise AdapterError(
                 f"{who} adapts {layer}: vLLM on the CPU applies an adapted output layer to "
-                "requests for the base model too. Use servers on GPUs or the embedded engine, or "
-                "train the adapter without it."
+                "requests for the base model too, unless Rookery starts it (launch). Do that, use "
+                "servers on GPUs or the embedded engine, or train the adapter without it."
             )
         if known and not (is_head and fit.head is None):
             _check_layer(who, layer, (a[1], b[0]), known)
     return adapter if named.keys() == adapter.factors.keys() else replace(adapter, factors=named)
+
+
+def adapts_head(adapter: Adapter) -> bool:
+    """Whether the output layer is among its layers."""
+    return any(map(_is_head, adapter.factors))
+
+
+def _is_head(layer: str) -> bool:
+    return layer.rpartition(".")[2] == _HEAD
 
 
 def _check_layer(who: str, layer: str, got: tuple[int, int], shapes: Shapes) -> None:

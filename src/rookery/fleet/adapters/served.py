@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from rookery.errors import AdapterError, FleetError
+from rookery.fleet.adapters.fit import adapts_head
 from rookery.fleet.adapters.keyed_locks import KeyedLocks
 from rookery.types import Adapter, ModelRef, Weights
 
@@ -27,6 +28,7 @@ __all__ = ["ServedAdapters", "require_adapter"]
 @dataclass(slots=True)
 class _Served:
     adapter: Adapter
+    has_head: bool
     num_loads: int = 1
     num_in_flight: int = 0
 
@@ -52,6 +54,11 @@ class ServedAdapters:
         served = self._served.get(ref)
         return None if served is None else served.adapter
 
+    def has_head(self, ref: ModelRef) -> bool:
+        """Whether it is a loaded adapter that adapts the output layer."""
+        served = self._served.get(ref)
+        return served is not None and served.has_head
+
     def changing(self, ref: ModelRef) -> AbstractAsyncContextManager[None]:
         """The block of one load or retirement: a load that comes during a retirement waits for its
         end and begins anew."""
@@ -66,7 +73,7 @@ class ServedAdapters:
 
     def add(self, ref: ModelRef, adapter: Adapter) -> None:
         """The first load. `adapter` is what servers get."""
-        self._served[ref] = _Served(adapter)
+        self._served[ref] = _Served(adapter, has_head=adapts_head(adapter))
 
     def release(self, ref: ModelRef) -> bool:
         """Undo one load; True when nothing uses the adapter any more."""

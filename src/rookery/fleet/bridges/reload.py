@@ -37,6 +37,7 @@ __all__ = [
     "require_seen_folder",
     "require_torch",
     "require_updates",
+    "sees_folder",
     "update_weights",
 ]
 
@@ -47,15 +48,29 @@ Model: TypeAlias = "torch.nn.Module"
 INSTALL = "pip install 'rookery[vllm]'"
 
 
-async def update_weights(fleet: Fleet, model: Model) -> float:
+def reload_from(folder: Path) -> Give:
+    """Have a server load the weights in a folder."""
+
+    async def give(replica: Replica) -> None:
+        await replica.client.call_workers("reload_weights", weights_path=str(folder))
+        await replica.client.reset_prefix_cache()
+
+    return give
+
+
+async def update_weights(
+    fleet: Fleet, model: Model, *, give_from: Callable[[Path], Give] = reload_from
+) -> float:
     """Give all servers the weights; the largest difference seen afterwards, in nats.
 
+    `give_from` brings the weights in a folder to a server. By default the server reads it.
     Requests in flight are waited for, those that come meanwhile wait. `fleet.base` is a new version
     then, and requests that name the old one are refused. FleetError when a server failed that took
     requests before: the others go on with the new weights.
     """
-    require_updates(fleet)
-    require_seen_folder(fleet)
+    if give_from is reload_from:
+        require_updates(fleet)
+        require_seen_folder(fleet)
     canary = Canary.of(fleet.capabilities, is_float32=False)
     expected = await asyncio.to_thread(_logprobs, model, canary)
 
@@ -70,7 +85,7 @@ async def update_weights(fleet: Fleet, model: Model) -> float:
             ref = replace(first, version=f"{first.version}+{digest}")
             update = BaseUpdate(fleet, canary, can_renew=False)  # the folder is removed
             async with fleet.updating(), update.lock:
-                gap = await update.publish(reload_from(folder), logprobs, ref, again=_refuse)
+                gap = await update.publish(give_from(folder), logprobs, ref, again=_refuse)
                 assert gap is not None, "a server that is lost is an error here"
                 return gap
         finally:
@@ -93,16 +108,6 @@ async def _to_its_end(
     return running.result()
 
 
-def reload_from(folder: Path) -> Give:
-    """Have a server load the weights in a folder."""
-
-    async def give(replica: Replica) -> None:
-        await replica.client.call_workers("reload_weights", weights_path=str(folder))
-        await replica.client.reset_prefix_cache()
-
-    return give
-
-
 async def _refuse(replica: Replica) -> None:
     raise FleetError(
         f"{replica.url} was started again, or does not tell: it may have the weights it began "
@@ -120,10 +125,15 @@ def require_updates(fleet: Fleet) -> None:
             )
 
 
+def sees_folder(fleet: Fleet, replica: Replica) -> bool:
+    """Whether a server sees the files that `update_weights` writes."""
+    return fleet.config.adapter_folder is not None or is_local(replica.url)
+
+
 def require_seen_folder(fleet: Fleet) -> None:
     """FleetError unless every server sees the files that `update_weights` writes."""
     for replica in fleet.pool.replicas:
-        if fleet.config.adapter_folder is None and not is_local(replica.url):
+        if not sees_folder(fleet, replica):
             raise FleetError(
                 f"{replica.url} is on another machine, which takes weights from a folder that both "
                 "machines see: set adapter_folder (VLLM_ADAPTER_FOLDER) to one."

@@ -52,6 +52,9 @@ class Capabilities:
     max_cpu_loras: int | None
     max_lora_rank: int | None
     lora_dtype: str | None
+    has_wrong_head: bool = False
+    """Adapters of the output layer change what requests for the base model get: vLLM on the CPU
+    without the worker extension."""
     is_on_cpu: bool | None = None
     """As the server reports, as it was launched, or as the config says; None: unknown."""
 

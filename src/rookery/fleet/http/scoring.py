@@ -43,9 +43,17 @@ class ScorePlan:
     parts: tuple[Part, ...]
 
 
-def plan_score(request: ScoreRequest, *, capabilities: Capabilities) -> ScorePlan:
-    """Choose the cheapest exact way to read what the request asks for."""
+def plan_score(
+    request: ScoreRequest, *, capabilities: Capabilities, has_head: bool = False
+) -> ScorePlan:
+    """Choose the cheapest exact way to read what the request asks for.
+
+    `has_head`: the adapter adapts the output layer. vLLM reads prompts without it, as it knows the
+    adapters of sampled tokens only.
+    """
     _check(request, capabilities)
+    if has_head:
+        capabilities = replace(capabilities, has_prompt_logprobs=False)
     after = _fields(request.labels, request.top_logprobs, capabilities)
     if request.start == len(request.tokens) or _is_worth_stepping(request, capabilities):
         parts = [

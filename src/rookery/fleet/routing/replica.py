@@ -132,6 +132,7 @@ class Replica:
             max_cpu_loras=report.get("max_cpu_loras", probed.max_cpu_loras or limits.max_cpu_loras),
             max_lora_rank=report.get("max_lora_rank", probed.max_lora_rank or limits.max_lora_rank),
             lora_dtype=report.get("lora_dtype", probed.lora_dtype),
+            has_wrong_head=bool(is_on_cpu) and not report.get("output_layer", False),
             is_on_cpu=is_on_cpu,
         )
         if self.local is not None and self.local.config.has_whole_graphs:

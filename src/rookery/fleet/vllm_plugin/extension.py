@@ -17,6 +17,7 @@ from typing import Any
 
 from .base_weights import SharedWeights, load_weights, sum_weights, why_not_shared
 from .buffer import FORMAT, MANIFEST, factor_view, open_buffer
+from .output_layer import install_output_layer
 from .slots import SlotWriter, find_parts
 from .token_index import install_token_index
 
@@ -77,6 +78,7 @@ class WorkerExtension:
             parts = find_parts(manager._adapter_manager) if is_whole else {}
             report |= {
                 "token_index": manager._rookery.has_token_index,
+                "output_layer": manager._rookery.has_output_layer,
                 "max_loras": lora.max_loras,
                 "max_cpu_loras": lora.max_cpu_loras,
                 "max_lora_rank": lora.max_lora_rank,
@@ -112,6 +114,7 @@ class _Loader:
         self._layouts: dict[str, tuple[int, tuple[Any, ...]]] = {}
         self._writer = SlotWriter(self._inner, device)
         self.has_token_index = install_token_index(self._inner, device)
+        self.has_output_layer = install_output_layer(self._inner, device)
         manager.add_adapter = self._add
         manager._load_adapter = self._load
         self._inner._create_merged_loras_inplace = self._merge

@@ -21,6 +21,7 @@ from rookery.service.exports import write_archive
 from rookery.service.records import Checkpoint, Model
 from rookery.service.refusals import Refusal, bad, missing
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import SetTtl
 
@@ -37,7 +38,7 @@ _ITEM = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+    router = APIRouter(prefix="/api/v1", tags=["checkpoints"], route_class=JsonRoute)
     _add_lists(router, gate)
     _add_changes(router, gate)
     _add_downloads(router, gate, Links(gate.service.link_secret))

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from rookery.service.futures import Future
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.wire.body import PROTOBUF, accepts_protobuf
 from rookery.service.wire.requests import CancelFuture, RetrieveFuture, RetrieveFutures
 from rookery.service.wire.samples import samples_as_json
@@ -19,7 +20,7 @@ __all__ = ["make_router"]
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["results"])
+    router = APIRouter(prefix="/api/v1", tags=["results"], route_class=JsonRoute)
     service = gate.service
     futures = service.desk.futures
     limit_s = service.desk.config.poll_s

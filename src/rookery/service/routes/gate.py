@@ -15,6 +15,7 @@ from rookery.service.keys import Keys
 from rookery.service.refusals import Refusal, bad
 from rookery.service.service import Service, new_id
 from rookery.service.state import State
+from rookery.service.wire.body import as_json
 from rookery.service.work import Command, Form
 
 __all__ = ["Body", "Gate", "Tenant", "digest_of", "tenant_of"]
@@ -54,7 +55,7 @@ class Gate:
         self, kind: str, tenant: str, request: BaseModel, *, owner: str, seq: int
     ) -> Command:
         """A JSON request of a model as a command."""
-        body = request.model_dump_json(exclude_none=True).encode()
+        body = as_json(request)
         return self.work(kind, tenant, Body(body), owner=owner, seq=seq)
 
     def work(self, kind: str, tenant: str, body: "Body", *, owner: str, seq: int) -> Command:

@@ -24,6 +24,7 @@ from rookery.service.drawing import Draw
 from rookery.service.peft_config import read_shape
 from rookery.service.refusals import Refusal, bad
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import encode_prompts
 from rookery.service.service import new_id
@@ -85,7 +86,7 @@ class AdapterUpload(BaseModel):
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["plain"])
+    router = APIRouter(prefix="/api/v1", tags=["plain"], route_class=JsonRoute)
 
     @router.post("/sample")
     async def sample(body: PlainSample, tenant: Tenant) -> dict[str, Any]:
@@ -217,6 +218,8 @@ def _store(gate: Gate, body: AdapterUpload) -> tuple[str, int, LoraShape]:
 
 
 def _read_path(gate: Gate, lora_path: str) -> dict[str, bytes]:
+    if "\0" in lora_path:
+        raise bad("lora_path holds a null character: no path does.")
     folder = Path(lora_path).resolve()
     allowed = gate.service.desk.config.adapter_folders
     if not any(folder.is_relative_to(root.resolve()) for root in allowed):

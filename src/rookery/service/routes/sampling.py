@@ -7,7 +7,9 @@ from fastapi import APIRouter, Response
 from rookery.service.commands import EndSampler
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.sampling import read_draw
+from rookery.service.wire.body import as_json
 from rookery.service.wire.records import ScoreBody
 from rookery.service.wire.requests import CreateSamplingSession, JoinSamplingSession, Sample
 
@@ -15,7 +17,7 @@ __all__ = ["make_router"]
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["sampling"])
+    router = APIRouter(prefix="/api/v1", tags=["sampling"], route_class=JsonRoute)
     _add_samplers(router, gate)
     _add_answers(router, gate)
     return router
@@ -69,7 +71,7 @@ def _add_answers(router: APIRouter, gate: Gate) -> None:
                 f"There are {len(body.tokens)} tokens, scored from {body.start}: this model reads "
                 f"at most {context}, and start is at most their number."
             )
-        content = Body(body.model_dump_json().encode(), base_model=sampler.base_model)
+        content = Body(as_json(body, exclude_none=False), base_model=sampler.base_model)
         seq = gate.sample_number(body.seq_id)
         command = gate.work("score", tenant, content, owner=sampler.id, seq=seq)
         return await service.accept(command)
@@ -82,7 +84,7 @@ def _add_answers(router: APIRouter, gate: Gate) -> None:
             raise bad("Give sampling_session_id, as create_sampling_session answers it.")
         sampler = desk.state.sampler(tenant, body.sampling_session_id)
         seq = gate.sample_number(body.seq_id)
-        data = body.model_dump_json(exclude_none=True).encode()
+        data = as_json(body)
         content = Body(data, base_model=sampler.base_model)
         command = gate.work("sample", tenant, content, owner=sampler.id, seq=seq)
         read_draw(desk, service.drawing, command)  # refuses what can never be drawn

@@ -7,12 +7,13 @@ from fastapi import APIRouter, Response
 
 from rookery.service.commands import SequenceId
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 
 __all__ = ["make_router"]
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["sequences"])
+    router = APIRouter(prefix="/api/v1", tags=["sequences"], route_class=JsonRoute)
 
     @router.get("/sequences")
     async def sequences(tenant: Tenant, limit: int = 100, offset: int = 0) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rookery.service.backend import Backend
 from rookery.service.commands import EndSession
 from rookery.service.refusals import missing
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.wire.requests import CreateSession, FinishSession, SessionId
 
 __all__ = ["make_router"]
@@ -31,7 +32,7 @@ DYNAMIC_FLAGS = {
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["sessions"])
+    router = APIRouter(prefix="/api/v1", tags=["sessions"], route_class=JsonRoute)
     _add_facts(router, gate)
     _add_sessions(router, gate)
     return router

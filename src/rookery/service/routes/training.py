@@ -11,7 +11,8 @@ from rookery.errors import ConfigError, TrainError
 from rookery.service.records import Model
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
-from rookery.service.wire.body import PROTOBUF, inflate, parse_json
+from rookery.service.routes.json_route import JsonRoute
+from rookery.service.wire.body import PROTOBUF, as_json, inflate, parse_json
 from rookery.service.wire.losses import train_request
 from rookery.service.wire.records import CheckLoss, RecordCall
 from rookery.service.wire.requests import (
@@ -36,7 +37,7 @@ INLINE_BYTES = 1 << 15
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/api/v1", tags=["training"])
+    router = APIRouter(prefix="/api/v1", tags=["training"], route_class=JsonRoute)
     _add_models(router, gate)
     _add_losses(router, gate)
     _add_gradients(router, gate)
@@ -59,7 +60,7 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
         if not (shape.train_attn or shape.train_mlp or shape.train_unembed):
             raise bad("Nothing is to be trained: set train_attn, train_mlp or train_unembed.")
         model_id = f"{session.id}:train:{body.model_seq_id}"
-        data = body.model_dump_json(exclude_none=True).encode()
+        data = as_json(body)
         content = Body(data, base_model=body.base_model)
         command = gate.work("create_model", tenant, content, owner=model_id, seq=0)
         return await gate.service.accept(command)
@@ -111,6 +112,7 @@ def _add_losses(router: APIRouter, gate: Gate) -> None:
         """A loss of the client's own as a graph of tensor operations, which the trainer runs."""
         gate.service.admission.check_rate(tenant)
         gate.service.desk.state.session(tenant, body.session_id)
+        gate.service.admission.check_losses(tenant)
         await _check_loss(gate, "custom", body.model_dump(include={"inputs", "graph"}))
         return await gate.service.change("create_custom_loss", tenant, body)
 

@@ -16,6 +16,7 @@ from rookery.errors import TaskError
 from rookery.service.commands import AdapterId
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import ChatMessage
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
@@ -62,7 +63,7 @@ class LoraName(BaseModel):
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(tags=["vllm"])
+    router = APIRouter(tags=["vllm"], route_class=JsonRoute)
     _add_facts(router)
     _add_tokens(router, gate)
 

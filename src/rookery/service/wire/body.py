@@ -5,10 +5,20 @@ import json
 from typing import Any
 
 import zstandard
+from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 from rookery.service.refusals import Refusal, bad
 
-__all__ = ["PROTOBUF", "accepts_protobuf", "inflate", "parse_json", "too_large"]
+__all__ = [
+    "PROTOBUF",
+    "accepts_protobuf",
+    "as_json",
+    "inflate",
+    "parse_json",
+    "refuse_half_characters",
+    "too_large",
+]
 
 PROTOBUF = "application/x-protobuf"
 WINDOW_BYTES = 1 << 27
@@ -53,9 +63,35 @@ def accepts_protobuf(accept: str) -> bool:
 def parse_json(body: bytes) -> Any:
     """The document, or a refusal. NaN and Infinity are not JSON."""
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        document = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(422, f"The body is not JSON: {str(error) or 'nested too deeply'}.") from error
+    refuse_half_characters(body)
+    return document
+
+
+def refuse_half_characters(body: bytes) -> None:
+    """Refuse JSON that holds half of a surrogate pair. Python's parser takes it for a string, but
+    it can be neither stored nor hashed nor tokenized. Other bodies are left to their readers."""
+    if b"\\ud" not in body and b"\\uD" not in body and b"\xed" not in body:
+        return  # neither escaped nor as bytes
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start : error.end])
+        raise Refusal(422, f"The body holds {half}, half of a character: send UTF-8.") from error
+
+
+def as_json(request: BaseModel, *, exclude_none: bool = True) -> bytes:
+    """A request as the journal keeps it; a refusal when it is nested too deeply for that."""
+    try:
+        return request.model_dump_json(exclude_none=exclude_none).encode()
+    except PydanticSerializationError as error:
+        raise bad(f"The body cannot be stored: {error}.") from error
 
 
 def _refuse_constant(name: str) -> None:

@@ -3,9 +3,10 @@
 The docs of the routes are made from these classes.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rookery.types import Penalties
 
@@ -43,6 +44,25 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 """Of a checkpoint: it becomes the end of a path."""
 Id = Annotated[str, Field(min_length=1, max_length=400)]
 Metadata = dict[str, Any]
+MOST_METADATA_BYTES, MOST_GRAPH_BYTES = 16 << 10, 256 << 10
+"""As JSON: what is kept in memory for as long as a session, a model or a checkpoint."""
+
+
+def _at_most(num_bytes: int) -> AfterValidator:
+    def check(value: Metadata) -> Metadata:
+        try:
+            size = len(json.dumps(value))
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if size > num_bytes:
+            raise ValueError(f"it has {size >> 10} KiB as JSON; at most {num_bytes >> 10} are kept")
+        return value
+
+    return AfterValidator(check)
+
+
+UserMetadata = Annotated[Metadata, _at_most(MOST_METADATA_BYTES)]
+Label = Annotated[str, Field(max_length=1000)]
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 Seq = Annotated[int, Field(ge=0, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -55,11 +75,11 @@ class _Request(BaseModel):
 class CreateSession(_Request):
     """The beginning of a client's life; heartbeats follow."""
 
-    tags: list[str] = []
-    user_metadata: Metadata | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Annotated[list[Label], Field(max_length=100)] = []
+    user_metadata: UserMetadata | None = None
+    sdk_version: Label = ""
+    project_id: Label | None = None
+    display_name: Label | None = None
 
 
 class SessionId(_Request):
@@ -97,7 +117,7 @@ class CreateModel(_Request):
     session_id: Id
     model_seq_id: Seq
     base_model: str
-    user_metadata: Metadata | None = None
+    user_metadata: UserMetadata | None = None
     lora_config: LoraConfig = LoraConfig()
     optimizer_config: OptimizerConfig | None = None
 
@@ -133,7 +153,7 @@ class CreateCustomLoss(_Request):
     custom_loss_seq_id: Seq
     name: str = Field(default="", max_length=200)
     inputs: list[CustomLossInput] = Field(min_length=1, max_length=16)
-    graph: Metadata
+    graph: Annotated[Metadata, _at_most(MOST_GRAPH_BYTES)]
 
 
 class OptimStepRequest(_Request):
@@ -153,7 +173,7 @@ class SaveWeights(_Request):
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
-    user_metadata: Metadata | None = None
+    user_metadata: UserMetadata | None = None
 
 
 class SaveForSampler(_Request):
@@ -164,7 +184,7 @@ class SaveForSampler(_Request):
     sampling_session_seq_id: Seq | None = None
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
-    user_metadata: Metadata | None = None
+    user_metadata: UserMetadata | None = None
 
 
 class SaveExternal(_Request):

@@ -187,17 +187,18 @@ def _json_datum(datum: Any, place: int) -> DatumArrays:
         other = next((kind for kind in kinds if kind != "encoded_text"), None)
         if other is not None:
             raise bad(_not_text(place, str(other)))
-        pieces = [np.asarray(chunk["tokens"], dtype="<i4") for chunk in chunks]
+        tokens = _joined([np.asarray(list(chunk["tokens"]), dtype="<i4") for chunk in chunks])
         arrays = {n: json_tensor(t, name=f"Datum {place}: {n}") for n, t in inputs.items()}
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise bad(
             f"Datum {place} is not a datum: it has model_input.chunks of tokens and loss_fn_inputs."
         ) from error
-    return DatumArrays(_joined(pieces), arrays)
+    return DatumArrays(tokens, arrays)
 
 
 def _joined(pieces: Sequence[Array]) -> Array:
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype="<i4")
+    """One after another; ValueError when one is not a plain list."""
+    return np.concatenate([np.zeros(0, dtype="<i4"), *pieces])
 
 
 def _not_text(place: int, kind: str) -> str:
