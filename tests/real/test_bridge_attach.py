@@ -100,7 +100,7 @@ async def train(server: Server, model: Path, *words: str) -> tuple[int, list[dic
 async def test_a_trainer_attaches_where_another_was_killed(tmp_path: Path) -> None:
     """It was killed while the server was paused: who asked waits, and is answered."""
     sizes: dict[str, Any] = {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6,
         "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512,
     }  # fmt: skip
     model = write_tiny_model(tmp_path / "model", **sizes)
