@@ -295,6 +295,19 @@ async def test_seeds_make_draws_repeatable_and_different(
     assert len({c.tokens for c in (*one, *other)}) > 4
 
 
+async def test_more_prompts_than_a_step_takes_are_drawn_with_their_seeds(fleet: Fleet) -> None:
+    requests = [
+        SampleRequest(
+            model=fleet.base,
+            prompt=tuple(range(100 + place, 180 + place)),
+            params=SamplingParams(max_tokens=4, seed=place),
+        )
+        for place in range(160)
+    ]
+    answers = await fleet.sample(requests)
+    assert [len(own) for own in answers] == [1] * len(requests)
+
+
 async def test_what_does_not_fit_is_refused_and_unloading_forgets(
     fleet: Fleet, adapters: list[Adapter], prompts: list[tuple[int, ...]]
 ) -> None:

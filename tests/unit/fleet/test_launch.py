@@ -88,6 +88,7 @@ async def test_servers_start_with_the_right_flags_and_stop_with_the_block(state:
     ]:  # fmt: skip
         assert argv[argv.index(flag) + 1] == value
     assert {"--enable-lora", "--enable-prefix-caching"} <= set(argv)
+    assert ("--no-enable-chunked-prefill" in argv) == config.is_on_cpu
     assert told[0]["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert told[0]["env"]["VLLM_LORA_RESOLVER_CACHE_DIR"] == str(state)
     assert {(p.index, p.is_ready) for p in seen} >= {(0, True), (1, True)}

@@ -234,6 +234,10 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
     words = [w for flag, value in flags.items() if value is not None for w in (flag, str(value))]
     caching = "--enable-prefix-caching" if config.prefix_caching else "--no-enable-prefix-caching"
     words += [caching]
+    if config.is_on_cpu and config.max_num_batched_tokens is None:
+        # On the CPU a prompt computed in parts ends vLLM if its request has a seed: generators
+        # there cannot be set back by what the first part drew.
+        words += ["--no-enable-chunked-prefill"]
     words += ["--enable-lora"] if config.max_loras else []
     if config.max_loras and config.lora_targets:
         words += ["--lora-target-modules", *config.lora_targets]
