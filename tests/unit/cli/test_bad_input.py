@@ -150,7 +150,7 @@ tasksets: [{type: jsonl, path: tasks.jsonl}]
         ("populaton: 3", "populaton is not a key."),
         ("stages: [{type: ga, generatons: 3}]",
          "stages.0.generatons is not a key. Did you mean generations?"),
-        ("stages: [{type: gaa}]", "stages.0.type is \"gaa\"; it should be 'ga', 'es' or 'cmaes'."),
+        ("stages: [{type: gaa}]", "stages.0.type is \"gaa\"; it should be 'ga', 'es', 'cmaes' or 'random'."),
         ("init: {type: file, path: nowhere}", "There is no folder"),
         ("init: {type: file, path: tiny}", "holds no adapters"),
         ("init: {type: zero, targets: [nope]}", "No linear layer is called nope"),
