@@ -25,9 +25,11 @@ from tiny import write_tiny_model
 from rookery.fleet.bridges.alias import AliasBridge
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
+from rookery.slots import FixedText
 from rookery.slots.attaching import attach_model, read_weights
 from rookery.types import ModelRef
 
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 changing_base = AliasBridge.changing_base
 
 
@@ -47,11 +49,14 @@ def private_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def use_libraries(folder: Path) -> None:
-    """What they take once, whatever the model is, counts for no model."""
-    tiny = write_tiny_model(folder / f"tiny-{os.getpid()}")
-    weights = read_weights(tiny, dtype=torch.float32)
-    attach_model(tiny, lambda shapes: {name: weights[name] for name in shapes})
+def use_libraries(model: Path, folder: Path) -> None:
+    """What they take once, however many layers of one width there are, counts for no model."""
+    sizes = json.loads((model / "config.json").read_text())
+    same = {name: sizes[name] for name in SIZES}
+    one = write_tiny_model(folder / f"one-{os.getpid()}", **same, num_hidden_layers=1)
+    weights = read_weights(one, dtype=torch.float32)
+    attached = attach_model(one, lambda shapes: {name: weights[name] for name in shapes})
+    FixedText(attached, tokens=tuple(range(1, 40)), ids=(1,)).logprobs()
 
 
 def say(**values: float) -> None:
@@ -65,7 +70,7 @@ async def main(url: str, model: str, folder: str, num_steps: int, *, is_killed: 
         {"engine": engine, "tokenizer": model, "bridge": "alias", "full": True,
          "tasksets": TASKSETS}
     )  # fmt: skip
-    use_libraries(Path(folder))
+    use_libraries(Path(model), Path(folder))
     before, began_s = private_bytes(), time.monotonic()
     async with training(config, Path(folder)) as trained:
         took_s = time.monotonic() - began_s

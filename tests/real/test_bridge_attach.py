@@ -123,4 +123,4 @@ async def test_a_trainer_attaches_where_another_was_killed(tmp_path: Path) -> No
         assert all(line["gap"] < NEAR for line in said)
         assert not client.failures and client.num_answered > num_answered
         assert said[0]["attached_s"] <= 0.1 * server.start_s, (server, said)
-        assert said[0]["private_bytes"] < 0.05 * num_bytes, "besides the server's"
+        assert said[0]["private_bytes"] < 0.05 * num_bytes, (num_bytes, said)
