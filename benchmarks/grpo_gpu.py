@@ -194,13 +194,12 @@ async def measure_slot(options: argparse.Namespace, folder: Path) -> None:
         lora = LoraConfig(rank=16, targets=TARGETS)
         trainer.add("policy", initial_adapter(shared.model, lora, name="policy", base="", seed=0))
 
-        async def logprobs(canary: Canary) -> Sequence[float]:
-            request = TrainRequest(trainee="policy", data=(canary.datum,))
-            [output] = await trainer.forward([request])
-            assert not output.error, output.error
-            return output.logprobs[0]
-
         canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
+        text = FixedText(shared.model, tokens=canary.tokens, ids=canary.ids)
+
+        async def logprobs(_canary: Canary) -> Sequence[float]:
+            return await trainer.read_text("policy", text)
+
         watch = Watch(fleet)
         bridge = AdapterBridge(fleet, canary=canary, logprobs=watch.logprobs(logprobs))
         trainer.publish_to(bridge)

@@ -114,7 +114,7 @@ async def test_an_adapter_is_read_where_it_is_trained() -> None:
         trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=256))
         start = initial_adapter(model, LoraConfig(rank=16), name=POLICY, base="", seed=0)
         trainer.add(POLICY, start)
-        trainer.publish_to(adapter_publisher(fleet, trainer, dtype=model.dtype))
+        trainer.publish_to(adapter_publisher(fleet, trainer, model=model))
         refs = [await trainer.publish(POLICY)]
         for _ in range(3):
             data = tuple(make_batch((12, 9, 15)))

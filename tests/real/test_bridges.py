@@ -129,7 +129,7 @@ async def test_an_adapter_in_training_is_served_after_every_step(folder: Path) -
         trainer = LoraTrainer(model, config=TrainerConfig(pass_tokens=256))
         start = initial_adapter(model, LoraConfig(rank=8), name=POLICY, base="", seed=0)
         trainer.add(POLICY, start)
-        trainer.publish_to(adapter_publisher(fleet, trainer, dtype=model.dtype))
+        trainer.publish_to(adapter_publisher(fleet, trainer, model=model))
         canary = Canary.of(fleet.capabilities, is_float32=True)
         [replica] = fleet.pool.replicas
         ref = await trainer.publish(POLICY)

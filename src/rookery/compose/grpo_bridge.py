@@ -187,15 +187,20 @@ def _choose_for_adapters(config: GrpoConfig, fleet: Fleet) -> Bridge:
     return Bridge("slot", "all servers take adapters from memory")
 
 
-def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, dtype: torch.dtype) -> Publisher:
-    """Where an adapter in training goes; it is read on the trainer's GPU where servers can."""
+def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, model: SlottedModel) -> Publisher:
+    """Where an adapter in training goes; it is read on the trainer's GPU where servers can. `model`
+    is what the trainer computes with."""
     if not isinstance(engine, Fleet):
         return AdapterPublisher(engine)
     if engine.config.in_place:
         trainer.publish_in_place()
-    return AdapterBridge(
-        engine, canary=_canary(engine, dtype), logprobs=partial(_trainer_logprobs, trainer)
-    )
+    canary = _canary(engine, model.dtype)
+    text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
+
+    async def logprobs(_canary: Canary) -> Sequence[float]:
+        return await trainer.read_text(POLICY, text)
+
+    return AdapterBridge(engine, canary=canary, logprobs=logprobs)
 
 
 def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publisher:

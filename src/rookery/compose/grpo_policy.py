@@ -55,7 +55,7 @@ def adapter_policy(config: GrpoConfig, start: Adapter, parts: PolicyParts) -> Ma
     """An adapter. A run that goes on begins with the one in its own folder."""
     engine, model = parts.opened.engine, parts.opened.model
     trainer = LoraTrainer(model, config=config.trainer, processes=parts.processes)
-    trainer.publish_to(adapter_publisher(engine, trainer, dtype=model.dtype))
+    trainer.publish_to(adapter_publisher(engine, trainer, model=model))
 
     def make(run: Run) -> PolicyWeights:
         own = replace(read_start(run) or start, name=POLICY)

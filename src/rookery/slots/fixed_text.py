@@ -2,16 +2,20 @@
 
     text = FixedText(model, tokens=(1, 3, 8), ids=(1, 2))
     text.logprobs()                                         # log p(1 | 1 3 8), log p(2 | 1 3 8)
+    text.logprobs(adapter.factors)                          # with an adapter
 
 On a GPU the first reading records its operations as a CUDA graph, and later ones start them at
 once: one by one they take a large model longer to start than to compute.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from rookery.slots.attention import CausalAttend
 from rookery.slots.model import SlottedModel
-from rookery.types import TokenIds
+from rookery.slots.rows import Segment, SlotFactors, SlotRows
+from rookery.types import LoraFactors, TokenIds
 
 __all__ = ["FixedText"]
 
@@ -25,37 +29,93 @@ class FixedText:
         self._positions = torch.arange(len(tokens), device=model.device)
         self._ids = torch.tensor(ids, device=model.device)
         self._attend = CausalAttend([len(tokens)], device=model.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._found = torch.empty(0)
+        self._slot = _Slot({}, model)
+        self._recording: _Recording | None = None
 
-    @torch.inference_mode()
-    def logprobs(self) -> list[float]:
-        """With the weights of now."""
+    @torch.no_grad()
+    def logprobs(self, factors: Mapping[str, LoraFactors] | None = None) -> list[float]:
+        """With the weights of now, and the adapter of these factors."""
+        factors = factors or {}
+        if not self._slot.fits(factors):
+            self._slot, self._recording = _Slot(factors, self._model), None
         if self._model.device.type != "cuda":
-            self._found = self._compute()
-        elif self._graph is None:
-            self._record()
-        else:
-            self._graph.replay()
-        values: list[float] = self._found.tolist()
-        return values
+            self._slot.put(factors)
+            values: list[float] = self._compute().tolist()
+            return values
+        with torch.cuda.device(self._model.device):
+            if self._recording is None:
+                self._recording = _Recording(self._compute)
+            return self._recording.read(lambda: self._slot.put(factors))
 
     def _compute(self) -> torch.Tensor:
-        model = self._model
-        hidden = model.layers(model.embed(self._tokens), self._positions, attend=self._attend)
-        return torch.log_softmax(model.logits(hidden[-1:])[0].float(), dim=-1)[self._ids]
+        model, slot = self._model, self._slot
+        hidden = model.layers(
+            model.embed(self._tokens),
+            self._positions,
+            attend=self._attend,
+            rows=slot.rows(len(self._tokens)),
+        )
+        logits = model.logits(hidden[-1:], rows=slot.rows(1))[0]
+        return torch.log_softmax(logits.float(), dim=-1)[self._ids]
 
-    def _record(self) -> None:
+
+class _Slot:
+    """The factors of one adapter in memory that stays where it is; of none where there are none."""
+
+    def __init__(self, factors: Mapping[str, LoraFactors], model: SlottedModel) -> None:
+        self._shapes = _shapes(factors)
+        self._device = model.device
+        self._banks: dict[str, list[SlotFactors]] = {
+            layer: [(_room(lora.a, model), _room(lora.b, model))] for layer, lora in factors.items()
+        }
+
+    def fits(self, factors: Mapping[str, LoraFactors]) -> bool:
+        return self._shapes == _shapes(factors)
+
+    def put(self, factors: Mapping[str, LoraFactors]) -> None:
+        if not self._banks:
+            return
+        loras = [factors[layer] for layer in self._banks]
+        scaled = torch._foreach_mul([lora.b for lora in loras], [lora.scale for lora in loras])
+        torch._foreach_copy_([bank[0][0] for [bank] in self._banks.values()], [x.a for x in loras])
+        torch._foreach_copy_([bank[1][0] for [bank] in self._banks.values()], list(scaled))
+
+    def rows(self, num_rows: int) -> SlotRows | None:
+        """That all of so many rows use it."""
+        if not self._banks:
+            return None
+        own = Segment(slot=0, rows=range(num_rows), block=num_rows)
+        return SlotRows([own], num_rows=num_rows, device=self._device, factors=self._banks)
+
+
+class _Recording:
+    """A CUDA graph of one computation, on a stream of its own: who waits for what else the GPU
+    does need not wait for this."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         """Other threads may use the GPU meanwhile. What is computed here first, outside of the
         graph, is what libraries set up when they are first called."""
-        with torch.cuda.device(self._model.device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._compute()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._found = self._compute()
-            graph.replay()
-            self._graph = graph
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            compute()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            self._found = compute()
+
+    def read(self, put: Callable[[], None]) -> list[float]:
+        """What it computes after `put` has changed what it reads."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            put()
+            self._graph.replay()
+            values: list[float] = self._found.tolist()
+        return values
+
+
+def _shapes(factors: Mapping[str, LoraFactors]) -> dict[str, tuple[torch.Size, torch.Size]]:
+    return {layer: (lora.a.shape, lora.b.shape) for layer, lora in factors.items()}
+
+
+def _room(factor: torch.Tensor, model: SlottedModel) -> torch.Tensor:
+    return torch.zeros((1, *factor.shape), dtype=model.dtype, device=model.device)

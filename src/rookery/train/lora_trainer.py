@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Publisher
-from rookery.slots import SlottedModel
+from rookery.slots import FixedText, SlottedModel
 from rookery.slots.model import first_adapted_layer
 from rookery.train.head import target_logprobs
 from rookery.train.lora_trainee import LoraTrainee
@@ -101,6 +101,15 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
     def _adapter(self, trainee: LoraTrainee) -> Adapter:
         self.wake([trainee])
         return trainee.adapter()
+
+    async def read_text(self, trainee: str, text: FixedText) -> Sequence[float]:
+        """What its weights, after all calls so far, say after a text of this trainer's model."""
+        state = self.trainee(trainee)
+        return await self._in_turn(lambda: self._read_text(state, text))
+
+    def _read_text(self, trainee: LoraTrainee, text: FixedText) -> Sequence[float]:
+        self.wake([trainee])
+        return text.logprobs(trainee.factors)
 
     def wake(self, trainees: Sequence[LoraTrainee]) -> None:
         self.parking.wake(trainees)

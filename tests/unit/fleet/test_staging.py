@@ -18,7 +18,7 @@ from rookery.errors import AdapterError
 from rookery.fleet.adapters.buffers import BufferFile, Spares
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
 from rookery.fleet.adapters.owner import claim_folder
-from rookery.fleet.adapters.staging import Staging, open_staging
+from rookery.fleet.adapters.staging import Staging, _layout, open_staging
 from rookery.fleet.vllm_plugin.buffer import BUFFER, MANIFEST, factor_view, open_buffer
 from rookery.types import LoraFactors, ModelRef
 from rookery.weights import make_adapter, read_adapter
@@ -219,6 +219,32 @@ def test_adapters_in_memory_go_as_files_where_others_are_read_in_place(tmp_path:
     with open_staging(tmp_path, in_place=True) as staging:
         folder = staging.buffer_folder(REF, make_small("a"), dtype="float32")
         assert (folder / BUFFER).stat().st_size > 0
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [3, 64], ids=["padded", "without padding"])
+@pytest.mark.parametrize("scales", [(1.7, 1.7), (1.7, 0.3)], ids=["one scale", "two"])
+def test_a_gpu_s_buffer_holds_the_numbers_of_a_file(
+    own: torch.dtype, rank: int, scales: tuple[float, float]
+) -> None:
+    made = make_small("a", seed=3, rank=rank)
+    adapter = replace(
+        made,
+        factors={
+            name: LoraFactors(a=lora.a.to(own), b=lora.b.to(own), scale=scale)
+            for (name, lora), scale in zip(made.factors.items(), scales, strict=True)
+        },
+    )
+    on_gpu = _layout(adapter, "bfloat16", is_on_host=False)
+    memory = torch.zeros(on_gpu.num_bytes, dtype=torch.uint8)
+    on_gpu.fill_scaled(memory)
+    numbers = memory.view(torch.bfloat16)
+    for name, own_rank, size_in, size_out, at_a, at_b in on_gpu.layers:
+        lora = adapter.factors[name]
+        a = factor_view(numbers, at_a, (own_rank, size_in))
+        b = factor_view(numbers, at_b, (size_out, own_rank))
+        assert torch.equal(a, lora.a.to(torch.bfloat16))
+        assert torch.equal(b, (lora.b * lora.scale).to(torch.bfloat16))
 
 
 def test_shapes_are_read_from_the_headers(tmp_path: Path) -> None:

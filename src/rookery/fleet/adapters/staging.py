@@ -133,10 +133,9 @@ class Staging:
         if is_in_place:
             key = _only_gpu(layout), layout.num_bytes
             buffer = self._gpu.take(key)
-            layout.fill(buffer.memory)
-            if layout.scale != 1:
-                buffer.memory[layout.scaled_from :].view(layout.kind).mul_(layout.scale)
-            torch.cuda.synchronize(buffer.memory.device)
+            layout.fill_scaled(buffer.memory)
+            # Not the whole device: the trainer may be computing on a stream of its own.
+            torch.cuda.current_stream(buffer.memory.device).synchronize()
             # The memory is the server's to read until the adapter is removed.
             self._cuda_buffers[folder] = buffer
             manifest |= {"cuda": buffer.handle, "scale": 1.0}
@@ -228,33 +227,40 @@ class _Layout:
     scale: float
     """What B is still to be multiplied by."""
     pieces: list[tuple[int, "torch.Tensor"]]
-    """(offset, factor) in order, contiguous and in the buffer's dtype."""
+    """(offset, factor) in order; on the host contiguous and in the buffer's dtype."""
     kind: "torch.dtype"
 
     def fill(self, memory: "torch.Tensor") -> None:
-        """Copy every factor to its place."""
+        """Copy every factor to its place; B is still to be multiplied."""
+        # torch would share each copy out among threads, and wait for all of them every time.
+        begin = memory.data_ptr()
+        for offset, tensor in self.pieces:
+            ctypes.memmove(begin + offset, tensor.data_ptr(), tensor.nbytes)
+
+    def fill_scaled(self, memory: "torch.Tensor") -> None:
+        """Write every factor to its place, B multiplied, in few operations: those of each factor
+        alone take a large model longer to start than to do."""
         import torch
 
-        if memory.device.type == "cpu":
-            # torch would share each copy out among threads, and wait for all of them every time.
-            begin = memory.data_ptr()
-            for offset, tensor in self.pieces:
-                ctypes.memmove(begin + offset, tensor.data_ptr(), tensor.nbytes)
-            return
         numbers = memory.view(self.kind)
+        first_b = self.scaled_from // self.kind.itemsize
         with torch.no_grad():
-            if sum(factor.nbytes for _, factor in self.pieces) == self.num_bytes:
-                # A view of every factor takes five times as long as all copies.
-                factors = [factor for _, factor in self.pieces]
-                numbers.copy_(torch._utils._flatten_dense_tensors(factors))  # type: ignore[no-untyped-call]
+            factors = [factor for _, factor in self.pieces]
+            if sum(factor.numel() for factor in factors) == numbers.numel():
+                flat = torch._utils._flatten_dense_tensors(factors)  # type: ignore[no-untyped-call]
+                if self.scale != 1:
+                    flat[first_b:].mul_(self.scale)
+                numbers.copy_(flat)
                 return
             for offset, factor in self.pieces:
                 first = offset // numbers.itemsize
-                numbers[first : first + factor.numel()].copy_(factor.view(-1))
+                scaled = factor * self.scale if first >= first_b and self.scale != 1 else factor
+                numbers[first : first + factor.numel()].copy_(scaled.reshape(-1))
 
 
 def _layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
-    """One scale for all is left to the reader: it multiplies on its device, rounding the same."""
+    """One scale for all is left to the reader, or to `fill_scaled`: they multiply on their device,
+    rounding the same."""
     import torch
 
     if dtype not in _DTYPES:
@@ -264,18 +270,21 @@ def _layout(adapter: Adapter, dtype: str, *, is_on_host: bool) -> _Layout:
         )
     kind: torch.dtype = getattr(torch, dtype)
     scales = {lora.scale for lora in adapter.factors.values()}
-    has_one_scale = len(scales) == 1 and all(f.b.dtype == kind for f in adapter.factors.values())
+    has_one_scale = len(scales) == 1 and (
+        not is_on_host or all(f.b.dtype == kind for f in adapter.factors.values())
+    )
     factors = adapter.factors if has_one_scale else _folded(adapter).factors
     pieces: list[tuple[int, torch.Tensor]] = []
     ends = [0]
 
     def place(factor: torch.Tensor) -> int:
-        if factor.dtype is not kind or not factor.is_contiguous():
+        if is_on_host and (factor.dtype is not kind or not factor.is_contiguous()):
             factor = factor.detach().to(kind).contiguous()
         if is_on_host:
             factor = factor.cpu()
         pieces.append((ends[-1], factor))
-        ends.append(ends[-1] + -(-factor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        num_bytes = factor.numel() * kind.itemsize
+        ends.append(ends[-1] + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
         return ends[-2]
 
     offsets_a = [place(lora.a) for lora in factors.values()]

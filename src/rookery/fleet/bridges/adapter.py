@@ -59,13 +59,16 @@ class AdapterBridge:
     async def publish(self, weights: Weights) -> ModelRef:
         adapter = require_adapter(weights)
         await self._retire_leaving()
-        ref = await self._fleet.load(adapter)
-        try:
-            async with self._lock:
-                await self._prove(ref)
-        except BaseException:  # whatever it was: nobody will name this version
-            await self._fleet.unload(ref)
-            raise
+        async with task_group() as group:
+            # The trainer computes while the adapter is handed over.
+            computing = group.create_task(self._compute())
+            ref = await self._fleet.load(adapter)
+            try:
+                async with self._lock:
+                    await self._prove(ref, computing)
+            except BaseException:  # whatever it was: nobody will name this version
+                await self._fleet.unload(ref)
+                raise
         before = self._published.get(weights.name)
         self._published[weights.name] = ref
         if before is not None:
@@ -73,15 +76,12 @@ class AdapterBridge:
             await asyncio.sleep(0)  # it is refused from here on
         return ref
 
-    async def _prove(self, ref: ModelRef) -> None:
-        """Every server that is up shows that it computes with this version. The trainer computes
-        meanwhile, after a server was given an adapter that is read on its GPU: the copy that is
-        read there would else wait for what the trainer computes."""
+    async def _prove(self, ref: ModelRef, computing: asyncio.Task[Sequence[float]]) -> None:
+        """Every server that is up shows that it computes with this version, as the trainer does."""
         replicas = self._fleet.pool.replicas
         async with task_group() as group:
             reading = [group.create_task(self._read_if_open(r, ref)) for r in replicas]
-            computing = group.create_task(self._compute())
-        newest = self._newest = _Newest(ref, computing.result())
+        newest = self._newest = _Newest(ref, await computing)
         for replica, task in zip(replicas, reading, strict=True):
             read = task.result()
             if read is not None:
