@@ -22,7 +22,7 @@ RECIPE_S = 1500.0
 ARITHMETIC = Path(__file__).with_name("arithmetic_recipe.py")
 ARITHMETIC_OPTIONS = (
     "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=16", "group_size=8",
-    "max_tokens=8", "learning_rate=1e-3", "max_steps=5", "lora_rank=8", "eval_every=0",
+    "max_tokens=8", "learning_rate=1e-3", "max_steps=10", "lora_rank=8", "eval_every=0",
     "save_every=0", "behavior_if_log_dir_exists=delete",
 )  # fmt: skip
 """Eight tokens: three digits and the end of an answer must fit. Of the first answers one in sixty

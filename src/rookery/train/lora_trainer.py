@@ -169,6 +169,11 @@ class LoraTrainer(SlottedTrainer[LoraTrainee]):
                     self.compute([(running, packed)])
 
     def compute(self, turns: Sequence[Turn]) -> None:
+        is_learned = any(packed.is_learned for _, packed in turns)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_learned):
+            self._compute(turns)
+
+    def _compute(self, turns: Sequence[Turn]) -> None:
         stacks, logprobs = self._logprobs([(running.trainee, packed) for running, packed in turns])
         outputs = [
             running.loss(packed, own)

@@ -36,19 +36,20 @@ def mixed_turns(
     running: Sequence[tuple[RunningRequest[LoraTrainee], int]], *, pass_tokens: int
 ) -> Iterator[list[Turn]]:
     """What to compute together, until all passes of all requests are done. Each comes with the
-    first layer that it trains; those of one such layer share passes. A request that fails
-    meanwhile is left out from then on."""
+    first layer that it trains; those of one such layer share passes, if all are learned from or
+    none is. A request that fails meanwhile is left out from then on."""
     done = [0] * len(running)
     while True:
         turns: list[Turn] = []
-        layer, room = None, pass_tokens
+        kind, room = None, pass_tokens
         for place, (request, first) in enumerate(running):
             if done[place] == len(request.passes) or request.has_failed:
                 continue
             packed = request.passes[done[place]]
-            if not turns or (first == layer and packed.num_tokens <= room):
+            own_kind = first, packed.is_learned
+            if not turns or (own_kind == kind and packed.num_tokens <= room):
                 turns.append((request, packed))
-                layer, room = first, room - packed.num_tokens
+                kind, room = own_kind, room - packed.num_tokens
                 done[place] += 1
         if not turns:
             return

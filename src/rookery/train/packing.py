@@ -11,7 +11,7 @@ Tokens after the last position that predicts something are not read:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -60,25 +60,40 @@ class PackedPass:
     inputs: list[Mapping[str, Json]] = field(default_factory=list)
     """Of each datum; see Datum."""
     num_tokens: int = 0
+    is_learned: bool = True
+    """Whether any of it can have a gradient."""
 
     @property
     def lengths(self) -> list[int]:
         return [len(sequence) for sequence in self.sequences]
 
 
-def pack(data: Sequence[Datum], *, pass_tokens: int) -> list[PackedPass]:
+def pack(
+    data: Sequence[Datum],
+    *,
+    pass_tokens: int,
+    learns_from: Callable[[Datum], bool] = lambda _: True,
+) -> list[PackedPass]:
     """Fill passes, shortest data first; a datum over the budget has a pass of its own.
 
     Equal lengths lie together, which attention computes in one call. Data without targets are left
-    out: there is nothing to compute.
+    out: there is nothing to compute. Those that nothing is learned from have passes of their own,
+    at the end.
     """
     passes: list[PackedPass] = []
-    sized = [(len(input_tokens(datum)), place) for place, datum in enumerate(data)]
-    for size, place in sorted(sized):
+    sized = [
+        (not learns_from(datum), len(input_tokens(datum)), place)
+        for place, datum in enumerate(data)
+    ]
+    for is_read_only, size, place in sorted(sized):
         if size == 0:
             continue
-        if not passes or passes[-1].num_tokens + size > pass_tokens:
-            passes.append(PackedPass())
+        if (
+            not passes
+            or passes[-1].num_tokens + size > pass_tokens
+            or passes[-1].is_learned == is_read_only
+        ):
+            passes.append(PackedPass(is_learned=not is_read_only))
         _append(passes[-1], data[place], place)
     return passes
 

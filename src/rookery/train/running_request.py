@@ -60,7 +60,11 @@ class RunningRequest(Generic[Trained]):
             self.part.num_data = len(request.data)
             self._places = processes.share(request.data)
             own = [request.data[place] for place in self._places]
-            self.passes = pack(own, pass_tokens=pass_tokens)
+            if torch.is_grad_enabled():
+                learns_from = self._loss.learns_from
+                self.passes = pack(own, pass_tokens=pass_tokens, learns_from=learns_from)
+            else:
+                self.passes = pack(own, pass_tokens=pass_tokens)
             weights = [weight for packed in self.passes for weight in packed.weights]
             self.part.weight = sum(weights)
             self.part.num_tokens = sum(weight != 0.0 for weight in weights)

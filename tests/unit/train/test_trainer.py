@@ -28,7 +28,8 @@ from rookery.train import AdapterPublisher, LoraTrainer, TrainerConfig
 from rookery.train import head as train_head
 from rookery.train.losses import LOSSES, Column, LossOutput, Targets
 from rookery.train.losses.cross_entropy import CrossEntropy
-from rookery.types import Datum, ModelRef, ModelWeights, OptimStep, TrainRequest
+from rookery.train.losses.importance_sampling import ImportanceSampling
+from rookery.types import Datum, Json, ModelRef, ModelWeights, OptimStep, TrainRequest
 
 
 @pytest.fixture(scope="module")
@@ -494,6 +495,42 @@ async def test_calls_go_to_the_trainees_there_were_when_they_began(
     assert trainer.trainee("policy").gradients is None
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["advantages", "advantages and KL"])
+async def test_data_without_gradient_are_read_and_no_more(
+    model: SlottedModel, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    """Of a group whose answers are all equally good the advantages are 0. A KL term has a gradient
+    all the same."""
+
+    def drawn(number: int, advantage: float) -> Datum:
+        columns = {"sampled_logprobs": (-2.0, -3.0), "reference_logprobs": (-2.5, -2.5)}
+        tokens = (5, 6 + number, 7)
+        return next_tokens(tokens, (0.0, 1.0, 1.0), advantages=(advantage, advantage), **columns)
+
+    batch = [drawn(number, number % 2) for number in range(6)]
+    options: dict[str, Json] = {"kl": {"weight": 0.5}} if is_held else {}
+    learned: list[int] = []
+    grad = torch.autograd.grad
+
+    def counted(losses: Any, leaves: Any, **keys: Any) -> Any:
+        learned.append(len(losses))
+        return grad(losses, leaves, **keys)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    found, whole = make_trainer(model), make_trainer(model)
+    output = await train(found, batch, "importance_sampling", options)
+    assert len(learned) == 1
+    monkeypatch.setattr(ImportanceSampling, "learns_from", lambda _loss, _datum: True)
+    expected = await train(whole, batch, "importance_sampling", options)
+    assert found.trainee("policy").gradients is not None
+    torch.testing.assert_close(
+        found.trainee("policy").gradients, whole.trainee("policy").gradients, atol=1e-5, rtol=1e-5
+    )
+    for one, other in zip(output.logprobs, expected.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert output.metrics == pytest.approx(expected.metrics, abs=1e-4)
+
+
 async def test_a_loss_sees_the_columns_of_its_targets(
     model: SlottedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +540,9 @@ async def test_a_loss_sees_the_columns_of_its_targets(
         type: Literal["spy"] = "spy"
         factor: float = 1.0
         needs: ClassVar[tuple[Column, ...]] = ("advantages",)
+
+        def learns_from(self, datum: Datum) -> bool:
+            return any(datum.advantages)
 
         def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
             seen.append(targets)

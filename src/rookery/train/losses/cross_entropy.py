@@ -6,6 +6,7 @@ import torch
 
 from rookery.config import Config
 from rookery.train.losses.loss import Column, LossOutput, Targets
+from rookery.types import Datum
 
 __all__ = ["CrossEntropy"]
 
@@ -15,6 +16,9 @@ class CrossEntropy(Config):
 
     type: Literal["cross_entropy"] = "cross_entropy"
     needs: ClassVar[tuple[Column, ...]] = ()
+
+    def learns_from(self, datum: Datum) -> bool:
+        return any(datum.weights)
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
         loss = -(targets.weights * logprobs).sum()

@@ -17,7 +17,7 @@ from rookery.config import Config
 from rookery.errors import TrainError
 from rookery.train.losses.graph import LossGraph
 from rookery.train.losses.loss import Column, LossOutput, Targets
-from rookery.types import Json
+from rookery.types import Datum, Json
 
 __all__ = ["Custom"]
 
@@ -48,6 +48,9 @@ class Custom(Config):
             raise ValueError("log-probabilities have rank 1 ([T]) or 2 ([T, K])")
         assert self._run, "a TrainError says what is not allowed"
         return self
+
+    def learns_from(self, datum: Datum) -> bool:  # noqa: ARG002
+        return True
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
         sizes = torch.bincount(targets.datum, minlength=len(targets.num_rows)).tolist()

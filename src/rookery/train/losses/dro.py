@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 
 from rookery.train.losses.policy import Objective, PolicyLoss, Terms
+from rookery.types import Datum
 
 __all__ = ["Dro"]
 
@@ -22,6 +23,9 @@ class Dro(PolicyLoss):
     """Which log-probabilities it is held to."""
     beta: float = Field(default=0.05, ge=0.0, allow_inf_nan=False)
     """How strongly."""
+
+    def learns_from(self, datum: Datum) -> bool:
+        return any(datum.weights)
 
     def objective(self, terms: Terms) -> Objective:
         values = terms.advantages * terms.logprobs - self.beta / 2 * terms.log_ratio.square()

@@ -4,6 +4,7 @@
         type: Literal["my_loss"] = "my_loss"
         needs: ClassVar[tuple[Column, ...]] = ("advantages",)
 
+        def learns_from(self, datum: Datum) -> bool: ...
         def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...
 
 Its fields are its options. A loss is a plain sum over targets: sums of passes, of requests and of
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from rookery.types import Json
+from rookery.types import Datum, Json
 
 __all__ = ["Column", "Loss", "LossOutput", "Targets"]
 
@@ -67,6 +68,10 @@ class Loss(Protocol):
     @property
     def needs(self) -> tuple[Column, ...]:
         """Columns that its data must have."""
+        ...
+
+    def learns_from(self, datum: Datum) -> bool:
+        """Whether the datum can have a gradient; if not, its log-probabilities are all there is."""
         ...
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput: ...

@@ -19,6 +19,7 @@ from rookery.train.averaging import Average
 from rookery.train.losses.correction import CorrectionConfig
 from rookery.train.losses.kl import KlConfig
 from rookery.train.losses.loss import Column, LossOutput, Targets
+from rookery.types import Datum
 
 __all__ = ["Objective", "PolicyLoss", "Terms"]
 
@@ -81,6 +82,11 @@ class PolicyLoss(Config, ABC):
             "reference_logprobs": self.kl is not None,
         }
         return tuple(column for column, is_wanted in wanted.items() if is_wanted)
+
+    def learns_from(self, datum: Datum) -> bool:
+        """A group whose answers are all equally good has advantages of 0."""
+        is_held = self.kl is not None and self.kl.weight > 0
+        return any(datum.weights) and (is_held or any(datum.advantages))
 
     @abstractmethod
     def objective(self, terms: Terms) -> Objective:
