@@ -80,6 +80,7 @@ def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) 
 
 RANDOM_FIRST = {"type": "random", "count": 20}
 BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
+SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "reward": searched(ga(LAYERS), merit="reward", random_search=True),
@@ -91,6 +92,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "random first": searched(RANDOM_FIRST, ga(LAYERS, generations=3)),
     "random first, log": searched(RANDOM_FIRST, ga(LAYERS, generations=3), merit="log_certainty"),
     "random, blocks": searched(RANDOM_FIRST, BLOCKS, merit="log_certainty"),
+    "surrogate": searched(RANDOM_FIRST, SURROGATE, merit="log_certainty"),
+    "surrogate of sums": searched(
+        RANDOM_FIRST, {**SURROGATE, "unit": "model"}, merit="log_certainty"
+    ),
     "both splits": searched(ga(LAYERS), evidence="both"),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(

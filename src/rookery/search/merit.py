@@ -11,7 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["Merit", "merits_of"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Merit", "certainty_of", "merits_at", "merits_of"]
 
 Merit = Literal["certainty", "log_certainty", "reward"]
 """What candidates are compared by: the probability of the right choice, its logarithm, or the
@@ -31,6 +34,18 @@ def merits_of(
     if merit == "log_certainty":
         known = {task: _log_certainty(value) for task, value in known.items()}
     return {**rewards, **known}
+
+
+def certainty_of(value: float, *, merit: Merit) -> float:
+    """The certainty that an answer of this merit had; a reward is its own."""
+    return 2.0 ** (LOG_SPAN * (value - 1.0)) if merit == "log_certainty" else value
+
+
+def merits_at(certainties: NDArray[np.float64], *, merit: Merit) -> NDArray[np.float64]:
+    """The merits of answers that are so certain; a reward is expected to be as high."""
+    if merit != "log_certainty":
+        return certainties
+    return np.maximum(0.0, 1.0 + np.log2(certainties) / LOG_SPAN)
 
 
 def _log_certainty(probability: float) -> float:

@@ -151,7 +151,7 @@ tasksets: [{type: jsonl, path: tasks.jsonl}]
         ("stages: [{type: ga, generatons: 3}]",
          "stages.0.generatons is not a key. Did you mean generations?"),
         ("stages: [{type: gaa}]",
-         "stages.0.type is \"gaa\"; it should be 'ga', 'es', 'cmaes' or 'random'."),
+         "stages.0.type is \"gaa\"; it should be 'ga', 'es', 'cmaes', 'random' or 'surrogate'."),
         ("init: {type: file, path: nowhere}", "There is no folder"),
         ("init: {type: file, path: tiny}", "holds no adapters"),
         ("init: {type: zero, targets: [nope]}", "No linear layer is called nope"),

@@ -271,6 +271,8 @@ async def test_every_crossover_runs_in_both_spaces(
         {"type": "cmaes", "generations": 2, "population": 4},
         {"type": "cmaes", "generations": 2, "population": 4, "unit": "block"},
         {"type": "random", "count": 4},
+        {"type": "surrogate", "generations": 2, "population": 3},
+        {"type": "surrogate", "generations": 2, "population": 3, "unit": "model"},
         {"type": "ga", "generations": 3, "population": {"size": 4, "children": {"count": 3},
                                                          "swarm": {}}},
         {"type": "ga", "generations": 3, "population": {"size": 3, "children": {"count": 2}},
@@ -282,7 +284,8 @@ async def test_every_crossover_runs_in_both_spaces(
         {"type": "ga", "generations": 1, "population": {"size": 4, "children": {
             "count": 3, "operators": [{"type": "mutation", "name": "svd"}]}}},
     ],
-    ids=["es", "cmaes", "cmaes-block", "random", "swarm", "islands", "archive", "pareto", "svd"],
+    ids=["es", "cmaes", "cmaes-block", "random", "surrogate", "surrogate-model", "swarm", "islands",
+         "archive", "pareto", "svd"],
 )  # fmt: skip
 async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
     genome: Genome, tmp_path: Path, stage: dict[str, Any]

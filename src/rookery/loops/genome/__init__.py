@@ -6,7 +6,7 @@ checks.py            what is refused before the first question
 adapter_builder.py   plans -> adapters; the lineage, from which any ancestor is rebuilt bit for bit
 loading.py           adapters on their way into the engine
 search_evaluator.py  adapters -> fitness: all together, in one batch, with racing
-stages/              the ways to search: ga, es, cmaes
+stages/              the ways to search: random, surrogate, ga, es, cmaes
 generation_log.py    what is recorded of each generation, and who is told
 final_report.py      choosing on the select split, measuring on the report split, once
 comparison.py        the rows of the report, with intervals

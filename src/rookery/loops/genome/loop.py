@@ -2,7 +2,7 @@
 
     founders = adapters from files, zero or random, and pair merges
     measure(founders)                                    # search split
-    for stage in stages: stage searches on               # ga, es, cmaes; search split
+    for stage in stages: stage searches on               # ga, surrogate, ...; search split
     winner = best of the finalists                       # select split
     report(winner, baselines)                            # report split, read once
 

@@ -87,6 +87,11 @@ class SearchEvaluator:
         return list(self._tasks.values())
 
     @property
+    def weights(self) -> Mapping[str, float]:
+        """What each taskset counts."""
+        return self._weights
+
+    @property
     def sources(self) -> frozenset[str]:
         """The tasksets that are searched on."""
         return frozenset(self._weights)

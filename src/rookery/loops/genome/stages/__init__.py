@@ -15,6 +15,7 @@ from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.es import EsStage, run_es
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.loops.genome.stages.random import RandomStage, run_random
+from rookery.loops.genome.stages.surrogate import SurrogateStage, run_surrogate
 
 __all__ = [
     "STAGES",
@@ -24,13 +25,17 @@ __all__ = [
     "RandomStage",
     "StageConfig",
     "StageContext",
+    "SurrogateStage",
 ]
 
-StageConfig = Annotated[GaStage | EsStage | CmaesStage | RandomStage, Field(discriminator="type")]
+StageConfig = Annotated[
+    GaStage | EsStage | CmaesStage | RandomStage | SurrogateStage, Field(discriminator="type")
+]
 
 STAGES: Mapping[str, Callable[[Any, StageContext], Awaitable[list[str]]]] = {
     "cmaes": run_cmaes,
     "es": run_es,
     "ga": run_ga,
     "random": run_random,
+    "surrogate": run_surrogate,
 }

@@ -1,0 +1,150 @@
+"""Sums of the founders that a model of all answers so far expects to be good.
+
+stages: [{type: random, count: 20}, {type: surrogate, generations: 3}]
+
+repeat: fit log-odds of every task to the coefficients of all sums; propose sums; measure them
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from rookery.config import Config
+from rookery.loops.genome.stages.context import StageContext
+from rookery.search.candidate import BY_BLOCK, ChildPlan
+from rookery.search.fitness import rank_key, score_factors
+from rookery.search.merit import certainty_of, merits_at
+from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
+from rookery.seeding import stream
+from rookery.weights.merge import block_names
+
+__all__ = ["SurrogateStage", "run_surrogate"]
+
+Array = NDArray[np.float64]
+MOST_POINTS = 256
+"""Sums that the model is fitted to, the best ones: the cost grows with their number cubed."""
+
+
+class SurrogateStage(Config):
+    """A model of every task's log-odds over the coefficients of a sum proposes the next sums."""
+
+    type: Literal["surrogate"] = "surrogate"
+    generations: int = Field(default=3, ge=1)
+    population: int = Field(default=10, ge=1)
+    """Sums per generation."""
+    unit: Literal["block", "model"] = "block"
+    """What has coefficients of its own: every block of the model, or the model as one."""
+    low: float = 0.0
+    """Smallest value of a coefficient."""
+    high: float = 1.5
+    """Largest value of a coefficient."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> "SurrogateStage":
+        if not self.low < self.high:
+            raise ValueError(
+                f"coefficients go from {self.low} to {self.high}; low must be below high: "
+                "write for example low: 0, high: 1.5."
+            )
+        return self
+
+    @property
+    def num_candidates(self) -> int:
+        """How many it measures."""
+        return self.generations * self.population
+
+
+async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[str]:
+    """Search the coefficients of the founders; the last generation is the population."""
+    founders = context.builder.founders
+    num_blocks = 1
+    if config.unit == "block":
+        num_blocks = len(block_names([context.builder.adapter(name) for name in founders]))
+    population: list[str] = []
+    for number in range(config.generations):
+        rng = stream(context.seed, "surrogate", context.index, number)
+        points = await asyncio.to_thread(_propose, config, context, num_blocks, rng)
+        generation = len(context.log.generations)
+        plans = [
+            ChildPlan(
+                id=f"{context.prefix}n{generation:03d}-p{index:02d}",
+                generation=generation,
+                merge=BY_BLOCK if config.unit == "block" else "sum",
+                parents=founders,
+                weights=point,
+                mutation=None,
+                sigma=0.0,
+                seed_key=0,
+            )
+            for index, point in enumerate(points)
+        ]
+        best = context.best()
+        fitness = await context.measure(
+            plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="surrogate"
+        )
+        population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
+        context.builder.keep([best] if best else [])
+    return population
+
+
+def _propose(
+    config: SurrogateStage, context: StageContext, num_blocks: int, rng: np.random.Generator
+) -> list[tuple[float, ...]]:
+    """Coefficients, rounded: the same on a machine that rounds otherwise, nearly always."""
+    names = _sums(context, num_blocks)
+    points = np.array([_point(context, name, num_blocks) for name in names])
+    tasks = context.search.tasks
+    merit = context.search.merit
+    factors = np.array(
+        score_factors([task.source for task in tasks], weights=context.search.weights)
+    ) / len(tasks)
+    proposed = propose(
+        Surrogate(points, _certainties(context, names), num_blocks=num_blocks),
+        starts=points[:NUM_STARTS],
+        box=Box(config.low, config.high),
+        worth=lambda probabilities: merits_at(probabilities, merit=merit) @ factors,
+        count=config.population,
+        rng=rng,
+    )
+    return [tuple(round(float(value), 4) for value in point) for point in proposed]
+
+
+def _sums(context: StageContext, num_blocks: int) -> Sequence[str]:
+    """The founders and the sums of all of them that were measured, the best first."""
+    measured = context.search.measured
+    known = [
+        name
+        for name, fitness in context.fitness().items()
+        if not fitness.is_failed and _point(context, name, num_blocks) is not None
+    ]
+    known.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
+    return known[:MOST_POINTS]
+
+
+def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ...] | None:
+    """Its coefficients in every block; None of what is no sum of all founders."""
+    founders = context.builder.founders
+    if name in founders:
+        return tuple(float(name == founder) for founder in founders) * num_blocks
+    recipe = context.builder.recipes.get(name)
+    if not isinstance(recipe, ChildPlan) or recipe.parents != founders or recipe.mutation:
+        return None
+    if recipe.merge == "sum":
+        return recipe.weights * num_blocks
+    is_alike = recipe.merge == BY_BLOCK and len(recipe.weights) == num_blocks * len(founders)
+    return recipe.weights if is_alike else None
+
+
+def _certainties(context: StageContext, names: Sequence[str]) -> Array:
+    """[names, tasks]; NaN where one was not asked."""
+    search = context.search
+    found = np.full((len(names), len(search.tasks)), np.nan)
+    places = {task.id: place for place, task in enumerate(search.tasks)}
+    for row, name in enumerate(names):
+        for task, value in search.measured[name].merits.items():
+            found[row, places[task]] = certainty_of(value, merit=search.merit)
+    return found

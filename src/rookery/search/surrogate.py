@@ -1,0 +1,173 @@
+"""A model of every task's answer as a function of merge coefficients, and what it would try next.
+
+    surrogate = Surrogate(points, certainties, num_blocks=4)    # [n, d], [n, tasks], NaN: not asked
+    points = propose(surrogate, starts=best, box=Box(0.0, 1.5), worth=worth, count=10, rng=rng)
+
+The log-odds of a task's right answer change almost linearly with the coefficients x of a sum of
+adapters. What the answers of all tasks are worth does not: it has its best somewhere between, and
+follows from the log-odds of each. These are a Gaussian process with one kernel for all tasks,
+
+    k(x, x') = BASE + x x' / b + curvature (x x' / b)^2     b: blocks, each with its coefficients
+
+times a scale, plus noise. Scale, curvature and noise are those that make all answers likeliest. One
+proposal is the best point by the expected log-odds, each other one the best by a draw of them
+(Thompson sampling), among points around the best known ones.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Box", "Surrogate", "Worth", "propose"]
+
+Array = NDArray[np.float64]
+Worth = Callable[[Array], Array]
+"""Probabilities of the right answers [points, tasks] -> what each point is worth [points]."""
+
+BASE = 4.0
+"""Variance of the log-odds without any adapter, in units of the linear part, as the next two."""
+CURVATURES = (0.0, 0.1, 0.3, 1.0)
+NOISES = (0.01, 0.03, 0.1, 0.3)
+LEAST = 0.01
+"""How near to 0 and 1 certainties count: log-odds beyond tell rounding errors apart."""
+
+NUM_POINTS = 800
+NUM_ROUNDS = 4
+NUM_STARTS = 5
+STEPS = (0.05, 0.1, 0.2, 0.4)
+"""Standard deviations of the points around one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The limits of every coefficient."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tasks that the same points were asked."""
+
+    points: NDArray[np.intp]
+    tasks: NDArray[np.intp]
+    odds: Array
+    """[points, tasks]"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    curvature: float
+    gram: Array
+    """Of the points, with noise."""
+    scale: float
+    weights: Array
+    """[points, tasks]: what the kernel to each point is multiplied by."""
+    log_likelihood: float
+
+
+class Surrogate:
+    """Fitted to points [n, blocks * founders] and certainties [n, tasks]."""
+
+    def __init__(self, points: Array, certainties: Array, *, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._points = points
+        self._num_tasks = certainties.shape[1]
+        parts = list(_parts(certainties))
+        fits = (self._fit(parts, *options) for options in product(CURVATURES, NOISES))
+        self._best = max(fits, key=lambda fit: fit.log_likelihood)
+
+    def mean(self, points: Array) -> Array:
+        """The expected log-odds [points, tasks]."""
+        return self._kernel(points, self._points, self._best.curvature) @ self._best.weights
+
+    def draw(self, points: Array, *, rng: np.random.Generator) -> Iterator[Array]:
+        """Log-odds [points, tasks] as they may be, again and again; as far from the expected ones
+        as those of a task that all points were asked."""
+        fit, mean = self._best, self.mean(points)
+        cross = self._kernel(points, self._points, fit.curvature)
+        own = self._kernel(points, points, fit.curvature)
+        spread = own - cross @ np.linalg.solve(fit.gram, cross.T)
+        jitter = 1e-6 * float(np.trace(own)) / len(own)
+        lower = np.linalg.cholesky(fit.scale * (spread + jitter * np.eye(len(spread))))
+        while True:
+            yield mean + lower @ rng.standard_normal(mean.shape)
+
+    def _kernel(self, one: Array, other: Array, curvature: float) -> Array:
+        linear = one @ other.T / self.num_blocks
+        return BASE + linear + curvature * linear**2
+
+    def _fit(self, parts: list[_Part], curvature: float, noise: float) -> _Fit:
+        """With the scale that makes the answers likeliest."""
+        num = len(self._points)
+        gram = self._kernel(self._points, self._points, curvature) + noise * np.eye(num)
+        weights = np.zeros((num, self._num_tasks))
+        squares, count, logs = 0.0, 0, 0.0
+        for part in parts:
+            lower = np.linalg.cholesky(gram[np.ix_(part.points, part.points)])
+            white = np.linalg.solve(lower, part.odds)
+            weights[np.ix_(part.points, part.tasks)] = np.linalg.solve(lower.T, white)
+            squares += float(np.square(white).sum())
+            count += white.size
+            logs += len(part.tasks) * float(np.log(np.diag(lower)).sum())
+        scale = max(squares, 1e-12) / max(count, 1)
+        likelihood = -0.5 * count * float(np.log(scale)) - logs
+        return _Fit(curvature, gram, scale, weights, likelihood)
+
+
+def _parts(certainties: Array) -> Iterator[_Part]:
+    is_asked = ~np.isnan(certainties)
+    kinds, kind_of = np.unique(is_asked, axis=1, return_inverse=True)
+    near = np.clip(certainties, LEAST, 1 - LEAST)
+    odds = np.log(near / (1 - near))
+    for kind in range(kinds.shape[1]):
+        points, tasks = np.flatnonzero(kinds[:, kind]), np.flatnonzero(kind_of.ravel() == kind)
+        if len(points):
+            yield _Part(points, tasks, odds[np.ix_(points, tasks)])
+
+
+def propose(
+    surrogate: Surrogate,
+    *,
+    starts: Array,
+    box: Box,
+    worth: Worth,
+    count: int,
+    rng: np.random.Generator,
+) -> Array:
+    """Points [count, d] to measure next, no two alike. `starts` [n, d] are the best measured."""
+    blocks = surrogate.num_blocks
+    sums = box.low + (box.high - box.low) * rng.random((NUM_POINTS // 4, starts.shape[1] // blocks))
+    pool = np.concatenate([np.tile(sums, blocks), _around(starts, box, blocks, rng)])
+    for _ in range(NUM_ROUNDS):
+        value = worth(_probability(surrogate.mean(pool)))
+        best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]
+        pool = np.concatenate([best, _around(np.concatenate([best, starts]), box, blocks, rng)])
+    draws = surrogate.draw(pool, rng=rng)
+    chosen: dict[int, None] = {}
+    odds = surrogate.mean(pool)
+    while len(chosen) < min(count, len(pool)):
+        order = np.argsort(-worth(_probability(odds)), kind="stable")
+        chosen[next(int(place) for place in order if int(place) not in chosen)] = None
+        odds = next(draws)
+    return pool[list(chosen)]
+
+
+def _around(centres: Array, box: Box, num_blocks: int, rng: np.random.Generator) -> Array:
+    """Points near these, half of them moved in all blocks alike."""
+    size = centres.shape[1]
+    of = centres[rng.integers(len(centres), size=NUM_POINTS)]
+    alike = np.tile(rng.standard_normal((NUM_POINTS, size // num_blocks)), num_blocks)
+    apart = rng.standard_normal((NUM_POINTS, size))
+    moves = np.where(rng.random((NUM_POINTS, 1)) < 0.5, alike, apart)
+    points: Array = np.clip(of + rng.choice(STEPS, (NUM_POINTS, 1)) * moves, box.low, box.high)
+    return points
+
+
+def _probability(odds: Array) -> Array:
+    probability: Array = 1.0 / (1.0 + np.exp(-odds))
+    return probability
