@@ -10,13 +10,14 @@ follows from the log-odds of each. These are a Gaussian process with one kernel 
     k(x, x') = BASE + x x' / b + curvature (x x' / b)^2     b: blocks, each with its coefficients
 
 times a scale, plus noise. Scale, curvature and noise are those that make all answers likeliest. One
-proposal is the best point by the expected log-odds, each other one the best by a draw of them
-(Thompson sampling), among points around the best known ones.
+proposal is the best point by its expected worth, each other one the best by a draw of the log-odds
+(Thompson sampling), among points around the best known ones. Where log-odds are uncertain less is
+expected: being wrong costs more than being right gains.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ Worth = Callable[[Array], Array]
 BASE = 4.0
 """Variance of the log-odds without any adapter, in units of the linear part, as the next two."""
 CURVATURES = (0.0, 0.1, 0.3, 1.0)
-NOISES = (0.01, 0.03, 0.1, 0.3)
+NOISES = (0.01, 0.03, 0.1, 0.3, 1.0)
 LEAST = 0.01
 """How near to 0 and 1 certainties count: log-odds beyond tell rounding errors apart."""
 
@@ -39,6 +40,8 @@ NUM_ROUNDS = 4
 NUM_STARTS = 5
 STEPS = (0.05, 0.1, 0.2, 0.4)
 """Standard deviations of the points around one."""
+NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
+"""Of a normal distribution, with their weights: exact for polynomials up to the fifth degree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,16 @@ class Surrogate:
     def mean(self, points: Array) -> Array:
         """The expected log-odds [points, tasks]."""
         return self._kernel(points, self._points, self._best.curvature) @ self._best.weights
+
+    def spread(self, points: Array) -> Array:
+        """The standard deviation of the log-odds [points], of a task that all points were asked."""
+        fit = self._best
+        cross = self._kernel(points, self._points, fit.curvature)
+        linear = np.square(points).sum(axis=1) / self.num_blocks
+        own = BASE + linear + fit.curvature * linear**2
+        known = np.einsum("pn,np->p", cross, np.linalg.solve(fit.gram, cross.T))
+        deviation: Array = np.sqrt(fit.scale * np.maximum(own - known, 0.0))
+        return deviation
 
     def draw(self, points: Array, *, rng: np.random.Generator) -> Iterator[Array]:
         """Log-odds [points, tasks] as they may be, again and again; as far from the expected ones
@@ -144,17 +157,22 @@ def propose(
     sums = box.low + (box.high - box.low) * rng.random((NUM_POINTS // 4, starts.shape[1] // blocks))
     pool = np.concatenate([np.tile(sums, blocks), _around(starts, box, blocks, rng)])
     for _ in range(NUM_ROUNDS):
-        value = worth(_probability(surrogate.mean(pool)))
+        value = _expected(worth, surrogate, pool)
         best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]
         pool = np.concatenate([best, _around(np.concatenate([best, starts]), box, blocks, rng)])
-    draws = surrogate.draw(pool, rng=rng)
-    chosen: dict[int, None] = {}
-    odds = surrogate.mean(pool)
-    while len(chosen) < min(count, len(pool)):
-        order = np.argsort(-worth(_probability(odds)), kind="stable")
-        chosen[next(int(place) for place in order if int(place) not in chosen)] = None
-        odds = next(draws)
-    return pool[list(chosen)]
+    chosen = [int(np.argmax(_expected(worth, surrogate, pool)))]
+    for odds in islice(surrogate.draw(pool, rng=rng), count - 1):
+        order = np.argsort(-worth(_probability(odds)), kind="stable").tolist()
+        chosen.append(next(place for place in order if place not in chosen))
+    return pool[chosen]
+
+
+def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
+    """What points are worth in the mean over what their log-odds may be."""
+    mean, spread = surrogate.mean(points), surrogate.spread(points)[:, None]
+    values = [weight * worth(_probability(mean + node * spread)) for node, weight in NODES]
+    total: Array = np.sum(values, axis=0)
+    return total
 
 
 def _around(centres: Array, box: Box, num_blocks: int, rng: np.random.Generator) -> Array:

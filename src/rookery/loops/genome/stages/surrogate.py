@@ -34,7 +34,7 @@ class SurrogateStage(Config):
 
     type: Literal["surrogate"] = "surrogate"
     generations: int = Field(default=3, ge=1)
-    population: int = Field(default=10, ge=1)
+    population: int = Field(default=10, ge=1, le=256)
     """Sums per generation."""
     unit: Literal["block", "model"] = "block"
     """What has coefficients of its own: every block of the model, or the model as one."""
