@@ -16,18 +16,18 @@ from rookery.embedded import resolve_model
 PYTHON = os.environ.get("ROOKERY_TINKER_PYTHON", "")
 NAME = "Qwen/Qwen3-8B-Base"
 """The cookbook looks its renderer up by this name; it needs no special tokens."""
-RECIPE_S = 1500.0
+RECIPE_S = 3000.0
 
 
 ARITHMETIC = Path(__file__).with_name("arithmetic_recipe.py")
 ARITHMETIC_OPTIONS = (
     "env=arithmetic", "renderer_name=role_colon", "groups_per_batch=16", "group_size=8",
-    "max_tokens=8", "learning_rate=1e-3", "max_steps=10", "lora_rank=8", "eval_every=0",
+    "max_tokens=8", "learning_rate=1e-3", "max_steps=8", "lora_rank=8", "eval_every=0",
     "save_every=0", "behavior_if_log_dir_exists=delete",
 )  # fmt: skip
 """Eight tokens: three digits and the end of an answer must fit. Of the first answers one in sixty
 has that end: fewer than 128 of them often hold nothing to prefer."""
-NUM_LAST = 2
+NUM_LAST = 4
 """Steps at the end whose rewards are compared with that of the first, which is untrained."""
 
 
