@@ -1,6 +1,7 @@
 """What an answer counts in a search, apart from the reward that is reported of it.
 
-    merits_of({"t1": 1.0, "t2": 0.0}, {"t1": 0.9, "t2": 0.4}, merit="certainty")
+    merits_of({"t1": 1.0, "t2": 0.0}, {"t1": 0.9, "t2": 0.4}, merit="certainty",
+              num_choices={"t1": 2, "t2": 2})
         -> {"t1": 0.9, "t2": 0.4}
 
 A reward of 0 or 1 says which choice was the likeliest; the probability of the right one also says
@@ -18,21 +19,27 @@ Merit = Literal["certainty", "log_certainty", "reward"]
 reward alone. A task without choices counts by its reward in each of them."""
 
 LOG_SPAN = 4.0
-"""Halvings of the probability from 1 down to a log certainty of 0."""
+"""Halvings of the probability from 1 down to a log certainty of 0, of up to four choices. Of more
+it is twice as many as a guess among them has: below that all candidates would look alike."""
 
 
 def merits_of(
-    rewards: Mapping[str, float], certainties: Mapping[str, float], *, merit: Merit
+    rewards: Mapping[str, float],
+    certainties: Mapping[str, float],
+    *,
+    merit: Merit,
+    num_choices: Mapping[str, int],
 ) -> dict[str, float]:
-    """By task id; as many as there are rewards."""
+    """By task id; as many as there are rewards. `num_choices` of each task with a certainty."""
     if merit == "reward":
         return dict(rewards)
     known = {task: certainties[task] for task in rewards if task in certainties}
     if merit == "log_certainty":
-        known = {task: _log_certainty(value) for task, value in known.items()}
+        known = {task: _log_certainty(value, num_choices[task]) for task, value in known.items()}
     return {**rewards, **known}
 
 
-def _log_certainty(probability: float) -> float:
-    """From 1 at certainty down to 0 at 2 ** -LOG_SPAN and below."""
-    return 0.0 if probability <= 0.0 else max(0.0, 1.0 + math.log2(probability) / LOG_SPAN)
+def _log_certainty(probability: float, num_choices: int) -> float:
+    """From 1 at certainty down to 0 at 2 ** -span and below."""
+    span = max(LOG_SPAN, 2.0 * math.log2(num_choices))
+    return 0.0 if probability <= 0.0 else max(0.0, 1.0 + math.log2(probability) / span)

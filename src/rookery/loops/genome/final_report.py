@@ -149,7 +149,12 @@ class FinalReport:
         is_pooled = self._settings.evidence == "both"
         searched = [task for task in self._search.tasks if is_pooled or task.source not in asked]
         rewards = _rewards(groups)
-        merits = merits_of(rewards, _certainties(groups), merit=self._search.merit)
+        merits = merits_of(
+            rewards,
+            _certainties(groups),
+            merit=self._search.merit,
+            num_choices={task.id: len(task.choices) for task in tasks},
+        )
         every = [*searched, *tasks]
         return _Evidence(
             means=complete_means({**measured.rewards, **rewards}, every),
