@@ -141,5 +141,6 @@ def test_the_demo_reports_on_words_that_no_founder_was_trained_on(name: str) -> 
     assert len({row["id"] for row in rows}) == len(rows) == 80
     assert Counter(row["reference"] for row in rows) == dict.fromkeys(rows[0]["choices"], 40)
     assert not known & {row["id"].casefold() for row in rows}
-    [form] = {task.prompt.replace(task.prompt.splitlines()[1], "") for task in asked}
+    prompts = [str(task.prompt) for task in asked]
+    [form] = {prompt.replace(prompt.splitlines()[1], "") for prompt in prompts}
     assert {row["prompt"].replace(f"Item: {row['id']}", "") for row in rows} == {form}
