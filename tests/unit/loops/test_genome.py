@@ -334,6 +334,45 @@ async def test_a_single_founder_is_tried_in_other_strengths(genome: Genome, tmp_
     assert len(weights) == len({one["version"] for one in lineage}) == 3
 
 
+async def test_the_searchs_own_sums_are_plain_whatever_the_config_calls_sum(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """Random sums, CMA-ES and random search: slerp takes two parents, and the founders are four."""
+    with _run(tmp_path, "a") as run:
+        report = (
+            await genome(
+                run,
+                stages=[
+                    {"type": "random", "count": 2},
+                    {"type": "cmaes", "generations": 1, "population": 2},
+                ],
+                merges={"sum": {"type": "slerp"}},
+            )
+        ).report
+    assert [generation.num_failed for generation in report.generations] == [0, 0, 0]
+    assert [n.operator for n in report.lineage[4:]] == ["random"] * 2 + ["cmaes"] * 2
+    assert "random search" in {row.name for row in report.rows if row.mean is not None}
+
+
+async def test_cmaes_by_block_goes_on_from_the_best_by_block(
+    genome: Genome, tmp_path: Path
+) -> None:
+    blocks = {"type": "cmaes", "generations": 1, "population": 4, "unit": "block"}
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[blocks, {**blocks, "sigma": 1e-6}],
+            race={"enabled": False},
+            finals={"random_search": False},
+        )
+        merits = {event.key: event.payload["merit"] for event in run.events("candidate")}
+    first, second = result.report.lineage[4:8], result.report.lineage[8:]
+    assert len(second) == 4 and len(set(merits.values())) > 1
+    best = max(first, key=lambda node: merits[node.id])
+    for node in second:
+        assert node.weights == pytest.approx(best.weights, abs=1e-4)
+
+
 async def test_cmaes_starts_from_the_best_of_the_random_sums(
     genome: Genome, tmp_path: Path
 ) -> None:

@@ -171,7 +171,7 @@ class FinalReport:
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
-        plans = random_plans(self._builder.founders, count=count, seed=seed, merge="sum")
+        plans = random_plans(self._builder.founders, count=count, seed=seed)
         self._builder.plan(plans)
         measured = self._search.measured
         names = [plan.id for plan in plans]

@@ -12,7 +12,7 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import BY_BLOCK, ChildPlan
+from rookery.search.candidate import BY_BLOCK, CMAES, ChildPlan
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
 from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
@@ -57,7 +57,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
             ChildPlan(
                 id=f"{context.prefix}m{generation:03d}-p{index:02d}",
                 generation=generation,
-                merge=BY_BLOCK if config.unit == "block" else "sum",
+                merge=BY_BLOCK if config.unit == "block" else CMAES,
                 parents=founders,
                 weights=point,
                 mutation=None,
@@ -77,19 +77,20 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
 
 
 def _start(config: CmaesConfig, context: StageContext, num_blocks: int) -> tuple[float, ...]:
-    """The coefficients of the best sum of all founders, in every block the same."""
-    founders, recipes = context.builder.founders, context.builder.recipes
-    measured = context.search.measured
-    sums = [
-        (rank_key(measured[id].fitness), recipe.weights)
+    """The coefficients of the best sum of all founders, in every block the same unless it is one by
+    block."""
+    num_founders, measured = len(context.builder.founders), context.search.measured
+    sums = {
+        id: weights
         for id in context.fitness()
-        if isinstance(recipe := recipes.get(id), ChildPlan)
-        and (recipe.merge, recipe.parents, recipe.mutation) == ("sum", founders, None)
+        if (weights := context.builder.coefficients(id)) is not None
+        and len(weights) in (num_founders, num_founders * num_blocks)
         and measured[id].is_complete
-    ]
+    }
     if not sums:
-        return average_start(config, count=len(founders)) * num_blocks
-    _, best = max(sums, key=lambda one: one[0])
+        return average_start(config, count=num_founders) * num_blocks
+    best = sums[max(sums, key=lambda id: rank_key(measured[id].fitness))]
     low = -math.inf if config.low is None else config.low
     high = math.inf if config.high is None else config.high
-    return tuple(min(high, max(low, weight)) for weight in best) * num_blocks
+    start = tuple(min(high, max(low, weight)) for weight in best)
+    return start if len(start) == num_founders * num_blocks else start * num_blocks

@@ -39,9 +39,7 @@ async def run_random(config: RandomStage, context: StageContext) -> list[str]:
     seed = stream_seed(context.seed, "random stage", context.index)
     plans = [
         replace(plan, id=f"{context.prefix}r{generation:03d}-p{index:02d}", generation=generation)
-        for index, plan in enumerate(
-            random_plans(founders, count=config.count, seed=seed, merge="sum")
-        )
+        for index, plan in enumerate(random_plans(founders, count=config.count, seed=seed))
     ]
     best = context.best()
     fitness = await context.measure(
