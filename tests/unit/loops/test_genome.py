@@ -373,6 +373,18 @@ async def test_cmaes_by_block_goes_on_from_the_best_by_block(
         assert node.weights == pytest.approx(best.weights, abs=1e-4)
 
 
+async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:
+    """Four founders and four sums for six islands."""
+    population = {"size": 2, "children": {"count": 1}}
+    stages = [
+        {"type": "random", "count": 4},
+        {"type": "ga", "generations": 1, "population": population, "islands": {"num_islands": 6}},
+    ]
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+    assert [g.num_candidates for g in report.generations] == [4, 4, 6]
+
+
 async def test_cmaes_starts_from_the_best_of_the_random_sums(
     genome: Genome, tmp_path: Path
 ) -> None:
