@@ -373,6 +373,22 @@ async def test_cmaes_by_block_goes_on_from_the_best_by_block(
         assert node.weights == pytest.approx(best.weights, abs=1e-4)
 
 
+async def test_the_lineage_counts_generations_through_all_stages(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """A genetic search counts its own from 1, and its first parents are of the stage before."""
+    ga = {"type": "ga", "generations": 2, "population": {"size": 2, "children": {"count": 2}}}
+    stages = [{"type": "random", "count": 3}, ga]
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+    nodes = {node.id: node.generation for node in report.lineage}
+    counts = [g.num_candidates for g in report.generations]
+    assert list(nodes.values()) == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 2
+    assert counts == [4, 3, 2, 2]
+    for node in report.lineage:
+        assert all(nodes[parent] < node.generation for parent in node.parents)
+
+
 async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:
     """Four founders and four sums for six islands."""
     population = {"size": 2, "children": {"count": 1}}
