@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from fleet.stub import Stub, serve
-from loops.evolution import Genome, clockless
+from loops.evolution import Genome, Inputs, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
+from rookery.compose.genome import most_rollouts
 from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
+from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
@@ -33,6 +35,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
+from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
 from rookery.weights.merge import merge
@@ -387,6 +390,30 @@ async def test_the_lineage_counts_generations_through_all_stages(
     assert counts == [4, 3, 2, 2]
     for node in report.lineage:
         assert all(nodes[parent] < node.generation for parent in node.parents)
+
+
+async def test_the_bar_knows_how_many_answers_there_can_be(
+    genome: Genome, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Without races: founders, pairs of them and as many points as CMA-ES asks for."""
+    changes = {
+        "init": {"type": "file", "path": str(inputs.founders), "use": "both"},
+        "stages": [{"type": "cmaes", "generations": 1, "unit": "block"}],
+        "race": {"enabled": False},
+        "floors": {"first": "founder"},
+        "finals": {"random_search": False, "num_finalists": 1, "num_voters": 1},
+    }
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, **changes)).report
+    config = GenomeConfig.model_validate(inputs.document(**changes))
+    assert isinstance(config.init, FileInit)
+    founders = list(read_founders(config.init).values())
+    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    [stage] = config.stages
+    assert stage.num_candidates(founders) == report.generations[1].num_candidates
+    most = most_rollouts(config, founders, tasksets)
+    num_report = sum(len(taskset.split("report")) for taskset in tasksets)
+    assert most - 8 * num_report <= report.num_rollouts <= most
 
 
 async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ repeat: points = coefficients from a normal distribution; measure the sums; adap
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -13,9 +14,10 @@ from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import BY_BLOCK, CMAES, ChildPlan
-from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
+from rookery.search.cmaes import Cmaes, CmaesConfig, average_start, population_size
 from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
+from rookery.types import Adapter
 from rookery.weights.merge import block_names
 
 __all__ = ["CmaesStage", "run_cmaes"]
@@ -30,10 +32,14 @@ class CmaesStage(CmaesConfig, Config):
     unit: Literal["block", "model"] = "model"
     """What has coefficients of its own: every block of the model, or the model as one."""
 
-    @property
-    def num_candidates(self) -> int:
-        """How many it measures, at the library's usual population of eight founders."""
-        return self.generations * (self.population or 10)
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:
+        """How many it measures, of so many founders and their blocks."""
+        num_coefficients = len(founders) * self.num_blocks(founders)
+        return self.generations * population_size(self, count=num_coefficients)
+
+    def num_blocks(self, founders: Sequence[Adapter]) -> int:
+        """What has coefficients of its own."""
+        return len(block_names(founders)) if self.unit == "block" else 1
 
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
@@ -42,9 +48,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations", "unit"}))
-    num_blocks = 1
-    if config.unit == "block":
-        num_blocks = len(block_names([context.builder.adapter(f) for f in founders]))
+    num_blocks = config.num_blocks([context.builder.adapter(f) for f in founders])
     search = Cmaes(
         plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
