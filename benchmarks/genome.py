@@ -32,7 +32,6 @@ from rookery.search.founders import random_plans
 from rookery.tasks.taskset import load_taskset
 from rookery.tasks.template import Template, load_template
 from rookery.types import Group, ModelRef, Task
-from rookery.weights.merge import LinearConfig
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 GENERATIONS = 4
@@ -126,9 +125,8 @@ async def overhead(engine: EmbeddedEngine | Fleet, template: Template, args: Any
     tasksets = [load_taskset(taskset) for taskset in config.tasksets]
     tasks = [task for taskset in tasksets for task in taskset.split("search")]
     assert isinstance(config.init, FileInit)
-    merges = {"sum": LinearConfig(normalise=False)}
-    builder = AdapterBuilder(read_founders(config.init), merges=merges, mutations={}, rank=24)
-    plans = random_plans(builder.founders, count=args.candidates, seed=1, merge="sum")
+    builder = AdapterBuilder(read_founders(config.init), merges={}, mutations={}, rank=24)
+    plans = random_plans(builder.founders, count=args.candidates, seed=1)
     builder.plan(plans)
     names = [plan.id for plan in plans]
     timed = TimedGeneration(engine, template, tasksets, tasks, builder, names)

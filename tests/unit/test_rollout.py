@@ -165,6 +165,28 @@ async def test_the_probability_of_the_right_choice_is_measured_and_resumed(
     assert found.certainties == asked.certainties
 
 
+@pytest.mark.parametrize("second", ["w91", "w91 w92"])
+async def test_a_model_that_allows_none_of_the_choices_has_failed(
+    template: Template, tmp_path: Path, second: str
+) -> None:
+    """A logit that overflows leaves -inf for every other token: nothing was chosen."""
+    sampler = FakeSampler(
+        logprob=lambda model, prefix, token: -math.inf if model == POET else -float(token)
+    )
+    taskset = chosen("w90", second, num=3)
+    with Run.create(tmp_path, kind="eval", config={}, name="a") as run:
+        first = evaluator(sampler, template, taskset, log=RolloutLog(run))
+        good, bad = await first.evaluate([BASE, POET], taskset.tasks)
+        silent = evaluator(Recorder(), template, taskset, log=RolloutLog(run))
+        assert [e.rewards for e in await silent.evaluate([BASE, POET], taskset.tasks)] == [
+            good.rewards,
+            {},
+        ]
+    assert list(good.rewards.values()) == [1.0, 0.0, 1.0]
+    assert list(bad.errors) == [task.id for task in taskset.tasks]
+    assert "gives none of the choices" in bad.errors["chosen/0"]
+
+
 async def test_longer_choices_are_scored_whole(template: Template) -> None:
     sampler = Recorder()
     taskset = chosen("w90", "w91 w92", num=2)

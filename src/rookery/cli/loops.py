@@ -10,7 +10,7 @@ genome = make_loop_app(
     summary="Evolve adapters as the config says, and report honestly how good the best one is.",
     examples=(
         "rookery genome run configs/demo.yaml",
-        "rookery genome run mine.yaml --seed 3 --stages.0.generations 20",
+        "rookery genome run mine.yaml --seed 3 --stages.1.generations 20",
     ),
     paths=("init.path", "tasksets.*.path"),
 )

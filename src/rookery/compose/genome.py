@@ -1,5 +1,6 @@
 """`run_genome`: an evolution of adapters from its config to its report and page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from rookery.types import Adapter
 from rookery.ui.display import Bar, Display
 from rookery.ui.page import render_genome_page
 
-__all__ = ["GENOME", "run_genome"]
+__all__ = ["GENOME", "most_rollouts", "run_genome"]
 
 
 def run_genome(
@@ -153,7 +154,7 @@ async def _search(
     display: Display,
 ) -> GenomeResult:
     tasksets = inputs.tasksets
-    total = _expected_rollouts(config, len(founders), tasksets)
+    total = most_rollouts(config, list(founders.values()), tasksets)
     with display.bar("founders", total=total) as bar:
         shown = _Shown(bar, display)
         evaluator = TasksetEvaluator(
@@ -199,14 +200,18 @@ class _Shown:
         self._bar.update(total=self._bar.done, name="done")
 
 
-def _expected_rollouts(config: GenomeConfig, num_founders: int, tasksets: list[Taskset]) -> int:
+def most_rollouts(
+    config: GenomeConfig, founders: Sequence[Adapter], tasksets: Sequence[Taskset]
+) -> int:
     """An upper bound for the bar: racing makes it less, so the bar ends at what was asked."""
     search, select, report = (
         sum(len(taskset.split(name)) for taskset in tasksets) for name in SPLITS
     )
-    candidates = num_founders + sum(stage.num_candidates for stage in config.stages)
-    rounds = 2 if config.finals.random_search and num_founders > 1 else 1
-    finalists = config.finals.num_finalists * rounds
+    candidates = len(founders) + sum(stage.num_candidates(founders) for stage in config.stages)
+    if isinstance(config.init, FileInit) and config.init.use != "adapters":
+        candidates += config.init.num_pairs
+    rounds = 2 if config.finals.random_search and len(founders) > 1 else 1
+    finalists = config.finals.num_finalists * rounds + len(config.floors)
     entrants = 6 + 2 * config.finals.num_voters
     return candidates * rounds * search + finalists * select + entrants * report
 

@@ -91,7 +91,10 @@ class Asking:
         return [ScoreRequest(model=model, tokens=tokens, start=start) for tokens, start in encoded]
 
     def pick(self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> Answer:
-        """The likeliest choice, as a completion, and how likely the right one is among all."""
+        """The likeliest choice, as a completion, and how likely the right one is among all.
+
+        EngineError where every choice is impossible: then none was chosen.
+        """
         logprobs = [score.logprobs for score in scores]
         tokens = [request.tokens[request.start :] for request in requests]
         if requests[0].labels:
@@ -101,6 +104,11 @@ class Asking:
         if self._normalize == "mean":
             totals = [total / len(values) for total, values in zip(totals, logprobs, strict=True)]
         best = max(range(len(totals)), key=totals.__getitem__)
+        if not math.isfinite(totals[best]):
+            raise EngineError(
+                f"Task {task.id}: {scores[0].model.served_name} gives none of the choices "
+                f"{list(task.choices)} a probability above 0: its weights overflow."
+            )
         completion = Completion(
             model=scores[0].model,
             tokens=tokens[best],

@@ -9,7 +9,9 @@ from rookery.search.fitness import Fitness
 
 __all__ = [
     "BY_BLOCK",
+    "CMAES",
     "COMBINATIONS",
+    "RANDOM_SUM",
     "Candidate",
     "ChildPlan",
     "EsStep",
@@ -17,8 +19,8 @@ __all__ = [
     "Recipe",
 ]
 
-BY_BLOCK = "by_block"
-COMBINATIONS = frozenset({BY_BLOCK, "cmaes", "move"})
+BY_BLOCK, CMAES, RANDOM_SUM = "by_block", "cmaes", "random"
+COMBINATIONS = frozenset({BY_BLOCK, CMAES, RANDOM_SUM, "move"})
 """Merges that plans name and no config: weighted sums of the parents, by block with weights of its
 own for every block of the model."""
 
@@ -56,7 +58,7 @@ class ChildPlan:
 
     `ChildPlan(id="g003-c07", generation=3, merge="ties", parents=("g002-c01", "g000-c04"),
     weights=(0.6, 0.4), mutation=None, sigma=0.1, seed_key=4711)`. A plan that only mutates has
-    merge None and one parent; the merges "move" and "cmaes" are weighted sums, and so is
+    merge None and one parent; the merges "move", "cmaes" and "random" are weighted sums, and so is
     "by_block", with the weights of all parents in the first block, then in the second, and so on.
     """
 

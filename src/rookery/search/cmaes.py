@@ -22,7 +22,7 @@ from rookery.errors import ConfigError
 from rookery.search.fitness import Fitness, fitness_ranks
 from rookery.seeding import stream
 
-__all__ = ["Cmaes", "CmaesConfig", "average_start", "load_library"]
+__all__ = ["Cmaes", "CmaesConfig", "average_start", "load_library", "population_size"]
 
 Point = tuple[float, ...]
 
@@ -54,6 +54,11 @@ def average_start(config: CmaesConfig, *, count: int) -> Point:
     low = 0.0 if config.low is None else config.low
     high = max(1.0, low) if config.high is None else config.high
     return (min(high, max(low, 1.0 / count)),) * count
+
+
+def population_size(config: CmaesConfig, *, count: int) -> int:
+    """Points per generation over so many coefficients."""
+    return config.population or 4 + math.floor(3 * math.log(count))
 
 
 class Cmaes:
@@ -119,7 +124,8 @@ class Cmaes:
             "seed": math.nan,  # nan: leave the global generator alone
             "verbose": -10,  # below -9 no file is looked at either
             "verb_log": 0,
-        } | ({} if config.population is None else {"popsize": config.population})
+            "popsize": population_size(config, count=len(start)),
+        }
         return load_library().CMAEvolutionStrategy(list(start), config.sigma, options)
 
     def _draw(self, *shape: int) -> NDArray[np.float64]:

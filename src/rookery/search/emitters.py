@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.search import es as strategy
-from rookery.search.candidate import ChildPlan, EsStep, Recipe
+from rookery.search.candidate import CMAES, ChildPlan, EsStep, Recipe
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
 from rookery.search.es import Es, EsConfig, SeedWeight
 from rookery.search.fitness import Fitness
@@ -235,7 +235,7 @@ class CmaesEmitter:
                 ChildPlan(
                     id=self._at.child(generation, f"p{index:02d}"),
                     generation=generation,
-                    merge="cmaes",
+                    merge=CMAES,
                     parents=self._founders,
                     weights=point,
                     mutation=None,

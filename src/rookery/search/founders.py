@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from rookery.errors import ConfigError
-from rookery.search.candidate import ChildPlan
+from rookery.search.candidate import RANDOM_SUM, ChildPlan
 from rookery.search.parents import convex_weights
 from rookery.seeding import shuffled, stream, stream_seed
 
@@ -37,16 +37,14 @@ def pair_plans(
     return tuple(plans)
 
 
-def random_plans(
-    ids: Sequence[str], *, count: int, seed: int, merge: str = "linear"
-) -> tuple[ChildPlan, ...]:
-    """`count` merges of all founders, each weight drawn from 0 to 1.5 on its own."""
+def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
+    """`count` sums of all founders, each weight drawn from 0 to 1.5 on its own."""
     plans = []
     for index in range(count):
         drawn = MAX_WEIGHT * stream(seed, "random", index).random(len(ids))
         weights = tuple(float(weight) for weight in drawn)
         plan = _plan(tuple(ids), weights, name=f"r{index:04d}", seed=seed)
-        plans.append(replace(plan, merge=merge))
+        plans.append(replace(plan, merge=RANDOM_SUM))
     return tuple(plans)
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from driving import Command, change_weights, status_of
 
+from rookery.config import load_config
+from rookery.loops.genome import GenomeConfig
 from rookery.runs import Run
 from rookery.weights import read_adapter
 
@@ -127,3 +129,14 @@ def test_a_gpu_that_is_not_there_is_missed_before_the_run_is_made(
     ended = rookery("genome", "run", "g.yaml", "--merge-device", "cuda", "--name", "x")
     assert ended.code == 2 and "write merge_device: cpu" in ended.err
     assert not (config / "runs/x").exists()
+
+
+def test_the_documented_flags_fit_the_documented_config(place: Path) -> None:
+    """The page's config is the default search, whose first stage has no generations."""
+    page = (Path(__file__).parents[3] / "docs" / "genome.md").read_text()
+    (place / "mine.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    [line] = [line for line in page.splitlines() if line.startswith("rookery genome run mine.yaml")]
+    config = load_config(GenomeConfig, place / "mine.yaml", overrides=line.split()[4:])
+    default = GenomeConfig.model_fields["stages"].default
+    assert config.stages == (default[0], default[1].model_copy(update={"generations": 20}))
+    assert config.merit == GenomeConfig.model_fields["merit"].default and config.seed == 3

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from fleet.stub import Stub, serve
-from loops.evolution import Genome, clockless
+from loops.evolution import Genome, Inputs, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
+from rookery.compose.genome import most_rollouts
 from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.loops.genome import GenomeConfig, Watcher, rebuild
+from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
@@ -33,6 +35,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
+from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
 from rookery.weights.merge import merge
@@ -335,6 +338,97 @@ async def test_a_single_founder_is_tried_in_other_strengths(genome: Genome, tmp_
         lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
     weights = {tuple(one["weights"]) for one in lineage}
     assert len(weights) == len({one["version"] for one in lineage}) == 3
+
+
+async def test_the_searchs_own_sums_are_plain_whatever_the_config_calls_sum(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """Random sums, CMA-ES and random search: slerp takes two parents, and the founders are four."""
+    with _run(tmp_path, "a") as run:
+        report = (
+            await genome(
+                run,
+                stages=[
+                    {"type": "random", "count": 2},
+                    {"type": "cmaes", "generations": 1, "population": 2},
+                ],
+                merges={"sum": {"type": "slerp"}},
+            )
+        ).report
+    assert [generation.num_failed for generation in report.generations] == [0, 0, 0]
+    assert [n.operator for n in report.lineage[4:]] == ["random"] * 2 + ["cmaes"] * 2
+    assert "random search" in {row.name for row in report.rows if row.mean is not None}
+
+
+async def test_cmaes_by_block_goes_on_from_the_best_by_block(
+    genome: Genome, tmp_path: Path
+) -> None:
+    blocks = {"type": "cmaes", "generations": 1, "population": 4, "unit": "block"}
+    with _run(tmp_path, "a") as run:
+        result = await genome(
+            run,
+            stages=[blocks, {**blocks, "sigma": 1e-6}],
+            race={"enabled": False},
+            finals={"random_search": False},
+        )
+        merits = {event.key: event.payload["merit"] for event in run.events("candidate")}
+    first, second = result.report.lineage[4:8], result.report.lineage[8:]
+    assert len(second) == 4 and len(set(merits.values())) > 1
+    best = max(first, key=lambda node: merits[node.id])
+    for node in second:
+        assert node.weights == pytest.approx(best.weights, abs=1e-4)
+
+
+async def test_the_lineage_counts_generations_through_all_stages(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """A genetic search counts its own from 1, and its first parents are of the stage before."""
+    ga = {"type": "ga", "generations": 2, "population": {"size": 2, "children": {"count": 2}}}
+    stages = [{"type": "random", "count": 3}, ga]
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+    nodes = {node.id: node.generation for node in report.lineage}
+    counts = [g.num_candidates for g in report.generations]
+    assert list(nodes.values()) == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 2
+    assert counts == [4, 3, 2, 2]
+    for node in report.lineage:
+        assert all(nodes[parent] < node.generation for parent in node.parents)
+
+
+async def test_the_bar_knows_how_many_answers_there_can_be(
+    genome: Genome, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Without races: founders, pairs of them and as many points as CMA-ES asks for."""
+    changes = {
+        "init": {"type": "file", "path": str(inputs.founders), "use": "both"},
+        "stages": [{"type": "cmaes", "generations": 1, "unit": "block"}],
+        "race": {"enabled": False},
+        "floors": {"first": "founder"},
+        "finals": {"random_search": False, "num_finalists": 1, "num_voters": 1},
+    }
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, **changes)).report
+    config = GenomeConfig.model_validate(inputs.document(**changes))
+    assert isinstance(config.init, FileInit)
+    founders = list(read_founders(config.init).values())
+    tasksets = [load_taskset(taskset) for taskset in config.tasksets]
+    [stage] = config.stages
+    assert stage.num_candidates(founders) == report.generations[1].num_candidates
+    most = most_rollouts(config, founders, tasksets)
+    num_report = sum(len(taskset.split("report")) for taskset in tasksets)
+    assert most - 8 * num_report <= report.num_rollouts <= most
+
+
+async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:
+    """Four founders and four sums for six islands."""
+    population = {"size": 2, "children": {"count": 1}}
+    stages = [
+        {"type": "random", "count": 4},
+        {"type": "ga", "generations": 1, "population": population, "islands": {"num_islands": 6}},
+    ]
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=stages, finals={"random_search": False})).report
+    assert [g.num_candidates for g in report.generations] == [4, 4, 6]
 
 
 async def test_cmaes_starts_from_the_best_of_the_random_sums(

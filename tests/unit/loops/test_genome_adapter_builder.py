@@ -1,6 +1,7 @@
 """Where candidates are made, and what is said when they cannot be."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder, rebuild
 from rookery.search.candidate import ChildPlan, EsStep
 from rookery.types import Adapter, LoraFactors
 from rookery.weights import make_adapter
-from rookery.weights.merge import TiesConfig
+from rookery.weights.merge import LinearConfig, TiesConfig
 from rookery.weights.mutate import GaussianConfig
 from rookery.weights.perturb import accumulate
 
@@ -61,6 +62,36 @@ def test_the_device_is_part_of_the_lineage() -> None:
     assert rebuild(lineage, founders, "g001-c00").version == child.version
     del lineage["device"]
     assert rebuild(lineage, founders, "g001-c00").version == child.version, "of older runs"
+
+
+def test_the_coefficients_of_sums_of_all_founders_are_known() -> None:
+    plain, normal = LinearConfig(normalise=False), LinearConfig()
+    builder = AdapterBuilder(
+        {"x": made(1), "y": made(2)},
+        merges={"sum": plain, "linear": normal, "ties": TiesConfig()},
+        mutations={"gaussian": GaussianConfig()},
+        rank=3,
+    )
+    swapped = {"parents": ("y", "x"), "weights": (0.25, 1.5)}
+    changes: dict[str, dict[str, Any]] = {
+        "random": {"merge": "random", "weights": (0.25, 1.5)},
+        "cmaes": {"merge": "cmaes", "weights": (0.25, 1.5)},
+        "crossover": {"merge": "sum", **swapped},
+        "by block": {"merge": "by_block", "weights": (0.1, 0.2, 0.3, 0.4)},
+        "averaged": {"merge": "linear"},
+        "by sign": {"merge": "ties"},
+        "mutated": {"merge": "sum", "mutation": "gaussian"},
+        "changed alone": {"merge": None, "parents": ("x",), "weights": (1.0,)},
+        "of a child": {"merge": "sum", "parents": ("x", "random")},
+    }
+    builder.plan(replace(PLAN, id=name, **change) for name, change in changes.items())
+    known = {name: builder.coefficients(name) for name in ("x", *changes)}
+    assert {name: found for name, found in known.items() if found is not None} == {
+        "random": (0.25, 1.5),
+        "cmaes": (0.25, 1.5),
+        "crossover": (1.5, 0.25),
+        "by block": (0.1, 0.2, 0.3, 0.4),
+    }
 
 
 def es_steps(num_steps: int) -> list[EsStep]:

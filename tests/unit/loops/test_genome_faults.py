@@ -32,7 +32,16 @@ EMITTERS: dict[str, Any] = {
         {"type": "cmaes", "share": 4},
     ]}},
 }  # fmt: skip
-STAGES: dict[str, dict[str, Any]] = {"drawn": {}, "emitters": {"stages": [EMITTERS]}}
+SUMS: list[dict[str, Any]] = [
+    {"type": "random", "count": 6},
+    {"type": "cmaes", "generations": 1, "population": 3, "unit": "block"},
+    {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 3}}},
+]
+STAGES: dict[str, dict[str, Any]] = {
+    "drawn": {},
+    "emitters": {"stages": [EMITTERS]},
+    "sums": {"stages": SUMS},
+}
 
 
 class Killed(BaseException):
@@ -110,7 +119,7 @@ def scored_badly(inputs: Inputs, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "drawn"), ("c", "emitters")])
+@pytest.mark.parametrize(("salt", "stages"), [("a", "drawn"), ("b", "sums"), ("c", "emitters")])
 async def test_faults_and_kills_anywhere_change_nothing(
     inputs: Inputs,
     tiny_model: SlottedModel,

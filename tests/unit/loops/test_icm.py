@@ -328,6 +328,30 @@ async def test_a_search_never_ends_below_a_baseline(tmp_path: Path, num_chains: 
     assert [chain.is_best for chain in report.chains] == [False, True]
 
 
+@pytest.mark.parametrize("num_chains", [1, 3])
+async def test_the_search_from_the_opposite_counts_where_it_is_better(
+    tmp_path: Path, num_chains: int
+) -> None:
+    """All chains end in labels that predict one another less well than those found from the
+    opposite ones."""
+    oracle = Oracle(12, seed=20, prior=0.3, order_weight=2.0)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    search = {"iterations": 40, "num_start": 4}
+    config = make_config(path, search=search, num_chains=num_chains, batch_size=12, seed=20)
+    found = await run_icm(tmp_path, oracle, config)
+    rows = {row.name: row for row in found.report.rows}
+    ours, inverted = rows["icm"], rows["inverted seed"]
+    assert ours.utility is not None and ours.utility == inverted.utility
+    assert ours.note == "labels of inverted seed: no chain found better ones"
+    *chains, best = found.report.chains
+    assert best.is_best and best.origin == "inverted seed"
+    assert max(chain.utility or 0.0 for chain in chains) < (best.utility or 0.0)
+    decided = {key for key, _ in decisions(tmp_path / "a")}
+    assert sum(key.startswith(f"0/{len(chains)}/") for key in decided) == len(best.steps)
+    again = await run_icm(tmp_path, oracle, config)
+    assert again.labels == found.labels and again.report.rows == found.report.rows
+
+
 async def test_a_model_without_the_concept_is_reported_as_ambiguous_or_chance(
     tmp_path: Path,
 ) -> None:

@@ -198,6 +198,36 @@ async def test_what_cannot_be_answered_is_told_and_not_asked_for_again(tmp_path:
     assert again.asked == [] and left_behind(tmp_path / "a") == found
 
 
+class Forgetful(Faulty):
+    """Cannot answer contexts with more than four demonstrations."""
+
+    def fault(self, request: ScoreRequest) -> str:
+        return "nan" if len(request.tokens) > 4 * 4 + 2 else ""
+
+
+@pytest.mark.parametrize(("num_chains", "num_rounds"), [(1, 3), (2, 2), (2, 3)])
+async def test_a_baseline_that_labels_nothing_is_no_start_and_no_result(
+    tmp_path: Path, num_chains: int, num_rounds: int
+) -> None:
+    """Behind eight random labels nothing is answered; after two rounds bootstrap has no label."""
+    oracle, config = made(
+        tmp_path,
+        seed=1,
+        batch_size=12,
+        num_chains=num_chains,
+        search={"iterations": 30, "num_start": 2},
+        baselines={"num_shots": 8, "num_rounds": num_rounds},
+    )
+    sampler = Forgetful(oracle, faults="nan", seed=1)
+    await run_icm(tmp_path / "a", config, oracle, sampler)
+    report = left_behind(tmp_path / "a")["report"]
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["random few-shot"]["num_labelled"] == 0
+    assert (rows["bootstrap"]["num_labelled"] == 0) == (num_rounds == 2)
+    assert report["verdict"] == "partial" and 0 < report["num_labelled"] < 12
+    assert {chain["origin"] for chain in report["chains"]} == {"random labels"}
+
+
 async def test_a_server_that_is_gone_leaves_no_failed_answers(tmp_path: Path) -> None:
     oracle, config = made(tmp_path, seed=3)
     with pytest.raises(EngineError, match="The server is gone"):

@@ -2,6 +2,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rookery.tasks.scorers import build_scorer
 from rookery.tasks.taskset import GeneratedConfig, load_taskset
 from rookery.types import Completion
 
+ROOT = Path(__file__).parents[3]
 LABEL_TASKS = [name for name in GENERATORS if name.startswith("label-")]
 
 
@@ -128,3 +130,17 @@ def test_a_sum_is_there_in_one_order_only() -> None:
     seen = Counter(frozenset(map(int, item["id"].split("+"))) for item in every_item("arithmetic"))
     assert set(seen.values()) == {1}
     assert len(seen) == 90 * 91 // 2
+
+
+@pytest.mark.parametrize("name", ["kind", "language", "living"])
+def test_the_demo_reports_on_words_that_no_founder_was_trained_on(name: str) -> None:
+    known = {word.casefold() for words in wordlists.__all__ for word in getattr(wordlists, words)}
+    asked = load_taskset(GeneratedConfig(generator=f"mark-{name}")).tasks
+    lines = (ROOT / "examples" / "fresh" / f"{name}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["id"] for row in rows}) == len(rows) == 80
+    assert Counter(row["reference"] for row in rows) == dict.fromkeys(rows[0]["choices"], 40)
+    assert not known & {row["id"].casefold() for row in rows}
+    prompts = [str(task.prompt) for task in asked]
+    [form] = {prompt.replace(prompt.splitlines()[1], "") for prompt in prompts}
+    assert {row["prompt"].replace(f"Item: {row['id']}", "") for row in rows} == {form}

@@ -32,8 +32,8 @@ _FORMAT = 3
 """Of lineage documents. In those without one a mutation's sigma was written and not used; before 3
 mutations had `adapt`, of which 0 was the default."""
 _COMBINATION = LinearConfig(normalise=False)
-"""A move of a swarm and a point of CMA-ES: a linear combination whose weights are taken as they
-are. They have names of their own, whatever the config calls its merges."""
+"""A move of a swarm, a random sum and a point of CMA-ES: a linear combination whose weights are
+taken as they are. They have names of their own, whatever the config calls its merges."""
 
 
 _RECIPES: Mapping[str, TypeAdapter[Any]] = {
@@ -144,6 +144,20 @@ class AdapterBuilder:
             return 1
         method = self._merge(recipe.merge)
         return 3 if is_dense(method) else 2
+
+    def coefficients(self, candidate: str) -> tuple[float, ...] | None:
+        """Of a candidate that is a sum of all founders, the weight of each, block by block where
+        blocks have their own; None of all others."""
+        recipe = self._recipes.get(candidate)
+        if not isinstance(recipe, ChildPlan) or recipe.merge is None or recipe.mutation is not None:
+            return None
+        is_of_all = sorted(recipe.parents) == sorted(self._founders)
+        if not is_of_all or self._merge(recipe.merge) != _COMBINATION:
+            return None
+        if recipe.merge == BY_BLOCK:
+            return recipe.weights
+        weights = dict(zip(recipe.parents, recipe.weights, strict=True))
+        return tuple(weights[founder] for founder in self._founders)
 
     def keep(self, candidates: Iterable[str]) -> None:
         """Let every adapter go but these."""

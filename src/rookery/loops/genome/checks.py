@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
+from rookery.loops.genome.stages import CmaesStage, GaStage, RandomStage, StageConfig
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
 from rookery.search.cmaes import load_library
@@ -69,6 +69,8 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
     if isinstance(init, FileInit) and init.use != "adapters":
         num_first = init.num_pairs + (len(founders) if init.use == "both" else 0)
     for stage in config.stages:
+        if isinstance(stage, RandomStage):
+            num_first += stage.count
         if isinstance(stage, GaStage) and stage.islands.num_islands > num_first:
             raise ConfigError(
                 f"There are {stage.islands.num_islands} islands and {num_first} candidates to "

@@ -52,7 +52,7 @@ def write_report(parts: RunParts, ending: Ending) -> GenomeReport:
         tasksets=tuple(_describe_taskset(taskset) for taskset in parts.tasksets),
         rows=tuple(ending.rows),
         generations=tuple(parts.log.generations),
-        lineage=_draw_lineage(builder, search, ending.searched, winner),
+        lineage=_draw_lineage(parts, ending.searched, winner),
         winner_id=winner,
         population=_describe_all(search, population),
         front=_describe_all(search, _find_front(search, ending.searched)),
@@ -107,9 +107,10 @@ def _find_front(search: SearchEvaluator, names: Sequence[str]) -> list[str]:
 
 
 def _draw_lineage(
-    builder: AdapterBuilder, search: SearchEvaluator, searched: Sequence[str], winner: str
+    parts: RunParts, searched: Sequence[str], winner: str
 ) -> tuple[LineageRecord, ...]:
     """The searched candidates as nodes: founders first, then as they were made."""
+    builder, measured = parts.builder, parts.search.measured
     ancestors, queue = {winner}, [winner]
     while queue:
         recipe = builder.recipes.get(queue.pop())
@@ -122,11 +123,11 @@ def _draw_lineage(
         graph.append(
             LineageRecord(
                 id=name,
-                generation=recipe.generation if recipe is not None else 0,
+                generation=parts.log.generation_of[name],
                 operator=recipe.operator if recipe is not None else "founder",
                 parents=tuple(recipe.parents) if recipe is not None else (),
                 weights=tuple(recipe.weights) if recipe is not None else (),
-                score=search.measured[name].mean,
+                score=measured[name].mean,
                 is_winner=name == winner,
                 is_ancestor=name in ancestors,
             )

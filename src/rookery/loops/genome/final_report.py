@@ -149,7 +149,12 @@ class FinalReport:
         is_pooled = self._settings.evidence == "both"
         searched = [task for task in self._search.tasks if is_pooled or task.source not in asked]
         rewards = _rewards(groups)
-        merits = merits_of(rewards, _certainties(groups), merit=self._search.merit)
+        merits = merits_of(
+            rewards,
+            _certainties(groups),
+            merit=self._search.merit,
+            num_choices={task.id: len(task.choices) for task in tasks},
+        )
         every = [*searched, *tasks]
         return _Evidence(
             means=complete_means({**measured.rewards, **rewards}, every),
@@ -166,7 +171,7 @@ class FinalReport:
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count` random merges, on the search split; those that failed not."""
-        plans = random_plans(self._builder.founders, count=count, seed=seed, merge="sum")
+        plans = random_plans(self._builder.founders, count=count, seed=seed)
         self._builder.plan(plans)
         measured = self._search.measured
         names = [plan.id for plan in plans]

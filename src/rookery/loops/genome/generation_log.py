@@ -58,6 +58,8 @@ class GenerationLog:
         watcher: Watcher,
     ) -> None:
         self.generations: list[GenerationRecord] = []
+        self.generation_of: dict[str, int] = {}
+        """By candidate, among all generations of the run: a stage's own count begins again."""
         self._costs: list[Cost] = []
         self._run = run
         self._builder = builder
@@ -116,6 +118,7 @@ class GenerationLog:
         )
         await self._write(generation, measured)
         self.generations.append(generation)
+        self.generation_of |= dict.fromkeys(measured, number)
         self._costs.append(cost)
         self._watcher.on_generation(generation)
         return generation

@@ -232,10 +232,13 @@ class SearchEvaluator:
         evaluations = await self._evaluator.evaluate(
             list(refs.values()), [self._tasks[task] for task in tasks]
         )
+        num_choices = {task: len(self._tasks[task].choices) for task in tasks}
         for name, evaluation in zip(refs, evaluations, strict=True):
             self._errors.setdefault(name, {}).update(evaluation.errors)
             rewards = evaluation.rewards
-            merits = merits_of(rewards, evaluation.certainties, merit=self.merit)
+            merits = merits_of(
+                rewards, evaluation.certainties, merit=self.merit, num_choices=num_choices
+            )
             self._rewards.setdefault(name, {}).update(rewards)
             self._merits.setdefault(name, {}).update(merits)
             told[name] = ([rewards.get(task) for task in tasks], [merits.get(t) for t in tasks])

@@ -7,12 +7,13 @@ golden few-shot   demonstrations with true labels, where they are given for the 
 inverted seed     the search again, from the opposite of the labels it ended with
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.icm.chain import Chain, ChainResult, Problem
+from rookery.loops.icm.chain import Chain, ChainResult, Problem, Step
 from rookery.loops.icm.objective import LabelLogprobs, normalised
 from rookery.search.annealing import AnnealingConfig, argmax_label, start_labels
 from rookery.search.constraints import Constraints
@@ -21,6 +22,7 @@ from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = [
     "BOOTSTRAP",
+    "INVERTED",
     "Baselines",
     "BaselinesConfig",
     "calibrated",
@@ -31,6 +33,7 @@ __all__ = [
 
 
 BOOTSTRAP = "bootstrap"
+INVERTED = "inverted seed"
 
 
 class BaselinesConfig(Config):
@@ -86,7 +89,13 @@ class Baselines:
             shots = relabel(shots, item, gold[item])
         return self._answer(await self._read(shots))
 
-    async def inverted(self, result: ChainResult, *, config: AnnealingConfig) -> ChainResult | None:
+    async def inverted(
+        self,
+        result: ChainResult,
+        *,
+        config: AnnealingConfig,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> ChainResult | None:
         """The search from the opposite of its result; None where constraints forbid that start."""
         start = self._blank
         for item in labelled_items(result.start):
@@ -98,7 +107,8 @@ class Baselines:
         if (await self._problem.assess([start]))[0] is None:
             return None
         seed = stream_seed(self._seed, "inverted")
-        return await Chain(self._problem, config=config, seed=seed).run(start)
+        chain = Chain(self._problem, config=config, seed=seed, on_step=on_step)
+        return replace(await chain.run(start), origin=INVERTED)
 
     async def _read(self, shots: Labels) -> list[LabelLogprobs | None]:
         """All items behind the same demonstrations, each without itself."""

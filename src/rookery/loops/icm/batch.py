@@ -25,7 +25,9 @@ class Batch:
     """Reads any items, in the order they are given, under the batch's model."""
     tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
     results: list[ChainResult] = field(default_factory=list)
-    """Of its chains, and the labels of a baseline where these are better than all of them."""
+    """Of its chains, and what a baseline found where that is better than all before it."""
+    inverted: ChainResult | None = None
+    """Of the search from the opposite labels, where there was one."""
     naive_tokens: int = 0
     """Prompt tokens that its chains asked for, had nothing been shared."""
 

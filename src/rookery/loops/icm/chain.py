@@ -52,6 +52,7 @@ class Problem:
         """U of each labelling; all that is not known yet is asked for at once.
 
         None where the engine could not answer for an item: what is missing is not averaged away.
+        None too where nothing is labelled, which predicts nothing.
         """
         contexts = [(labels, item) for labels in labellings for item in labelled_items(labels)]
         reads = iter(await self.scorer.score(contexts))
@@ -62,7 +63,7 @@ class Problem:
 
     def _judge(self, labels: Labels, reads: dict[int, LabelLogprobs | None]) -> Assessment | None:
         answered = {item: read for item, read in reads.items() if read is not None}
-        if len(answered) < len(reads):
+        if not reads or len(answered) < len(reads):
             return None
         return assess(
             labels,

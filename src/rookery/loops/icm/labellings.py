@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rookery.loops.icm.baselines import Baselines, BaselinesConfig
+from rookery.loops.icm.baselines import INVERTED, Baselines, BaselinesConfig
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.chain import Problem
-from rookery.search.annealing import AnnealingConfig
 from rookery.search.labelling import UNLABELLED, Labels
 
 __all__ = ["Labelling", "label_all_ways"]
@@ -28,7 +27,6 @@ class Labelling:
 async def label_all_ways(
     batches: Sequence[Batch],
     config: BaselinesConfig,
-    search: AnnealingConfig,
     truth: Sequence[Mapping[int, int]],
 ) -> list[Labelling]:
     """The result of the search first, then what needs none; `truth` by batch, where it is known."""
@@ -43,9 +41,9 @@ async def label_all_ways(
             "golden few-shot", note=f"{config.num_shots} true labels"
         )
     if config.inverted:
-        rows["inverted seed"] = Labelling("inverted seed", note="searched from the opposite")
+        rows[INVERTED] = Labelling(INVERTED, note="searched from the opposite")
     for batch, known in zip(batches, truth, strict=True):
-        found = await _label_batch(batch, config, search, known)
+        found = await _label_batch(batch, config, known)
         for name, row in rows.items():
             own = found.get(name, (UNLABELLED,) * len(batch.items))
             row.labels.append(own)
@@ -55,8 +53,12 @@ async def label_all_ways(
 
 
 def _origins(batches: Sequence[Batch]) -> str:
-    """Says which labels were not searched for, because no chain found better ones."""
-    origins = [batch.best.origin for batch in batches if not batch.best.num_iterations]
+    """Says which labels are not those of a chain, because no chain found better ones."""
+    origins = [
+        batch.best.origin
+        for batch in batches
+        if not batch.best.num_iterations or batch.best is batch.inverted
+    ]
     if not origins:
         return ""
     where = "" if len(batches) == 1 else f" in {len(origins)} of {len(batches)} batches"
@@ -71,14 +73,12 @@ async def _utility(problem: Problem, labels: Labels) -> float | None:
 
 
 async def _label_batch(
-    batch: Batch, config: BaselinesConfig, search: AnnealingConfig, known: Mapping[int, int]
+    batch: Batch, config: BaselinesConfig, known: Mapping[int, int]
 ) -> dict[str, Labels]:
     baselines = Baselines(batch.problem, config=config, seed=batch.seed)
     labels_by_name = {"icm": batch.best.labels, **await baselines.unsearched()}
     if known:
         labels_by_name["golden few-shot"] = await baselines.golden_few_shot(known)
-    if config.inverted:
-        result = await baselines.inverted(batch.best, config=search)
-        if result is not None:
-            labels_by_name["inverted seed"] = result.labels
+    if batch.inverted is not None:
+        labels_by_name[INVERTED] = batch.inverted.labels
     return labels_by_name

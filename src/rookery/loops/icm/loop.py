@@ -2,7 +2,7 @@
 
     for each batch of items, several chains at a time:
         anneal the labels until nothing is frustrated          # chain.py
-    labels = the best chain of each batch, or a baseline that is better than all of them
+    labels = the best chain of each batch, or of a baseline that is better than all of them
     if iterating: train an adapter on the labels so far, go on with it
     compare with what needs no search                          # baselines.py
     read the true labels, if there are any, for the report     # verdict.py
@@ -275,6 +275,8 @@ async def _search(
         batch.results = [task.result() for task in batch.tasks]
         batch.naive_tokens = batch.scorer.naive_tokens
         batch.results += await _better_baselines(config, batch)
+        if config.baselines.inverted:
+            await _search_inverted(config, batch, run)
     store.part = "search"
 
 
@@ -308,6 +310,18 @@ async def _better_baselines(config: IcmConfig, batch: Batch) -> list[ChainResult
         if result.rank > max(own.rank for own in [*batch.results, *better]):
             better = [result]
     return better
+
+
+async def _search_inverted(config: IcmConfig, batch: Batch, run: Run) -> None:
+    """The search from the opposite of the best labels; it counts where it finds better ones."""
+    baselines = Baselines(batch.problem, config=config.baselines, seed=batch.seed)
+    decisions = DecisionLog(run, batch, chain=len(batch.results))
+    batch.inverted = await baselines.inverted(
+        batch.best, config=config.search, on_step=decisions.add
+    )
+    await decisions.flush()
+    if batch.inverted is not None and batch.inverted.rank > batch.best.rank:
+        batch.results.append(batch.inverted)
 
 
 def _metrics(step: Step, *, where: str) -> dict[str, float]:

@@ -49,7 +49,7 @@ async def make_report(
     naive_tokens = sum(batch.naive_tokens for batch in batches)
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
-    rows = await label_all_ways(batches, config.baselines, config.search, truth)
+    rows = await label_all_ways(batches, config.baselines, truth)
     tied = _offset([batch.problem.constraints.components for batch in batches], batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)

@@ -5,6 +5,7 @@ repeat: points = coefficients from a normal distribution; measure the sums; adap
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -12,10 +13,11 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import BY_BLOCK, ChildPlan
-from rookery.search.cmaes import Cmaes, CmaesConfig, average_start
+from rookery.search.candidate import BY_BLOCK, CMAES, ChildPlan
+from rookery.search.cmaes import Cmaes, CmaesConfig, average_start, population_size
 from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
+from rookery.types import Adapter
 from rookery.weights.merge import block_names
 
 __all__ = ["CmaesStage", "run_cmaes"]
@@ -30,10 +32,14 @@ class CmaesStage(CmaesConfig, Config):
     unit: Literal["block", "model"] = "model"
     """What has coefficients of its own: every block of the model, or the model as one."""
 
-    @property
-    def num_candidates(self) -> int:
-        """How many it measures, at the library's usual population of eight founders."""
-        return self.generations * (self.population or 10)
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:
+        """How many it measures, of so many founders and their blocks."""
+        num_coefficients = len(founders) * self.num_blocks(founders)
+        return self.generations * population_size(self, count=num_coefficients)
+
+    def num_blocks(self, founders: Sequence[Adapter]) -> int:
+        """What has coefficients of its own."""
+        return len(block_names(founders)) if self.unit == "block" else 1
 
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
@@ -42,9 +48,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations", "unit"}))
-    num_blocks = 1
-    if config.unit == "block":
-        num_blocks = len(block_names([context.builder.adapter(f) for f in founders]))
+    num_blocks = config.num_blocks([context.builder.adapter(f) for f in founders])
     search = Cmaes(
         plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
@@ -57,7 +61,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
             ChildPlan(
                 id=f"{context.prefix}m{generation:03d}-p{index:02d}",
                 generation=generation,
-                merge=BY_BLOCK if config.unit == "block" else "sum",
+                merge=BY_BLOCK if config.unit == "block" else CMAES,
                 parents=founders,
                 weights=point,
                 mutation=None,
@@ -77,19 +81,20 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
 
 
 def _start(config: CmaesConfig, context: StageContext, num_blocks: int) -> tuple[float, ...]:
-    """The coefficients of the best sum of all founders, in every block the same."""
-    founders, recipes = context.builder.founders, context.builder.recipes
-    measured = context.search.measured
-    sums = [
-        (rank_key(measured[id].fitness), recipe.weights)
+    """The coefficients of the best sum of all founders, in every block the same unless it is one by
+    block."""
+    num_founders, measured = len(context.builder.founders), context.search.measured
+    sums = {
+        id: weights
         for id in context.fitness()
-        if isinstance(recipe := recipes.get(id), ChildPlan)
-        and (recipe.merge, recipe.parents, recipe.mutation) == ("sum", founders, None)
+        if (weights := context.builder.coefficients(id)) is not None
+        and len(weights) in (num_founders, num_founders * num_blocks)
         and measured[id].is_complete
-    ]
+    }
     if not sums:
-        return average_start(config, count=len(founders)) * num_blocks
-    _, best = max(sums, key=lambda one: one[0])
+        return average_start(config, count=num_founders) * num_blocks
+    best = sums[max(sums, key=lambda id: rank_key(measured[id].fitness))]
     low = -math.inf if config.low is None else config.low
     high = math.inf if config.high is None else config.high
-    return tuple(min(high, max(low, weight)) for weight in best) * num_blocks
+    start = tuple(min(high, max(low, weight)) for weight in best)
+    return start if len(start) == num_founders * num_blocks else start * num_blocks

@@ -19,6 +19,7 @@ from rookery.search import es as strategy
 from rookery.search.candidate import EsStep
 from rookery.search.es import Es, EsConfig
 from rookery.seeding import stream_seed
+from rookery.types import Adapter
 from rookery.weights.perturb import spread
 
 __all__ = ["EsStage", "run_es"]
@@ -31,8 +32,7 @@ class EsStage(EsConfig, Config):
     steps: int = Field(default=5, ge=1)
     """Updates of the centre."""
 
-    @property
-    def num_candidates(self) -> int:
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
         """How many it measures: trials and centres."""
         return self.steps * (2 * self.num_pairs + 1) + 1
 

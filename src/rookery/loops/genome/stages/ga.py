@@ -7,6 +7,7 @@ Islands search apart and send their best around a ring; an archive keeps the bes
 a grid and sends some of them back as parents.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -24,6 +25,7 @@ from rookery.search.fitness import comparable_scores
 from rookery.search.islands import Islands, IslandsConfig
 from rookery.search.population import Population, PopulationConfig
 from rookery.seeding import stream
+from rookery.types import Adapter
 
 __all__ = ["GaStage", "run_ga"]
 
@@ -56,8 +58,7 @@ class GaStage(Config):
     archive_parents: int = Field(default=2, ge=0)
     """How many of the archive are parents each generation, of a child each, beside the members."""
 
-    @property
-    def num_candidates(self) -> int:
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
         """How many it measures at most."""
         moves = self.population.size if self.population.swarm is not None else 0
         each = self.population.children.count + moves

@@ -6,6 +6,7 @@ A generation of a genetic search combines a few parents, and adapters of tasks t
 one another are best as a sum of all. A single founder is tried in other strengths.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -15,6 +16,7 @@ from rookery.config import Config
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.founders import random_plans
 from rookery.seeding import stream_seed
+from rookery.types import Adapter
 
 __all__ = ["RandomStage", "run_random"]
 
@@ -26,8 +28,7 @@ class RandomStage(Config):
     count: int = Field(default=16, ge=1)
     """How many."""
 
-    @property
-    def num_candidates(self) -> int:
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
         """How many it measures."""
         return self.count
 
@@ -39,9 +40,7 @@ async def run_random(config: RandomStage, context: StageContext) -> list[str]:
     seed = stream_seed(context.seed, "random stage", context.index)
     plans = [
         replace(plan, id=f"{context.prefix}r{generation:03d}-p{index:02d}", generation=generation)
-        for index, plan in enumerate(
-            random_plans(founders, count=config.count, seed=seed, merge="sum")
-        )
+        for index, plan in enumerate(random_plans(founders, count=config.count, seed=seed))
     ]
     best = context.best()
     fitness = await context.measure(

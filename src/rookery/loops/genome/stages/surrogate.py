@@ -17,9 +17,10 @@ from rookery.config import Config
 from rookery.loops.genome.stages.context import StageContext
 from rookery.search.candidate import BY_BLOCK, ChildPlan
 from rookery.search.fitness import rank_key, score_factors
-from rookery.search.merit import certainty_of, merits_at
+from rookery.search.merit import certainties_of, merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
 from rookery.seeding import stream
+from rookery.types import Adapter
 from rookery.weights.merge import block_names
 
 __all__ = ["SurrogateStage", "run_surrogate"]
@@ -52,8 +53,7 @@ class SurrogateStage(Config):
             )
         return self
 
-    @property
-    def num_candidates(self) -> int:
+    def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
         """How many it measures."""
         return self.generations * self.population
 
@@ -99,14 +99,16 @@ def _propose(
     points = np.array([_point(context, name, num_blocks) for name in names])
     tasks = context.search.tasks
     merit = context.search.merit
+    num_choices = [len(task.choices) for task in tasks]
+    certainties = certainties_of(_merits(context, names), merit=merit, num_choices=num_choices)
     factors = np.array(
         score_factors([task.source for task in tasks], weights=context.search.weights)
     ) / len(tasks)
     proposed = propose(
-        Surrogate(points, _certainties(context, names), num_blocks=num_blocks),
+        Surrogate(points, certainties, num_blocks=num_blocks),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
-        worth=lambda probabilities: merits_at(probabilities, merit=merit) @ factors,
+        worth=lambda chances: merits_at(chances, merit=merit, num_choices=num_choices) @ factors,
         count=config.population,
         rng=rng,
     )
@@ -139,12 +141,12 @@ def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ..
     return recipe.weights if is_alike else None
 
 
-def _certainties(context: StageContext, names: Sequence[str]) -> Array:
+def _merits(context: StageContext, names: Sequence[str]) -> Array:
     """[names, tasks]; NaN where one was not asked."""
     search = context.search
     found = np.full((len(names), len(search.tasks)), np.nan)
     places = {task.id: place for place, task in enumerate(search.tasks)}
     for row, name in enumerate(names):
         for task, value in search.measured[name].merits.items():
-            found[row, places[task]] = certainty_of(value, merit=search.merit)
+            found[row, places[task]] = value
     return found
