@@ -31,6 +31,8 @@ class Drawn:
     """By top_p, top_k or min_p."""
     kept: KeptTokens = _NONE
     """What each drawn token was drawn from, where that was cut; empty: it is not known."""
+    is_penalised: bool = False
+    """By what was drawn before: the trainer knows the distribution without that."""
 
 
 class DrawBook:
@@ -76,16 +78,16 @@ class DrawBook:
         if newest is None:
             return None
         rows: list[Sequence[int]] = []
-        is_cut, is_known = False, True
+        is_cut, is_known, is_penalised = False, True, False
         for run in (*earlier, last):
             own = newest if run is last else self._draws.get(_key(tokens[: run[-1] + 1]))
             found = _rows(own, run, end=end if run is last else run[-1] + 1)
             is_cut = is_cut or (own is not None and own.is_cut)
+            is_penalised = is_penalised or (own is not None and own.is_penalised)
             is_known = is_known and found is not None
             rows += found or ()
-        return replace(
-            newest, is_cut=is_cut, kept=KeptTokens.of(rows if is_cut and is_known else ())
-        )
+        kept = KeptTokens.of(rows if is_cut and is_known else ())
+        return replace(newest, is_cut=is_cut, kept=kept, is_penalised=is_penalised)
 
 
 def _runs(places: Sequence[int]) -> list[Sequence[int]]:

@@ -141,4 +141,11 @@ class Gateway:
                 "on vLLM servers with top_k of at most launch.max_logprobs, or with top_p 1, top_k "
                 "off and min_p 0."
             )
+        if any(drawn is not None and drawn.is_penalised for drawn in draws):
+            raise TaskError(
+                "A sequence of this group was drawn with a repetition, presence or frequency "
+                "penalty, and the trainer knows the model's distribution without: draw what is to "
+                "be trained on with repetition_penalty 1, presence_penalty 0 and frequency_penalty "
+                "0."
+            )
         return draws

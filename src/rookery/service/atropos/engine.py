@@ -26,7 +26,7 @@ from rookery.service.routes.openai import (
     response_of,
     text_choice,
 )
-from rookery.service.wire.requests import Finite
+from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.types import Completion, Message, SamplingParams, Score, TokenIds
 
 __all__ = ["make_router"]
@@ -37,7 +37,7 @@ DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
 
 
-class Sampling(BaseModel):
+class Sampling(PenaltyOptions):
     """How to draw, in vLLM's words."""
 
     model_config = ConfigDict(extra="ignore")
@@ -64,6 +64,7 @@ class Sampling(BaseModel):
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
+            penalties=self.penalties,
             stop=stop,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
