@@ -115,6 +115,12 @@ def test_sizes_that_make_no_packs_hold_up_no_batch(sizes: list[int], expected: l
     assert sorted(places) == sorted(expected)
 
 
+def test_sizes_that_make_no_packs_do_not_take_the_room_of_a_minimum() -> None:
+    """The group of 5 is older than those of 8 that make the batch with the other's part."""
+    queue = [(0, 5), (0, 8), (1, 8)]
+    assert pick_batch(queue, num_sequences=16, minimums={0: 0.25, 1: 0.5}) == [1, 2]
+
+
 def test_an_environment_gets_at_least_its_part() -> None:
     queue = [(0, 2), (0, 2), (0, 2), (1, 2)]
     assert pick_batch(queue, num_sequences=4) == [0, 1]
