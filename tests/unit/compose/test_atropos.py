@@ -466,6 +466,9 @@ def test_options_of_the_server_are_those_of_the_trainer() -> None:
     assert document["environment"]["engine_ports"] == [9009]
     document, _ = translate(AtroposOptions(model="m"), {})
     assert document["environment"]["engine_ports"] == [9001, 9004, 9005, 9006, 9007]
+    assert "gpu_memory_utilization" not in document["engine"]["launch"], "the plan leaves it some"
+    document, _ = translate(AtroposOptions(model="m", gpu_memory_utilization=0.4), {})
+    assert document["engine"]["launch"]["gpu_memory_utilization"] == 0.4
     options = AtroposOptions(model="m", single_copy=True, tensor_parallel_size=2)
     document, notes = translate(options, {})
     assert document["bridge"] == "copy" and any("bridge: copy" in note for note in notes)
