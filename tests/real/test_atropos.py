@@ -3,11 +3,13 @@
 ROOKERY_ATROPOS_PYTHON=/path/to/python-with-atroposlib pytest tests/real/test_atropos.py
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments.groups import make_document
 from tiny import write_tiny_model
 
 import rookery
@@ -99,6 +102,55 @@ def test_batches_are_taken_from_a_real_run_api(tmp_path: Path) -> None:
             config, runs_dir=tmp_path / "runs", name="client", progress=False
         )
     assert [step.metrics["grpo/num_rollouts"] for step in outcome.report.steps] == [8, 8, 8]
+
+
+@pytest.mark.parametrize(("kind", "is_given_again"), [("gateway", True), ("run-api", False)])
+def test_what_a_killed_trainer_was_given(kind: str, is_given_again: bool, tmp_path: Path) -> None:
+    """The same requests to both: `run-api` has handed its batch out, and it is lost."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = tmp_path / "gateway.yaml"
+    config.write_text(f"port: {port}\nvocab_size: 97\nfolder: groups\n")
+    words = {
+        "gateway": [sys.executable, "-m", "rookery", "grpo", "gateway", str(config)],
+        "run-api": [
+            str(Path(PYTHON).with_name("run-api")), "--host", "127.0.0.1", "--port", str(port)
+        ],
+    }[kind]  # fmt: skip
+    trainer = {
+        "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 16,
+        "checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 9,
+    }  # fmt: skip
+    with running(words):
+        wait_for(url)
+        ask(f"{url}/register", trainer)
+        assert ask(f"{url}/batch") == {"batch": None}
+        for _ in range(2):
+            ask(f"{url}/scored_data", make_document())
+        given = ask(f"{url}/batch")
+        assert len(given["batch"]) == 2
+        register_again(url, trainer)  # it was killed before it had trained on it
+        assert ask(f"{url}/batch") == (given if is_given_again else {"batch": None})
+
+
+def ask(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def register_again(url: str, trainer: dict[str, Any]) -> None:
+    """The gateway takes another trainer when the one before was silent for a while."""
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            ask(f"{url}/register", trainer)
+        except urllib.error.HTTPError as error:
+            assert error.code == 409 and time.monotonic() < end_s
+            time.sleep(1)
+        else:
+            return
 
 
 def wait_for(url: str) -> None:

@@ -78,8 +78,8 @@ class AtroposOptions:
     "GPUs of one copy of the model."
     pipeline_parallel_size: int = 1
     "Stages of one copy of the model."
-    gpu_memory_utilization: float = 0.45
-    "Of the GPU, for the server."
+    gpu_memory_utilization: float | None = None
+    "Of the GPU, for the server; by default what the trainer leaves of it."
     max_model_len: int = 4096
     "Context of the server."
     max_lora_rank: int | None = None
@@ -183,10 +183,11 @@ def _launch(options: AtroposOptions, mode: Mode) -> dict[str, Any]:
         "dtype": options.dtype,
         "tensor_parallel": options.tensor_parallel_size,
         "pipeline_parallel": options.pipeline_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.max_model_len,
         "enforce_eager": options.enforce_eager,
     }
+    if options.gpu_memory_utilization is not None:
+        launch["gpu_memory_utilization"] = options.gpu_memory_utilization
     if mode == "lora_only":
         launch["max_lora_rank"] = options.max_lora_rank or options.lora_r
     return launch

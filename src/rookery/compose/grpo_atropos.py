@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import quote
 
 from rookery.compose.backends import TemplateCodec
 from rookery.compose.grpo_files import GrpoFiles
@@ -64,13 +65,23 @@ async def open_feed(
         ports = (own.port, *own.engine_ports)
         listeners = stack.enter_context(listen_all(own.host, ports, remedy=PORT_REMEDY))
         url = await stack.enter_async_context(answering(app, listeners))
-        words = {"gateway": url, "engine": f"{url}/v1", "model": str(files.folder.path)}
+        words = {
+            "gateway": _with_key(url, key),
+            "engine": f"{url}/v1",
+            "model": str(files.folder.path),
+            "key": key,
+        }
         logs = run.path / "logs"
         await asyncio.to_thread(logs.mkdir, exist_ok=True)
         programs = await stack.enter_async_context(
             running(own.environments, words=words, logs=logs)
         )
         yield GatewayFeed(gateway, side, programs=programs, limit_s=own.batch_s)
+
+
+def _with_key(url: str, key: str) -> str:
+    """The address that clients without a way to send a key are given."""
+    return url.replace("://", f"://any:{quote(key, safe='')}@", 1) if key else url
 
 
 def _registration(config: GrpoConfig, own: AtroposConfig, run: Run) -> TrainerRegistration:

@@ -306,6 +306,25 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
         headers = {"Authorization": "Bearer secret"}
         async with aiohttp.ClientSession(url, headers=headers) as known, known.get("/status") as ok:
             assert ok.status == 200
+        for key, status in (("secret", 200), ("public", 401)):  # as atroposlib can be told
+            address = url.replace("://", f"://any:{key}@")
+            async with session.get(f"{address}/status") as response:
+                assert response.status == status
+        headers = {"Authorization": "Basic nothing"}
+        async with session.get("/status", headers=headers) as response:
+            assert response.status == 401
+
+
+def test_environments_of_a_run_with_a_key_are_given_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", "a secret/with signs")
+    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=1)
+    config["environment"]["key_env"] = "GATEWAY_KEY"
+    command = config["environment"]["environments"][0]["command"]
+    command[-1] = "{gateway}"  # the toy sends the engine no key of its own
+    outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
+    assert len(outcome.report.steps) == 1
 
 
 async def test_what_was_accepted_survives_a_killed_gateway(tmp_path: Path) -> None:
@@ -466,6 +485,9 @@ def test_options_of_the_server_are_those_of_the_trainer() -> None:
     assert document["environment"]["engine_ports"] == [9009]
     document, _ = translate(AtroposOptions(model="m"), {})
     assert document["environment"]["engine_ports"] == [9001, 9004, 9005, 9006, 9007]
+    assert "gpu_memory_utilization" not in document["engine"]["launch"], "the plan leaves it some"
+    document, _ = translate(AtroposOptions(model="m", gpu_memory_utilization=0.4), {})
+    assert document["engine"]["launch"]["gpu_memory_utilization"] == 0.4
     options = AtroposOptions(model="m", single_copy=True, tensor_parallel_size=2)
     document, notes = translate(options, {})
     assert document["bridge"] == "copy" and any("bridge: copy" in note for note in notes)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from environments.groups import make_document, make_group
+from pydantic import ValidationError
 from service.tenants import WordCodec
 
 from rookery.environments.atropos import draw_book
@@ -57,6 +58,7 @@ def new_run(folder: Path) -> Run:
         ({"inference_logprobs": [[1, 1, -1]] * 2}, "inference_logprobs have the lengths"),
         ({"inference_logprobs": [[1, 1, 1.0, -1]] * 2}, "is 1.0 at 2, a token that was drawn"),
         ({"inference_logprobs": [[1, 1, NAN, -1]] * 2}, "is nan at 2"),
+        ({"inference_logprobs": [[1, 1, -1e30, -1]] * 2}, r"is -1e\+30 at 2.*from -1000 to 0"),
         ({"scores": [1.0]}, "2 sequences, 2 masks and 1 scores"),
         ({"scores": [1.0, NAN]}, "score, advantage or ref_logprob is NaN"),
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
@@ -68,6 +70,8 @@ def new_run(folder: Path) -> Run:
         ({"overrides": [{}, {"temperature": "hot"}]}, "the temperature 'hot': send a number"),
         ({"generation_params": {"temperature": -1.0}}, "the temperature -1.0"),
         ({"group_overrides": {"temperature": NAN}}, "the temperature nan"),
+        ({"group_overrides": {"temperature": 10**400}}, "the temperature 10000"),
+        ({"group_overrides": {"temperature": 1e-300}}, "the temperature 1e-300"),
         ({"messages": [[{"role": "user"}]]}, "2 sequences and 1 lists of messages"),
         ({"tokens": [[5, 6, 7, 97]] * 2}, "token 97, and the model knows 0 to 96"),
         ({"tokens": [[5, 6, 7, -1]] * 2}, "token -1"),
@@ -115,6 +119,12 @@ def test_sizes_that_make_no_packs_hold_up_no_batch(sizes: list[int], expected: l
     assert sorted(places) == sorted(expected)
 
 
+def test_sizes_that_make_no_packs_do_not_take_the_room_of_a_minimum() -> None:
+    """The group of 5 is older than those of 8 that make the batch with the other's part."""
+    queue = [(0, 5), (0, 8), (1, 8)]
+    assert pick_batch(queue, num_sequences=16, minimums={0: 0.25, 1: 0.5}) == [1, 2]
+
+
 def test_an_environment_gets_at_least_its_part() -> None:
     queue = [(0, 2), (0, 2), (0, 2), (1, 2)]
     assert pick_batch(queue, num_sequences=4) == [0, 1]
@@ -137,6 +147,21 @@ def test_an_environment_that_is_silent_no_longer_holds_up_batches() -> None:
     assert registry.minimums == {}
     registry.hear(0)
     assert registry.minimums == {0: 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_token_length": 10**400},
+        {"max_token_length": -5},
+        {"weight": 1e308},
+        {"group_size": 10**400},
+        {"desired_name": "a" * 2000},
+    ],
+)
+def test_who_registers_cannot_break_the_parts_of_others(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        environment(**changes)
 
 
 def test_the_status_counts_in_groups_of_the_environment() -> None:
@@ -211,7 +236,7 @@ def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
     book.note((1, 7, 9), first)
     book.note((1, 7, 9, 2, 5), second)
     found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
-    assert found is not None and found.step == 3
+    assert found is not None and found.step == 2, "its oldest tokens are of that policy"
     assert list(found.kept) == [(7, 8), (9,), (4, 5, 6)]
     found = book.find((1, 7, 9, 2, 5), drawn=(2, 4))
     assert found is not None and list(found.kept) == [(9,), (4, 5, 6)], "a part of an answer"
@@ -224,6 +249,18 @@ def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
     found = book.find((1, 7, 9, 2, 5), drawn=(1, 2, 4))
     assert found is not None and found.is_cut and found.kept == none, "one of them is not known"
     assert book.find((1, 7, 9, 2, 6), drawn=(1, 2, 4)) is None
+    found = book.find((1, 7, 9, 2, 5), drawn=(0, 4))
+    assert found is not None and found.step == 2, "an answer that is not known is older"
+
+
+def test_answers_of_a_sequence_have_one_temperature() -> None:
+    book = DrawBook()
+    book.note((1, 7), Drawn(step=0, temperature=0.5, is_cut=False))
+    book.note((1, 7, 2, 5), Drawn(step=0, temperature=1.0, is_cut=False))
+    found = book.find((1, 7, 2, 5), drawn=(3,))
+    assert found is not None and found.temperature == 1.0, "the first is not trained on"
+    with pytest.raises(TaskError, match=r"with the temperatures 0\.5 and 1: draw all"):
+        book.find((1, 7, 2, 5), drawn=(1, 3))
 
 
 def test_what_tokens_were_drawn_from_is_forgotten_before_memory_is_full(

@@ -4,6 +4,7 @@ scored_group.py   one group as environments send it, and what is refused
 registry.py       the trainer and the environments, with their weights
 packing.py        which groups make a batch
 group_queue.py    groups that wait, durable in the run
+answers.py        groups that come again, as their sender was not told
 draw_book.py      which policy drew a sequence, and how
 gateway.py        the API without HTTP
 engine_side.py    completions and log-probabilities for environments

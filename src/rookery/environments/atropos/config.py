@@ -14,8 +14,9 @@ class EnvironmentCommand(Config):
     """A program that plays: an Atropos environment, or anything that speaks its API."""
 
     command: tuple[str, ...] = Field(min_length=1)
-    """As a list of words. `{gateway}`, `{engine}` and `{model}` become the gateway's URL, the
-    engine's URL with /v1, and the model's folder."""
+    """As a list of words. `{gateway}`, `{engine}`, `{model}` and `{key}` become the gateway's URL
+    (with the key, where it asks for one), the engine's URL with /v1, the model's folder, and the
+    key."""
     folder: Path = Path()
     """Where it is started."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from rookery.errors import TaskError
 from rookery.types import KeptTokens
 
 __all__ = ["DrawBook", "Drawn"]
@@ -25,12 +26,15 @@ class Drawn:
     """How a completion was drawn, or a sequence that has several of them."""
 
     step: int
-    """Of the policy when it was asked for: its oldest tokens are of that one."""
+    """Of the policy when it was asked for, the first of several: its oldest tokens are of that
+    one."""
     temperature: float
     is_cut: bool
     """By top_p, top_k or min_p."""
     kept: KeptTokens = _NONE
     """What each drawn token was drawn from, where that was cut; empty: it is not known."""
+    is_penalised: bool = False
+    """By what was drawn before: the trainer knows the distribution without that."""
 
 
 class DrawBook:
@@ -65,7 +69,8 @@ class DrawBook:
     def find(self, tokens: Sequence[int], *, drawn: Sequence[int]) -> Drawn | None:
         """How a sequence was drawn whose tokens at these places were drawn; None: elsewhere.
 
-        `kept` has a row for each place when it is known of every one that was cut, else none.
+        `kept` has a row for each place when it is known of every one that was cut, else none. An
+        answer before the last that is not known counts as drawn before it.
         """
         *earlier, last = _runs(drawn)
         end = len(tokens)
@@ -75,16 +80,17 @@ class DrawBook:
             newest = self._draws.get(_key(tokens[:end]))
         if newest is None:
             return None
-        rows: list[Sequence[int]] = []
-        is_cut, is_known = False, True
-        for run in (*earlier, last):
-            own = newest if run is last else self._draws.get(_key(tokens[: run[-1] + 1]))
-            found = _rows(own, run, end=end if run is last else run[-1] + 1)
-            is_cut = is_cut or (own is not None and own.is_cut)
-            is_known = is_known and found is not None
-            rows += found or ()
-        return replace(
-            newest, is_cut=is_cut, kept=KeptTokens.of(rows if is_cut and is_known else ())
+        ends = [*(run[-1] + 1 for run in earlier), end]
+        found = [*(self._draws.get(_key(tokens[:own])) for own in ends[:-1]), newest]
+        rows = list(map(_rows, found, (*earlier, last), ends))
+        answers = [own for own in found if own is not None]
+        is_cut = any(own.is_cut for own in answers)
+        return Drawn(
+            step=max(0, min(newest.step - 1 if own is None else own.step for own in found)),
+            temperature=_temperature(answers),
+            is_cut=is_cut,
+            kept=_joined(rows) if is_cut else _NONE,
+            is_penalised=any(own.is_penalised for own in answers),
         )
 
 
@@ -94,7 +100,7 @@ def _runs(places: Sequence[int]) -> list[Sequence[int]]:
     return [places[i:j] for i, j in zip(starts, [*starts[1:], len(places)], strict=True)]
 
 
-def _rows(own: Drawn | None, run: Sequence[int], *, end: int) -> list[Sequence[int]] | None:
+def _rows(own: Drawn | None, run: Sequence[int], end: int) -> list[Sequence[int]] | None:
     """What the tokens of one answer were drawn from, which ends at `end`; None: it is not known."""
     if own is None or not own.is_cut:
         return [()] * len(run)
@@ -103,6 +109,23 @@ def _rows(own: Drawn | None, run: Sequence[int], *, end: int) -> list[Sequence[i
         return None
     rows = own.kept.rows
     return [rows[place - first] for place in run]
+
+
+def _joined(rows: Sequence[Sequence[Sequence[int]] | None]) -> KeptTokens:
+    """Of all answers; nothing when it is not known of one."""
+    known = [own for own in rows if own is not None]
+    return KeptTokens.of([row for own in known for row in own] if len(known) == len(rows) else ())
+
+
+def _temperature(answers: Sequence[Drawn]) -> float:
+    """Of all answers; TaskError when they differ, as a sequence is trained on with one."""
+    found = {own.temperature for own in answers}
+    if len(found) > 1:
+        raise TaskError(
+            f"The answers of a sequence were drawn with the temperatures {min(found):g} and "
+            f"{max(found):g}: draw all that is trained on as one sequence with the same."
+        )
+    return answers[-1].temperature
 
 
 def _key(tokens: Sequence[int]) -> bytes:

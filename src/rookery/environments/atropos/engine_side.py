@@ -81,7 +81,12 @@ class EngineSide:
             return drawn
 
         completions = await self._asked(ask)
-        how = Drawn(step=step, temperature=params.temperature, is_cut=params.is_cut)
+        how = Drawn(
+            step=step,
+            temperature=params.temperature,
+            is_cut=params.is_cut,
+            is_penalised=params.penalties is not None,
+        )
         for completion in completions:
             own = replace(how, kept=KeptTokens.of(completion.kept))
             self._book.note((*prompt, *completion.tokens), own)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
-from rookery.environments.atropos.group_queue import GroupQueue
+from rookery.environments.atropos.group_queue import GroupQueue, IsGone, stays
 from rookery.environments.atropos.registry import (
     Environment,
     Registration,
@@ -88,20 +88,22 @@ class Gateway:
         new = NewEvent(kind=GONE, key=str(env_id), payload={"env_id": env_id}, first_wins=True)
         await self.run.append_many([new])
 
-    async def accept(self, group: ScoredGroup) -> int | None:
+    async def accept(self, group: ScoredGroup, *, is_gone: IsGone = stays) -> int | None:
         """Keep a group until it was trained on; TaskError when it cannot be. Returns as
-        `GroupQueue.add`."""
-        [buffered] = await self.accept_all([group])
+        `GroupQueue.add_all`."""
+        [buffered] = await self.accept_all([group], is_gone=is_gone)
         return buffered
 
-    async def accept_all(self, groups: Sequence[ScoredGroup]) -> list[int | None]:
+    async def accept_all(
+        self, groups: Sequence[ScoredGroup], *, is_gone: IsGone = stays
+    ) -> list[int | None]:
         """All or none of them: who is refused sends all again."""
         try:
             for group in groups:
                 if group.env_id is not None:
                     self.registry.hear(group.env_id)
             draws = await asyncio.to_thread(lambda: [self._check(group) for group in groups])
-            buffered = await self.queue.add_all(groups, draws)
+            buffered = await self.queue.add_all(groups, draws, is_gone=is_gone)
         except TaskError as error:
             self.note_refusal(str(error))
             raise
@@ -140,5 +142,12 @@ class Gateway:
                 "tokens is not known: draw it through the gateway of the run that trains on it, "
                 "on vLLM servers with top_k of at most launch.max_logprobs, or with top_p 1, top_k "
                 "off and min_p 0."
+            )
+        if any(drawn is not None and drawn.is_penalised for drawn in draws):
+            raise TaskError(
+                "A sequence of this group was drawn with a repetition, presence or frequency "
+                "penalty, and the trainer knows the model's distribution without: draw what is to "
+                "be trained on with repetition_penalty 1, presence_penalty 0 and frequency_penalty "
+                "0."
             )
         return draws

@@ -14,11 +14,13 @@ import base64
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 
+from rookery.environments.atropos.answers import Answers
 from rookery.environments.atropos.draw_book import Drawn
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.registry import Registry
@@ -28,7 +30,10 @@ from rookery.runs import Run
 from rookery.runs.journal import Journal
 from rookery.types import KeptTokens
 
-__all__ = ["GroupQueue", "QueuedGroup"]
+__all__ = ["GroupQueue", "IsGone", "QueuedGroup", "stays"]
+
+IsGone = Callable[[], Awaitable[bool]]
+"""Whether who sent a group has gone, and hears no answer."""
 
 LOOK_S = 1.0
 """How often a batch is looked for when no group comes: an environment that left, or fell silent, no
@@ -48,8 +53,9 @@ class QueuedGroup:
 class GroupQueue:
     """Filled by environments, drained by one trainer."""
 
-    def __init__(self, journal: Journal, registry: Registry) -> None:
+    def __init__(self, journal: Journal, registry: Registry, answers: Answers) -> None:
         self._journal = journal
+        self._answers = answers
         self._registry = registry
         self._waiting: list[QueuedGroup] = []
         self._buffered: defaultdict[int, list[QueuedGroup]] = defaultdict(list)
@@ -61,7 +67,10 @@ class GroupQueue:
     async def open(cls, run: Run, registry: Registry, *, trained: Collection[int]) -> "GroupQueue":
         """The queue of a run; `trained` are the numbers of groups that are in durable batches."""
         journal = await asyncio.to_thread(run.open_journal)
-        queue = cls(journal, registry)
+        answers = await asyncio.to_thread(
+            lambda: Answers.open(run.path / "answered", last=journal.last_seq)
+        )
+        queue = cls(journal, registry, answers)
         done = set(trained)
         # The journal was cut behind no group but these.
         first = next(seq for seq in count(1) if seq not in done)
@@ -71,6 +80,8 @@ class GroupQueue:
             return [_decode(entry.seq, entry.data) for entry in entries]
 
         for queued in await asyncio.to_thread(read):
+            if queued.seq > answers.told_through:
+                answers.miss(_digest(_text(queued.group)))
             queue._place(queued)
         return queue
 
@@ -84,22 +95,30 @@ class GroupQueue:
         """Of groups that wait for others to make up the size that their environment said."""
         return [queued.group.size for buffer in self._buffered.values() for queued in buffer]
 
-    async def add(self, group: ScoredGroup, draws: Sequence[Drawn | None]) -> int | None:
-        """Accept a group; it is durable when this returns. None: it waits for a batch; else how
-        many sequences of its environment wait for others to make up a group."""
-        [buffered] = await self.add_all([group], [draws])
-        return buffered
-
     async def add_all(
-        self, groups: Sequence[ScoredGroup], draws: Sequence[Sequence[Drawn | None]]
+        self,
+        groups: Sequence[ScoredGroup],
+        draws: Sequence[Sequence[Drawn | None]],
+        *,
+        is_gone: IsGone,
     ) -> list[int | None]:
-        """The same of several, which are all refused when one cannot be written."""
-        data = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
-        seqs = await self._journal.append_many(data)
-        return [
-            self._waiting_for(QueuedGroup(seq, group, tuple(own)))
-            for seq, group, own in zip(seqs, groups, draws, strict=True)
-        ]
+        """Accept groups; they are durable when this returns, and all refused when one cannot be
+        written. Of each None: it waits for a batch, or came before; else how many sequences of its
+        environment wait for others to make up a group."""
+        encoded = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
+        digests = [digest for digest, _ in encoded]
+        async with self._answers.in_turn(digests):
+            again = self._answers.are_again(digests)
+            new = [place for place, is_again in enumerate(again) if not is_again]
+            data = [encoded[place][1] for place in new]
+            seqs = await self._journal.append_many(data) if data else []
+            waiting: list[int | None] = [None] * len(groups)
+            for seq, place in zip(seqs, new, strict=True):
+                queued = QueuedGroup(seq, groups[place], tuple(draws[place]))
+                waiting[place] = self._waiting_for(queued)
+            is_told = not await is_gone()
+            self._answers.settle(digests, again, is_told=is_told, through=max(seqs, default=0))
+        return waiting
 
     def _waiting_for(self, queued: QueuedGroup) -> int | None:
         if self._place(queued):
@@ -173,12 +192,26 @@ class GroupQueue:
             await self._journal.cut(through=through)
 
 
-def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> bytes:
+async def stays() -> bool:
+    """Nobody who hears no answer."""
+    return False
+
+
+def _encode(group: ScoredGroup, draws: Sequence[Drawn | None]) -> tuple[bytes, bytes]:
+    """The digest of what was sent, and what is kept."""
     known = [None if drawn is None else _drawn_document(drawn) for drawn in draws]
-    text = group.model_dump_json(exclude_none=True)
+    text = _text(group)
     if "NaN" in text or "Infinity" in text:  # a number, or words of a message
         _check_numbers(group)
-    return f'{{"group":{text},"draws":{json.dumps(known)}}}'.encode()
+    return _digest(text), f'{{"group":{text},"draws":{json.dumps(known)}}}'.encode()
+
+
+def _text(group: ScoredGroup) -> str:
+    return group.model_dump_json(exclude_none=True)
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def _check_numbers(group: ScoredGroup) -> None:

@@ -3,7 +3,7 @@
 As `run-api` deals them: groups of one size are put into packs of as many sequences as the largest
 group has, whole packs fill the batch in the order in which they came, and an environment with a
 `min_batch_allocation` gets at least that part of it. Groups of a size that makes no such pack,
-which `run-api` never deals, are packs by themselves.
+which `run-api` never deals, are packs by themselves, unless no batch can be made with them.
 """
 
 from collections import defaultdict
@@ -22,7 +22,20 @@ def pick_batch(
 
     Groups of sizes 4 2 4 2 and batches of 8: places 0, 1, 3 (a pack of two groups of 2).
     """
-    packed = _packed(queue, by_environment=bool(minimums))
+    for has_others in (True, False):
+        packed = _packed(queue, by_environment=bool(minimums), has_others=has_others)
+        if places := _picked(queue, packed, num_sequences=num_sequences, minimums=minimums):
+            return places
+    return []
+
+
+def _picked(
+    queue: Sequence[Sized],
+    packed: Sequence[int],
+    *,
+    num_sequences: int,
+    minimums: Mapping[int, float] | None,
+) -> list[int]:
     if not minimums:
         return _fill([], packed, queue, num_sequences)
     needed = _needed(minimums, num_sequences=num_sequences, queue=queue, packed=packed)
@@ -60,12 +73,15 @@ def _fill(
     return [*first, *(others[place] for place in found)] if found else []
 
 
-def _packed(queue: Sequence[Sized], *, by_environment: bool) -> list[int]:
-    """The places of the groups that are in whole packs, pack by pack."""
+def _packed(queue: Sequence[Sized], *, by_environment: bool, has_others: bool) -> list[int]:
+    """The places of the groups that are in whole packs, pack by pack; with those of a size that
+    makes none, or without."""
     largest = max((size for _, size in queue), default=0)
     open_packs: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
     packed: list[int] = []
     for place, (environment, size) in enumerate(queue):
+        if largest % size and not has_others:
+            continue
         pack = open_packs[environment if by_environment else None, size]
         pack.append(place)
         if len(pack) * size == largest or largest % size:

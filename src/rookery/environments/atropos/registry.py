@@ -17,6 +17,10 @@ SILENT_S = 120.0
 """An environment that says nothing for so long is gone: they ask for their status all the time."""
 ACTIVE_S = 20.0
 """A trainer that was heard of this lately is at work: a second one is refused."""
+MAX_NUMBER = 10**9
+"""Of all that is registered: products of such numbers are finite, for this environment and the
+others whose parts are computed with it."""
+MAX_NAME = 1000
 MIN_WEIGHT = 0.01
 """So that no environment is left without any groups."""
 
@@ -28,7 +32,7 @@ class TrainerRegistration(BaseModel):
 
     wandb_group: str = ""
     wandb_project: str = ""
-    batch_size: int = Field(ge=1)
+    batch_size: int = Field(ge=1, le=MAX_NUMBER)
     """Sequences of one step."""
     max_token_len: int
     """The longest sequence; 0 or less: any."""
@@ -43,10 +47,10 @@ class Registration(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    max_token_length: int
-    desired_name: str
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    group_size: int = Field(ge=1)
+    max_token_length: int = Field(ge=0, le=MAX_NUMBER)
+    desired_name: str = Field(max_length=MAX_NAME)
+    weight: float = Field(default=1.0, ge=0, le=MAX_NUMBER, allow_inf_nan=False)
+    group_size: int = Field(ge=1, le=MAX_NUMBER)
     min_batch_allocation: float | None = Field(default=None, ge=0, le=1)
 
 

@@ -24,6 +24,9 @@ _NOT_DRAWN = 1.0
 """The log-probability that environments write for such a token."""
 _LARGEST = 1e12
 """Of scores and advantages: the squares of larger ones add up to more than float32 holds."""
+_LEAST_LOGPROB = -1000.0
+"""Nothing as unlikely is ever drawn, and what the trainer makes of it is infinite."""
+_TEMPERATURES = (1e-6, 1e6)
 
 
 class ScoredGroup(BaseModel):
@@ -100,9 +103,11 @@ def _check_numbers(group: ScoredGroup) -> None:
         group.group_overrides or {},
     ):
         told = own.get("temperature")
-        if told and not (isinstance(told, int | float) and 0 < told < math.inf):
+        low, high = _TEMPERATURES
+        if told and not (isinstance(told, int | float) and low <= told <= high):
             raise TaskError(
-                f"A group was drawn with the temperature {told!r}: send a number above 0, or none."
+                f"A group was drawn with the temperature {told!r:.40}: send a number from {low:g} "
+                f"to {high:g}, or none."
             )
 
 
@@ -146,11 +151,11 @@ def _check_drawn(row: int, mask: Sequence[int], logprobs: Sequence[float]) -> No
             f"set the mask of what the model drew, after a prompt, and {MASKED} elsewhere."
         )
     for place in drawn:
-        if not -math.inf < logprobs[place] <= 0:
+        if not _LEAST_LOGPROB <= logprobs[place] <= 0:
             raise TaskError(
                 f"inference_logprobs of sequence {row} is {logprobs[place]} at {place}, a token "
-                f"that was drawn: send its log-probability, which is at most 0; {_NOT_DRAWN:g} is "
-                f"for tokens whose mask is {MASKED}."
+                f"that was drawn: send its log-probability, from {_LEAST_LOGPROB:g} to 0; "
+                f"{_NOT_DRAWN:g} is for tokens whose mask is {MASKED}."
             )
 
 

@@ -1,6 +1,7 @@
 """The application of a gateway: its routes, who may call them, and how large a body may be."""
 
 import asyncio
+import base64
 import secrets
 import zlib
 
@@ -82,9 +83,13 @@ class Passage:
         await self._app(scope, receive_body, send)
 
     def _check_key(self, headers: Headers) -> None:
-        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = _given_key(headers.get("authorization", ""))
         if self._key and not secrets.compare_digest(given.encode(), self._key.encode()):
-            raise Refusal(401, "This gateway asks for a key: send it as Authorization: Bearer KEY.")
+            raise Refusal(
+                401,
+                "This gateway asks for a key: send it as Authorization: Bearer KEY, or give its "
+                "address as http://any:KEY@HOST:PORT.",
+            )
 
     async def _body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
@@ -107,6 +112,17 @@ class Passage:
         if len(plain) > self._limit_bytes:
             raise too_large(self._limit_bytes)
         return plain
+
+
+def _given_key(authorization: str) -> str:
+    """Of a bearer token, or the password of an address: atroposlib sends its API nothing else."""
+    kind, _, given = authorization.partition(" ")
+    if kind.lower() != "basic":
+        return authorization.removeprefix("Bearer ").strip()
+    try:
+        return base64.b64decode(given).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001

@@ -8,6 +8,7 @@
 | `/v1/...`                | OpenAI clients                                                    |
 """
 
+import asyncio
 import secrets
 from typing import Any
 
@@ -18,15 +19,17 @@ from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
 from rookery.service.refusals import bad
+from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.openai import (
     ChatRequest,
     CompletionRequest,
     chat_choice,
+    encode_prompts,
     read_prompts,
     response_of,
     text_choice,
 )
-from rookery.service.wire.requests import Finite
+from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.types import Completion, Message, SamplingParams, Score, TokenIds
 
 __all__ = ["make_router"]
@@ -37,7 +40,7 @@ DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
 
 
-class Sampling(BaseModel):
+class Sampling(PenaltyOptions):
     """How to draw, in vLLM's words."""
 
     model_config = ConfigDict(extra="ignore")
@@ -64,6 +67,7 @@ class Sampling(BaseModel):
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
+            penalties=self.penalties,
             stop=stop,
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
@@ -95,7 +99,7 @@ class TokensRequest(BaseModel):
 
 
 def make_router(side: EngineSide) -> APIRouter:
-    router = APIRouter(tags=["engine"])
+    router = APIRouter(tags=["engine"], route_class=JsonRoute)
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -126,9 +130,18 @@ def make_router(side: EngineSide) -> APIRouter:
 
 
 async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
-    prompt = _tokens(side, body.prompt)
+    prompt = await _tokens(side, body.prompt)
     params = body.params(max_tokens=_room(side, body.max_tokens, prompt))
     drawn = await side.draw(prompt, params)
+    score = None
+    if body.prompt_logprobs is not None:
+        score = await side.score(prompt, top_logprobs=body.prompt_logprobs)
+    return await asyncio.to_thread(_generated, body, prompt, drawn, score)
+
+
+def _generated(
+    body: GenerateRequest, prompt: TokenIds, drawn: tuple[Completion, ...], score: Score | None
+) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "text": [one.text for one in drawn],
         "prompt": body.prompt if isinstance(body.prompt, str) else "",
@@ -138,8 +151,7 @@ async def _generate(side: EngineSide, body: GenerateRequest) -> dict[str, Any]:
     }
     if body.logprobs is not None:
         answer["logprobs"] = [_vllm_logprobs(one) for one in drawn]
-    if body.prompt_logprobs is not None:
-        score = await side.score(prompt, top_logprobs=body.prompt_logprobs)
+    if score is not None:
         answer["prompt_logprobs"] = _prompt_logprobs(prompt, score)
     return answer
 
@@ -151,7 +163,9 @@ async def _generate_tokens(side: EngineSide, body: TokensRequest) -> dict[str, A
     return {
         "request_id": body.request_id or secrets.token_hex(8),
         "model": MODEL,
-        "choices": [_token_choice(place, one) for place, one in enumerate(drawn)],
+        "choices": await asyncio.to_thread(
+            lambda: [_token_choice(place, one) for place, one in enumerate(drawn)]
+        ),
         "prompt_token_ids": list(prompt),
         "usage": {
             "prompt_tokens": len(prompt),
@@ -176,7 +190,7 @@ def _token_choice(place: int, one: Completion) -> dict[str, Any]:
 
 async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]:
     _refuse_stream(is_stream=body.stream)
-    prompts = [side.codec.encode(p) if isinstance(p, str) else p for p in read_prompts(body)]
+    prompts = await asyncio.to_thread(encode_prompts, side.codec, read_prompts(body))
 
     async def draw(prompt: TokenIds) -> tuple[Completion, ...]:
         limit = _room(side, body.max_tokens, prompt)
@@ -186,11 +200,13 @@ async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]
 
     answers = await together(draw(prompt) for prompt in prompts)
     has_logprobs = body.logprobs is not None
-    choices = [
-        text_choice(one, side.codec, prompt, has_logprobs=has_logprobs)
-        for prompt, drawn in zip(prompts, answers, strict=True)
-        for one in drawn
-    ]
+    choices = await asyncio.to_thread(
+        lambda: [
+            text_choice(one, side.codec, prompt, has_logprobs=has_logprobs)
+            for prompt, drawn in zip(prompts, answers, strict=True)
+            for one in drawn
+        ]
+    )
     return response_of("text_completion", body.model, choices, prompts)
 
 
@@ -198,20 +214,22 @@ async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
     _refuse_stream(is_stream=body.stream)
     messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
     try:
-        prompt = side.codec.encode_chat(messages)
+        prompt = await asyncio.to_thread(side.codec.encode_chat, messages)
     except TaskError as error:
         raise bad(str(error)) from error
     limit = _room(side, body.max_completion_tokens or body.max_tokens, prompt)
     top = (body.top_logprobs or 0) if body.logprobs else 0
     seed = _seed() if body.seed is None else body.seed
     drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
-    choices = [chat_choice(one, side.codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+    choices = await asyncio.to_thread(
+        lambda: [chat_choice(one, side.codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+    )
     return response_of("chat.completion", body.model, choices, [prompt])
 
 
-def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> TokenIds:
+async def _tokens(side: EngineSide, prompt: TokenPrompt | list[int] | str) -> TokenIds:
     if isinstance(prompt, str):
-        return side.codec.encode(prompt)
+        return await asyncio.to_thread(side.codec.encode, prompt)
     return tuple(prompt.prompt_token_ids if isinstance(prompt, TokenPrompt) else prompt)
 
 

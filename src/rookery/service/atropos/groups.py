@@ -104,7 +104,7 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/scored_data")
     async def scored_data(request: Request) -> dict[str, Any]:
         group = await _read(_ONE, request, gateway)
-        buffered = await gateway.accept(group)
+        buffered = await gateway.accept(group, is_gone=request.is_disconnected)
         if buffered is None:
             return {"status": "received"}
         return {"status": "buffered", "buffer_size": buffered}
@@ -112,7 +112,8 @@ def _add_groups(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/scored_data_list")
     async def scored_data_list(request: Request) -> dict[str, Any]:
         groups = await _read(_MANY, request, gateway)
-        kept = [size for size in await gateway.accept_all(groups) if size is not None]
+        sizes = await gateway.accept_all(groups, is_gone=request.is_disconnected)
+        kept = [size for size in sizes if size is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
         if kept:
             answer |= {"buffered": len(kept), "last_buffer_size": kept[-1]}

@@ -1,0 +1,82 @@
+"""The routes that environments ask the engine by, over an engine that tells what it is asked."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from service.tenants import WordCodec
+
+from rookery.environments.atropos.draw_book import DrawBook
+from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.service.atropos.engine import make_router
+from rookery.service.refusals import Refusal
+from rookery.testing import FakeSampler
+from rookery.types import ModelRef, TokenIds
+
+
+class SlowCodec(WordCodec):
+    """Takes as long over a text as nobody else may wait."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def encode(self, text: str) -> TokenIds:
+        self._wait()
+        return super().encode(text)
+
+    def _wait(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(30), "nobody else was answered meanwhile"
+
+
+class Engine(FakeSampler):
+    base = ModelRef(name="base", version="m")
+    loaded: tuple[ModelRef, ...] = ()
+    context_tokens = None
+
+
+@asynccontextmanager
+async def asking(codec: WordCodec) -> AsyncIterator[httpx2.AsyncClient]:
+    app = FastAPI()
+    engine = cast(ServingEngine, Engine())  # what else engines do is not asked for
+    app.include_router(make_router(EngineSide(engine, codec=codec, book=DrawBook())))
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt": "5 6"}),
+        ("/v1/completions", {"model": "any", "prompt": "5 6"}),
+        (
+            "/v1/chat/completions",
+            {"model": "any", "messages": [{"role": "user", "content": "5 6"}]},
+        ),
+    ],
+)
+async def test_others_are_answered_while_a_long_text_is_tokenized(
+    path: str, body: dict[str, Any]
+) -> None:
+    codec = SlowCodec()
+    async with asking(codec) as client:
+        slow = asyncio.create_task(client.post(path, json=body))
+        await asyncio.to_thread(codec.begun.wait, 30)
+        assert (await client.get("/health")).status_code == 200
+        assert not slow.done()
+        codec.may_end.set()
+        assert (await slow).status_code == 200
+
+
+async def test_half_a_character_is_refused() -> None:
+    async with asking(WordCodec()) as client:
+        headers = {"Content-Type": "application/json"}
+        with pytest.raises(Refusal, match="half of a character"):
+            await client.post("/generate", content=b'{"prompt":"\\ud800"}', headers=headers)
