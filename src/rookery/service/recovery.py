@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["recover", "take_snapshot"]
 
 
-async def take_snapshot(desk: Desk) -> None:
-    """Save what has changed since the last one. No pass may be running."""
-    for model in desk.state.models.values():
+async def take_snapshot(desk: Desk) -> set[str]:
+    """Save what has changed since the last one; the blobs that a restart may ask for. No pass may
+    be running."""
+    for model in list(desk.state.models.values()):  # clients make and end models meanwhile
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
             model.snapshot, model.snapshot_bytes = await _save(desk, model)
             model.snapshot_seq = model.next_seq
-    pending = [work.id for work in desk.pending]
+    pending, blobs = [work.id for work in desk.pending], set(desk.state.blobs())
     document = {
         "state": desk.state.read(),
         "futures": desk.futures.read(),
@@ -45,6 +46,7 @@ async def take_snapshot(desk: Desk) -> None:
     seqs = [number for work_id in pending if (number := desk.pending.seq(work_id)) is not None]
     await desk.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
     desk.metrics.snapshots.inc()
+    return blobs
 
 
 async def recover(service: "Service") -> None:

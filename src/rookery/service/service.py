@@ -199,9 +199,10 @@ class Service:
 
     async def snapshot(self) -> None:
         """Take a snapshot. Called between passes."""
-        await take_snapshot(self.desk)
+        saved = await take_snapshot(self.desk)
         async with self.blob_lock:
-            keep = set(self.desk.state.blobs())
+            # What ended since the snapshot is in its document, and loaded from it after a crash.
+            keep = {*saved, *self.desk.state.blobs()}
             await run_in_thread(self.desk.wal.prune, keep=keep)
 
     async def keep_house(self) -> None:

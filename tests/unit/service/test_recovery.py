@@ -1,8 +1,10 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
-from service.tenants import Client, crashed_copy, serve, train_body
+from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.config import ServiceConfig
 
@@ -106,3 +108,50 @@ async def test_journal_is_cut_behind_snapshots(tmp_path: Path) -> None:
     assert len(restart.entries) < 20
     assert restart.document is not None
     assert len(blobs) <= 3, "blobs of earlier snapshots are deleted"
+
+
+async def test_models_may_be_made_while_a_snapshot_is_taken(tmp_path: Path) -> None:
+    """The snapshot is taken between passes, and clients go on sending meanwhile."""
+    backend, entered, may_save = fake_backend(), asyncio.Event(), asyncio.Event()
+    save = backend.trainer.save
+
+    async def wait_and_save(trainee: str, path: Path) -> None:
+        entered.set()
+        await may_save.wait()
+        await save(trainee, path)
+
+    backend.trainer.save = wait_and_save  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        session = await ada.session()
+        for seq in range(2):
+            await ada.model(session, seq)
+        snapshot = asyncio.create_task(served.service.snapshot())
+        await entered.wait()
+        body = {"session_id": session, "model_seq_id": 2, "base_model": "fake"}
+        reply = await ada.post("create_model", body)
+        may_save.set()
+        await snapshot
+        assert (await ada.result(reply))["model_id"] == reply["model_id"]
+
+
+async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_path: Path) -> None:
+    """The document still has it, so its saved state stays."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        wal = served.service.desk.wal
+        finish_snapshot = wal.finish_snapshot
+
+        async def finish_and_end(*args: Any, **kwargs: Any) -> None:
+            await finish_snapshot(*args, **kwargs)
+            await ada.send("POST", f"/api/v1/sessions/{session}/finish", json={})
+
+        wal.finish_snapshot = finish_and_end  # type: ignore[method-assign]
+        await served.service.snapshot()
+        wal.finish_snapshot = finish_snapshot  # type: ignore[method-assign]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        assert served.service.desk.state.models[model].is_live is False
