@@ -209,18 +209,23 @@ class Service:
         """End what nobody uses any more, until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            await self._end_silent_sessions()
-            now = time.time()
-            for found in list(self.desk.state.checkpoints.values()):
-                if found.expires is not None and found.expires <= now:
-                    path = CheckpointPath(path=found.path)
-                    await self.change("delete_checkpoint", found.tenant, path)
-            await self._end_idle_samplers()
-            self.training.give_up_gaps(before=now - self.desk.config.gap_s)
-            self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
-            if self.training.is_snapshot_due:
-                self.training.wake()
+            await self.clean_up()
             self.show_queues()
+
+    async def clean_up(self) -> None:
+        """End what nobody uses any more. Clients may end the same things meanwhile."""
+        await self._end_silent_sessions()
+        now, checkpoints = time.time(), self.desk.state.checkpoints
+        for found in list(checkpoints.values()):
+            is_expired = found.expires is not None and found.expires <= now
+            if is_expired and checkpoints.get(found.path) is found:
+                path = CheckpointPath(path=found.path)
+                await self.change("delete_checkpoint", found.tenant, path)
+        await self._end_idle_samplers()
+        self.training.give_up_gaps(before=now - self.desk.config.gap_s)
+        self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+        if self.training.is_snapshot_due:
+            self.training.wake()
 
     def show_queues(self) -> None:
         """Update the gauges."""
@@ -245,8 +250,9 @@ class Service:
             if sampler.blob and not sampler.path:
                 unnamed.setdefault(sampler.session_id, []).append(sampler)
         for sampler in [one for own in unnamed.values() for one in own[:-KEPT_SAMPLERS]]:
-            since = self._seen.setdefault(sampler.id, now)
-            if sampler.id not in busy and since < now - self.desk.config.session_s:
+            if sampler.id not in self.desk.state.samplers or sampler.id in busy:
+                continue  # its session may have ended meanwhile
+            if self._seen.setdefault(sampler.id, now) < now - self.desk.config.session_s:
                 ended = EndSampler(sampling_session_id=sampler.id)
                 await self.change("end_sampler", sampler.tenant, ended)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from executors.jobs import until
+from pydantic import BaseModel
 from service.tenants import (
     Client,
     WordCodec,
@@ -263,3 +264,42 @@ async def test_runs_are_listed_in_one_look_at_the_checkpoints(
     names = [run["last_checkpoint"]["tinker_path"].rpartition("/")[2] for run in runs]
     assert names == ["new"] * 3
     assert len(looks) == 1, "costs grow with runs and checkpoints, not with their product"
+
+
+async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
+    """Checkpoints are deleted, and a session ends, while it waits for the disk."""
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        session = await ada.session()
+        model = await ada.model(session)
+        for seq in range(1, 3):
+            save = {"model_id": model, "seq_id": seq, "path": f"c{seq}", "ttl_seconds": 1}
+            await ada.result(await ada.post("save_weights", save))
+        for seq in range(3, 14):
+            save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            await ada.result(await ada.post("save_weights_for_sampler", save))
+        for sampler in service.desk.state.samplers:
+            service._seen[sampler] = time.monotonic() - service.desk.config.session_s - 1
+        for checkpoint in service.desk.state.checkpoints.values():
+            checkpoint.expires = time.time() - 1
+        ends = iter(
+            [
+                ada.send("DELETE", f"/api/v1/training_runs/{model}/checkpoints/weights/c2"),
+                ada.send("POST", f"/api/v1/sessions/{session}/finish", json={}),
+            ]
+        )
+        change = service.change
+
+        async def change_beside(kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
+            """A client ends the next thing while the journal is written."""
+            reply = await change(kind, tenant, request)
+            if (end := next(ends, None)) is not None:
+                service.change = change  # type: ignore[method-assign]
+                assert (await end).status_code == 204
+                service.change = change_beside  # type: ignore[method-assign]
+            return reply
+
+        service.change = change_beside  # type: ignore[method-assign]
+        await service.clean_up()
+        assert not service.desk.state.checkpoints
+        assert not service.desk.state.samplers
