@@ -66,7 +66,7 @@ async def recover(service: "Service") -> None:
         elif header["entry"] == "command" and header["id"] in pending:
             service.queue(_command(header, body))
             desk.pending.set_durable(header["id"], entry.seq)
-    service.start_samples()
+    service.go_on()
 
 
 async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: int) -> None:

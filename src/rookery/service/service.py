@@ -77,6 +77,8 @@ class Service:
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""
+        self._ended: list[str] = []
+        """Models whose end was repeated: their last passes are still to be."""
         self._seen: dict[str, float] = {}
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
@@ -167,9 +169,11 @@ class Service:
         elif self._is_open:
             self.samples.add(command, self._group)
 
-    def start_samples(self) -> None:
-        """Draw those that were accepted before a restart, now that it is known which are done."""
+    def go_on(self) -> None:
+        """Do what was accepted before a restart, now that it is known what is done."""
         self._is_open = True
+        for model_id in self._ended:
+            self._end_model(model_id)
         for work in self.desk.pending:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
@@ -269,6 +273,9 @@ class Service:
         self.desk.futures.end_owner(sampler_id)
 
     def _end_model(self, model_id: str) -> None:
+        if not self._is_open:
+            self._ended.append(model_id)
+            return
         for work in self.training.end_model(model_id):
             self.desk.pending.remove(work.id)
             sentence = "The session ended before an earlier request of this model came."

@@ -123,7 +123,9 @@ class TrainingLoop:
         """Do again what was done in a pass before a restart."""
         works = [self._desk.pending[work_id] for work_id in record.ids]
         for work in works:  # those that were given up may still wait
-            self._put(self.lane(work.owner).skip(work.seq)[1])
+            lost, ready = self.lane(work.owner).skip(work.seq)
+            self._overdue += [one for one in lost if one.id not in record.ids]
+            self._put(ready)
         for work in works:
             self._queue.remove(work.id)
         await self._perform(works, record)

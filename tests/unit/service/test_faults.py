@@ -303,3 +303,35 @@ async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
         await service.clean_up()
         assert not service.desk.state.checkpoints
         assert not service.desk.state.samplers
+
+
+async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> None:
+    """Numbers 1 and 3 never come. What came behind them is released, and still queued when the
+    model ends: a pass without success, which follows the end in the journal."""
+    backend, entered, may_save = fake_backend(), asyncio.Event(), asyncio.Event()
+    save = backend.trainer.save
+
+    async def wait_and_save(trainee: str, path: Path) -> None:
+        entered.set()
+        await may_save.wait()
+        await save(trainee, path)
+
+    backend.trainer.save = wait_and_save  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(session, 1)
+        await ada.post("save_weights", {"model_id": other, "seq_id": 1, "path": "busy"})
+        await entered.wait()
+        late = [await ada.step(model, seq) for seq in (2, 4)]
+        served.service.training.give_up_gaps(before=time.time() + 60)
+        late.append(await ada.step(model, 5))
+        await ada.post("unload_model", {"model_id": model})
+        may_save.set()
+        failed = [await ada.result(reply) for reply in late]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    assert all("ended" in one["error"] for one in failed)
+    async with serve(killed) as served:
+        ada = served.client()
+        assert [await ada.result(reply) for reply in late] == failed
+        assert not len(served.service.desk.pending)
