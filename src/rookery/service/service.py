@@ -102,6 +102,7 @@ class Service:
         if command.kind == "unload_model":
             model_id = GetInfo.model_validate_json(command.body).model_id
             reply = apply(self.desk.state, command)
+            self.desk.futures.end_owners({model_id})
             self._end_model(model_id)
             return self._finish_at_once(command, reply, owner=model_id)
         if command.kind == "end_sampler":
@@ -261,16 +262,16 @@ class Service:
                 await self.change("end_sampler", sampler.tenant, ended)
 
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
-        self._seen.pop(session_id, None)
-        self.desk.futures.end_owner(session_id)
-        for sampler_id in samplers:
-            self._end_sampler(sampler_id)
-        for model in self.desk.state.models_of(session_id):
-            self._end_model(model.id)
+        models = [model.id for model in self.desk.state.models_of(session_id)]
+        for name in (session_id, *samplers):
+            self._seen.pop(name, None)
+        self.desk.futures.end_owners({session_id, *samplers, *models})
+        for model_id in models:
+            self._end_model(model_id)
 
     def _end_sampler(self, sampler_id: str) -> None:
         self._seen.pop(sampler_id, None)
-        self.desk.futures.end_owner(sampler_id)
+        self.desk.futures.end_owners({sampler_id})
 
     def _end_model(self, model_id: str) -> None:
         if not self._is_open:
@@ -280,7 +281,6 @@ class Service:
             self.desk.pending.remove(work.id)
             sentence = "The session ended before an earlier request of this model came."
             self.desk.futures.finish(work.id, failed(sentence, "user"))
-        self.desk.futures.end_owner(model_id)
 
     def _check_number(self, command: Command) -> None:
         if command.kind in SAMPLING:
