@@ -4,7 +4,7 @@ import time
 
 from rookery.service.desk import Desk
 from rookery.service.refusals import Refusal, bad
-from rookery.service.wire.requests import CreateModel, Sample
+from rookery.service.wire.requests import CreateModel
 from rookery.service.work import Command
 
 __all__ = ["Admission"]
@@ -74,9 +74,10 @@ class Admission:
                 f"You have {num_open} open sessions; at most {self._limits.sessions} may be."
             )
 
-    def check_sample(self, request: Sample) -> None:
-        if request.num_samples > self._limits.samples:
-            raise bad(f"num_samples is {request.num_samples}; at most {self._limits.samples}.")
+    def check_samples(self, num: int) -> None:
+        """Of one request, its prompts together."""
+        if num > self._limits.samples:
+            raise bad(f"The request asks for {num} samples; at most {self._limits.samples} may be.")
 
     def check_checkpoints(self, tenant: str) -> None:
         state = self._desk.state

@@ -101,7 +101,7 @@ def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
     restart.
     """
     request = Sample.model_validate_json(work.body)
-    prompt = prompt_tokens(request)
+    prompt = prompt_tokens(request.prompt)
     sampler = desk.state.sampler(work.tenant, work.owner)
     options = request.sampling_params
     max_tokens = drawing.max_tokens(
