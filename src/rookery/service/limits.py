@@ -53,10 +53,11 @@ class Admission:
     def check_rate(self, tenant: str) -> None:
         """Count a request; refuse it when too many came within a second."""
         rate, now = self._limits.requests_per_s, time.monotonic()
-        credit, then = self._credit.get(tenant, (rate, now))
-        credit = min(rate, credit + (now - then) * rate)
+        most = max(rate, 1.0)
+        credit, then = self._credit.get(tenant, (most, now))
+        credit = min(most, credit + (now - then) * rate)
         if credit < 1:
-            raise _full(f"You sent more than {rate:g} requests in a second.")
+            raise _full(f"You sent more than {rate:g} requests per second.")
         self._credit[tenant] = (credit - 1, now)
 
     def check_draws(self, num_waiting: int, *, num: int) -> None:
