@@ -167,7 +167,7 @@ def _forget_ended(state: State, tenant: str) -> None:
 
 
 def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
-    state.model(command.tenant, request.model_id).is_live = False
+    state.run(command.tenant, request.model_id).is_live = False
     return {"type": "unload_model", "model_id": request.model_id}
 
 

@@ -101,9 +101,11 @@ class Service:
             return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
         if command.kind == "unload_model":
             model_id = GetInfo.model_validate_json(command.body).model_id
+            is_live = self.desk.state.run(command.tenant, model_id).is_live
             reply = apply(self.desk.state, command)
-            self.desk.futures.end_owners({model_id})
-            self._end_model(model_id)
+            if is_live:  # not when it is sent again
+                self.desk.futures.end_owners({model_id})
+                self._end_model(model_id)
             return self._finish_at_once(command, reply, owner=model_id)
         if command.kind == "end_sampler":
             reply = apply(self.desk.state, command)
