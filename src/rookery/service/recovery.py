@@ -62,10 +62,13 @@ async def recover(service: "Service") -> None:
     for entry in restart.entries:
         header, body = read_entry(entry.data)
         if entry.seq > restart.snapshot_seq:
+            desk.wal.num_bytes += len(entry.data)
             await _replay(service, header, body, entry.seq)
         elif header["entry"] == "command" and header["id"] in pending:
             service.queue(_command(header, body))
             desk.pending.set_durable(header["id"], entry.seq)
+        elif header["entry"] == "answer" and header["id"] in pending:
+            await _replay(service, header, body, entry.seq)  # it was being stored
     service.go_on()
 
 

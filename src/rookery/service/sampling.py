@@ -27,6 +27,8 @@ class Samples:
         self._desk = desk
         self._drawing = drawing
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._storing: set[str] = set()
+        """Works whose result is on its way to the disk."""
 
     def add(self, work: Command, group: asyncio.TaskGroup) -> None:
         task = group.create_task(self._answer(work), name=work.id)
@@ -38,7 +40,9 @@ class Samples:
         return list(self._tasks.values())
 
     async def cancel(self, work: Command) -> None:
-        """Give a sample up: its result says so."""
+        """Give a sample up: its result says so, unless it has one."""
+        if work.id in self._storing:
+            return
         if (task := self._tasks.get(work.id)) is not None:
             task.cancel()
         await self._finish(work, failed("The sample was cancelled by its client.", "user"))
@@ -81,17 +85,27 @@ class Samples:
         return finished(score_document(await self._drawing.score(work, sampler, body)))
 
     async def _finish(self, work: Command, result: Result) -> None:
-        """Once: who comes second, the drawing or the cancelling, changes nothing."""
-        if not self._desk.pending.remove(work.id):
+        """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
+        until the journal has its result: a snapshot has the one or the other."""
+        if work.id in self._storing or work.id not in self._desk.pending:
             return
+        self._storing.add(work.id)
         header = {
             "entry": "answer",
             "id": work.id,
             "form": result.form,
             "is_failure": result.is_failure,
         }
-        await self._desk.wal.append(header, result.payload)
-        self._desk.futures.finish(work.id, result)
+        stored = self._desk.wal.append(header, result.payload)
+        # Also when whoever waits here is cancelled.
+        stored.add_done_callback(lambda done: self._stored(work, result, done))
+        await asyncio.shield(stored)
+
+    def _stored(self, work: Command, result: Result, done: "asyncio.Future[list[int]]") -> None:
+        self._storing.discard(work.id)
+        if not done.cancelled() and done.exception() is None:
+            self._desk.pending.remove(work.id)
+            self._desk.futures.finish(work.id, result)
 
 
 def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
