@@ -7,6 +7,7 @@ from rookery.errors import EngineDownError, FleetDownError, RookeryError, Servic
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
 from rookery.service.drawing import Draw, Drawing
+from rookery.service.rows import Rows, encode
 from rookery.service.wire.records import ScoreBody, score_document
 from rookery.service.wire.requests import Sample
 from rookery.service.wire.samples import (
@@ -15,7 +16,7 @@ from rookery.service.wire.samples import (
     sampling_params,
     target_tokens,
 )
-from rookery.service.work import Command, Result, failed, finished
+from rookery.service.work import Command, Result, failed
 
 __all__ = ["Samples", "read_draw"]
 
@@ -82,7 +83,10 @@ class Samples:
     async def _score(self, work: Command) -> Result:
         sampler = self._desk.state.sampler(work.tenant, work.owner)
         body = ScoreBody.model_validate_json(work.body)
-        return finished(score_document(await self._drawing.score(work, sampler, body)))
+        score = await self._drawing.score(work, sampler, body)
+        rows = Rows(score.top_logprobs, list)
+        document = {**score_document(score), "top_logprobs": rows}
+        return Result(await asyncio.to_thread(encode, document))
 
     async def _finish(self, work: Command, result: Result) -> None:
         """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
