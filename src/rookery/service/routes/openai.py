@@ -59,7 +59,7 @@ class _Options(PenaltyOptions):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=4096)
     temperature: Finite = Field(default=1.0, ge=0)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
