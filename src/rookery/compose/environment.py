@@ -8,6 +8,7 @@ from rookery.fleet import FleetConfig
 
 __all__ = ["engine_of_environment", "megatron_of_environment"]
 
+_THIS_MACHINE = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -22,7 +23,7 @@ def engine_of_environment(
     host = "127.0.0.1" if host == "0.0.0.0" else host
     vllm_port = environment.get("VLLM_PORT") or "8000"
     url = environment.get("VLLM_BASE_URL") or f"http://{host}:{vllm_port}"
-    if url.rstrip("/") in {f"http://{name}:{port}" for name in ("localhost", "127.0.0.1")}:
+    if url.rstrip("/") in {f"http://{name}:{port}" for name in _THIS_MACHINE}:
         raise ConfigError(
             f"The vLLM server and this service would both be at {url}: set `port` of the service "
             "to another, or VLLM_PORT and the --port of vLLM."

@@ -64,8 +64,10 @@ class ServeConfig(Config):
 
     def from_folder(self, folder: Path) -> "ServeConfig":
         """With its paths taken from the folder of its file."""
+        adapters = tuple(folder / one for one in self.service.adapter_folders)
         return self.model_copy(
             update={
+                "service": self.service.model_copy(update={"adapter_folders": adapters}),
                 "models": {n: local_model(model, folder) for n, model in self.models.items()},
                 "folder": folder / self.folder,
                 "keys": None if self.keys is None else folder / self.keys,

@@ -139,6 +139,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     lines = []
     for detail in error.errors():
         place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
+        if detail["type"] == "json_invalid":
+            place = f"The body is not JSON at character {place}"
         lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")
     sentence = f"{'; '.join(lines[:5])}."
     await fill_gap(request, sentence)

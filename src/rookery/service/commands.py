@@ -167,7 +167,7 @@ def _forget_ended(state: State, tenant: str) -> None:
 
 
 def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
-    state.model(command.tenant, request.model_id).is_live = False
+    state.run(command.tenant, request.model_id).is_live = False
     return {"type": "unload_model", "model_id": request.model_id}
 
 
@@ -342,17 +342,17 @@ def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
     """The oldest of too many of a tenant goes."""
-    state.sequences[request.id] = StoredSequence(
+    own = state.sequences.setdefault(command.tenant, {})
+    own[request.id] = StoredSequence(
         tenant=command.tenant, created=command.time, **request.model_dump()
     )
-    own = [one.id for one in state.sequences.values() if one.tenant == command.tenant]
-    for sequence_id in own[:-MAX_SEQUENCES]:
-        del state.sequences[sequence_id]
+    if len(own) > MAX_SEQUENCES:
+        del own[next(iter(own))]
     return {}
 
 
 def _remove_sequence(state: State, command: Command, request: SequenceId) -> Reply:
-    del state.sequences[state.sequence(command.tenant, request.id).id]
+    del state.sequences[command.tenant][state.sequence(command.tenant, request.id).id]
     return {}
 
 

@@ -25,8 +25,8 @@ class Limits(Config):
     """Models in training of one tenant."""
     rank: int = Field(default=64, ge=1)
     """The highest rank of a model in training."""
-    samples: int = Field(default=1024, ge=1)
-    """Samples of one request."""
+    samples: int = Field(default=4096, ge=1)
+    """Samples of one request, of all its prompts together."""
     checkpoints: int = Field(default=10_000, ge=1)
     """Checkpoints and adapters of one tenant."""
     requests_per_s: float = Field(default=2000.0, gt=0)

@@ -7,7 +7,7 @@ and whoever sends it again gets the same future.
 import asyncio
 import base64
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -41,7 +41,7 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
     fetched: float | None = None
-    """When it was first fetched, by the monotonic clock."""
+    """When it was first fetched, or nobody could fetch it any more, by the monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,8 @@ class Futures:
             return
         future.result = result
         future.done.set()
-        self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
+        if future.fetched is None:
+            self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
         if (changed := self._changed.pop(future.owner, None)) is not None:
             changed.set()
 
@@ -174,12 +175,14 @@ class Futures:
         if self._keys.get(future.key) == future.id:
             del self._keys[future.key]
 
-    def end_owner(self, owner: str) -> None:
-        """Nobody may ask for its results any more: they are dropped like fetched ones."""
+    def end_owners(self, owners: Collection[str]) -> None:
+        """Nobody may ask for their results any more: they are dropped like fetched ones, also
+        those that are still to come."""
         now = time.monotonic()
-        for future_id in self._finished.pop(owner, _Finished()).ids:
-            future = self._futures.get(future_id)
-            if future is not None and future.fetched is None:
+        for owner in owners:
+            self._finished.pop(owner, None)
+        for future in self._futures.values():
+            if future.owner in owners and future.fetched is None:
                 future.fetched = now
 
     def read(self) -> Rows:

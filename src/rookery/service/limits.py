@@ -4,7 +4,7 @@ import time
 
 from rookery.service.desk import Desk
 from rookery.service.refusals import Refusal, bad
-from rookery.service.wire.requests import CreateModel, Sample
+from rookery.service.wire.requests import CreateModel
 from rookery.service.work import Command
 
 __all__ = ["Admission"]
@@ -53,10 +53,11 @@ class Admission:
     def check_rate(self, tenant: str) -> None:
         """Count a request; refuse it when too many came within a second."""
         rate, now = self._limits.requests_per_s, time.monotonic()
-        credit, then = self._credit.get(tenant, (rate, now))
-        credit = min(rate, credit + (now - then) * rate)
+        most = max(rate, 1.0)
+        credit, then = self._credit.get(tenant, (most, now))
+        credit = min(most, credit + (now - then) * rate)
         if credit < 1:
-            raise _full(f"You sent more than {rate:g} requests in a second.")
+            raise _full(f"You sent more than {rate:g} requests per second.")
         self._credit[tenant] = (credit - 1, now)
 
     def check_draws(self, num_waiting: int, *, num: int) -> None:
@@ -74,9 +75,10 @@ class Admission:
                 f"You have {num_open} open sessions; at most {self._limits.sessions} may be."
             )
 
-    def check_sample(self, request: Sample) -> None:
-        if request.num_samples > self._limits.samples:
-            raise bad(f"num_samples is {request.num_samples}; at most {self._limits.samples}.")
+    def check_samples(self, num: int) -> None:
+        """Of one request, its prompts together."""
+        if num > self._limits.samples:
+            raise bad(f"The request asks for {num} samples; at most {self._limits.samples} may be.")
 
     def check_checkpoints(self, tenant: str) -> None:
         state = self._desk.state

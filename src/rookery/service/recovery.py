@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["recover", "take_snapshot"]
 
 
-async def take_snapshot(desk: Desk) -> None:
-    """Save what has changed since the last one. No pass may be running."""
-    for model in desk.state.models.values():
+async def take_snapshot(desk: Desk) -> set[str]:
+    """Save what has changed since the last one; the blobs that a restart may ask for. No pass may
+    be running."""
+    for model in list(desk.state.models.values()):  # clients make and end models meanwhile
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
             model.snapshot, model.snapshot_bytes = await _save(desk, model)
             model.snapshot_seq = model.next_seq
-    pending = [work.id for work in desk.pending]
+    pending, blobs = [work.id for work in desk.pending], set(desk.state.blobs())
     document = {
         "state": desk.state.read(),
         "futures": desk.futures.read(),
@@ -45,6 +46,7 @@ async def take_snapshot(desk: Desk) -> None:
     seqs = [number for work_id in pending if (number := desk.pending.seq(work_id)) is not None]
     await desk.wal.finish_snapshot(document, seq=seq, oldest_pending=min(seqs, default=None))
     desk.metrics.snapshots.inc()
+    return blobs
 
 
 async def recover(service: "Service") -> None:
@@ -60,11 +62,14 @@ async def recover(service: "Service") -> None:
     for entry in restart.entries:
         header, body = read_entry(entry.data)
         if entry.seq > restart.snapshot_seq:
+            desk.wal.num_bytes += len(entry.data)
             await _replay(service, header, body, entry.seq)
         elif header["entry"] == "command" and header["id"] in pending:
             service.queue(_command(header, body))
             desk.pending.set_durable(header["id"], entry.seq)
-    service.start_samples()
+        elif header["entry"] == "answer" and header["id"] in pending:
+            await _replay(service, header, body, entry.seq)  # it was being stored
+    service.go_on()
 
 
 async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: int) -> None:

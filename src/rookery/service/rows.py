@@ -22,7 +22,7 @@ class Rows:
     """Values that do not change any more, and what makes JSON of each."""
 
     values: Sequence[tuple[Any, ...]]
-    describe: Callable[[tuple[Any, ...]], Mapping[str, Any]]
+    describe: Callable[[tuple[Any, ...]], Any]
 
 
 def read_records(records: Iterable[Any]) -> Rows:

@@ -7,6 +7,7 @@ from rookery.errors import EngineDownError, FleetDownError, RookeryError, Servic
 from rookery.seeding import stream_seed
 from rookery.service.desk import Desk
 from rookery.service.drawing import Draw, Drawing
+from rookery.service.rows import Rows, encode
 from rookery.service.wire.records import ScoreBody, score_document
 from rookery.service.wire.requests import Sample
 from rookery.service.wire.samples import (
@@ -15,7 +16,7 @@ from rookery.service.wire.samples import (
     sampling_params,
     target_tokens,
 )
-from rookery.service.work import Command, Result, failed, finished
+from rookery.service.work import Command, Result, failed
 
 __all__ = ["Samples", "read_draw"]
 
@@ -27,6 +28,8 @@ class Samples:
         self._desk = desk
         self._drawing = drawing
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._storing: set[str] = set()
+        """Works whose result is on its way to the disk."""
 
     def add(self, work: Command, group: asyncio.TaskGroup) -> None:
         task = group.create_task(self._answer(work), name=work.id)
@@ -38,7 +41,9 @@ class Samples:
         return list(self._tasks.values())
 
     async def cancel(self, work: Command) -> None:
-        """Give a sample up: its result says so."""
+        """Give a sample up: its result says so, unless it has one."""
+        if work.id in self._storing:
+            return
         if (task := self._tasks.get(work.id)) is not None:
             task.cancel()
         await self._finish(work, failed("The sample was cancelled by its client.", "user"))
@@ -78,20 +83,33 @@ class Samples:
     async def _score(self, work: Command) -> Result:
         sampler = self._desk.state.sampler(work.tenant, work.owner)
         body = ScoreBody.model_validate_json(work.body)
-        return finished(score_document(await self._drawing.score(work, sampler, body)))
+        score = await self._drawing.score(work, sampler, body)
+        rows = Rows(score.top_logprobs, list)
+        document = {**score_document(score), "top_logprobs": rows}
+        return Result(await asyncio.to_thread(encode, document))
 
     async def _finish(self, work: Command, result: Result) -> None:
-        """Once: who comes second, the drawing or the cancelling, changes nothing."""
-        if not self._desk.pending.remove(work.id):
+        """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
+        until the journal has its result: a snapshot has the one or the other."""
+        if work.id in self._storing or work.id not in self._desk.pending:
             return
+        self._storing.add(work.id)
         header = {
             "entry": "answer",
             "id": work.id,
             "form": result.form,
             "is_failure": result.is_failure,
         }
-        await self._desk.wal.append(header, result.payload)
-        self._desk.futures.finish(work.id, result)
+        stored = self._desk.wal.append(header, result.payload)
+        # Also when whoever waits here is cancelled.
+        stored.add_done_callback(lambda done: self._stored(work, result, done))
+        await asyncio.shield(stored)
+
+    def _stored(self, work: Command, result: Result, done: "asyncio.Future[list[int]]") -> None:
+        self._storing.discard(work.id)
+        if not done.cancelled() and done.exception() is None:
+            self._desk.pending.remove(work.id)
+            self._desk.futures.finish(work.id, result)
 
 
 def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
@@ -101,7 +119,7 @@ def read_draw(desk: Desk, drawing: Drawing, work: Command) -> Draw:
     restart.
     """
     request = Sample.model_validate_json(work.body)
-    prompt = prompt_tokens(request)
+    prompt = prompt_tokens(request.prompt)
     sampler = desk.state.sampler(work.tenant, work.owner)
     options = request.sampling_params
     max_tokens = drawing.max_tokens(

@@ -77,6 +77,8 @@ class Service:
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""
+        self._ended: list[str] = []
+        """Models whose end was repeated: their last passes are still to be."""
         self._seen: dict[str, float] = {}
 
     async def change(self, kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
@@ -99,8 +101,11 @@ class Service:
             return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
         if command.kind == "unload_model":
             model_id = GetInfo.model_validate_json(command.body).model_id
+            is_live = self.desk.state.run(command.tenant, model_id).is_live
             reply = apply(self.desk.state, command)
-            self._end_model(model_id)
+            if is_live:  # not when it is sent again
+                self.desk.futures.end_owners({model_id})
+                self._end_model(model_id)
             return self._finish_at_once(command, reply, owner=model_id)
         if command.kind == "end_sampler":
             reply = apply(self.desk.state, command)
@@ -167,9 +172,11 @@ class Service:
         elif self._is_open:
             self.samples.add(command, self._group)
 
-    def start_samples(self) -> None:
-        """Draw those that were accepted before a restart, now that it is known which are done."""
+    def go_on(self) -> None:
+        """Do what was accepted before a restart, now that it is known what is done."""
         self._is_open = True
+        for model_id in self._ended:
+            self._end_model(model_id)
         for work in self.desk.pending:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
@@ -199,27 +206,33 @@ class Service:
 
     async def snapshot(self) -> None:
         """Take a snapshot. Called between passes."""
-        await take_snapshot(self.desk)
+        saved = await take_snapshot(self.desk)
         async with self.blob_lock:
-            keep = set(self.desk.state.blobs())
+            # What ended since the snapshot is in its document, and loaded from it after a crash.
+            keep = {*saved, *self.desk.state.blobs()}
             await run_in_thread(self.desk.wal.prune, keep=keep)
 
     async def keep_house(self) -> None:
         """End what nobody uses any more, until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            await self._end_silent_sessions()
-            now = time.time()
-            for found in list(self.desk.state.checkpoints.values()):
-                if found.expires is not None and found.expires <= now:
-                    path = CheckpointPath(path=found.path)
-                    await self.change("delete_checkpoint", found.tenant, path)
-            await self._end_idle_samplers()
-            self.training.give_up_gaps(before=now - self.desk.config.gap_s)
-            self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
-            if self.training.is_snapshot_due:
-                self.training.wake()
+            await self.clean_up()
             self.show_queues()
+
+    async def clean_up(self) -> None:
+        """End what nobody uses any more. Clients may end the same things meanwhile."""
+        await self._end_silent_sessions()
+        now, checkpoints = time.time(), self.desk.state.checkpoints
+        for found in list(checkpoints.values()):
+            is_expired = found.expires is not None and found.expires <= now
+            if is_expired and checkpoints.get(found.path) is found:
+                path = CheckpointPath(path=found.path)
+                await self.change("delete_checkpoint", found.tenant, path)
+        await self._end_idle_samplers()
+        self.training.give_up_gaps(before=now - self.desk.config.gap_s)
+        self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+        if self.training.is_snapshot_due:
+            self.training.wake()
 
     def show_queues(self) -> None:
         """Update the gauges."""
@@ -244,29 +257,32 @@ class Service:
             if sampler.blob and not sampler.path:
                 unnamed.setdefault(sampler.session_id, []).append(sampler)
         for sampler in [one for own in unnamed.values() for one in own[:-KEPT_SAMPLERS]]:
-            since = self._seen.setdefault(sampler.id, now)
-            if sampler.id not in busy and since < now - self.desk.config.session_s:
+            if sampler.id not in self.desk.state.samplers or sampler.id in busy:
+                continue  # its session may have ended meanwhile
+            if self._seen.setdefault(sampler.id, now) < now - self.desk.config.session_s:
                 ended = EndSampler(sampling_session_id=sampler.id)
                 await self.change("end_sampler", sampler.tenant, ended)
 
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
-        self._seen.pop(session_id, None)
-        self.desk.futures.end_owner(session_id)
-        for sampler_id in samplers:
-            self._end_sampler(sampler_id)
-        for model in self.desk.state.models_of(session_id):
-            self._end_model(model.id)
+        models = [model.id for model in self.desk.state.models_of(session_id)]
+        for name in (session_id, *samplers):
+            self._seen.pop(name, None)
+        self.desk.futures.end_owners({session_id, *samplers, *models})
+        for model_id in models:
+            self._end_model(model_id)
 
     def _end_sampler(self, sampler_id: str) -> None:
         self._seen.pop(sampler_id, None)
-        self.desk.futures.end_owner(sampler_id)
+        self.desk.futures.end_owners({sampler_id})
 
     def _end_model(self, model_id: str) -> None:
+        if not self._is_open:
+            self._ended.append(model_id)
+            return
         for work in self.training.end_model(model_id):
             self.desk.pending.remove(work.id)
             sentence = "The session ended before an earlier request of this model came."
             self.desk.futures.finish(work.id, failed(sentence, "user"))
-        self.desk.futures.end_owner(model_id)
 
     def _check_number(self, command: Command) -> None:
         if command.kind in SAMPLING:

@@ -5,6 +5,7 @@ Lookups name the tenant: what another tenant has looks as if it did not exist.
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from rookery.service.records import (
@@ -39,8 +40,8 @@ class State:
         self.adapters: dict[tuple[str, str], RegisteredAdapter] = {}
         """By tenant and adapter id."""
         self.losses: dict[str, CustomLoss] = {}
-        self.sequences: dict[str, StoredSequence] = {}
-        """Oldest first."""
+        self.sequences: dict[str, dict[str, StoredSequence]] = {}
+        """By tenant and id; each tenant's oldest first."""
 
     def session(self, tenant: str, session_id: str) -> Session:
         """One that is not over."""
@@ -106,8 +107,8 @@ class State:
 
     def sequence(self, tenant: str, sequence_id: str) -> StoredSequence:
         """A turn that the tenant stored."""
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or sequence.tenant != tenant:
+        sequence = self.sequences.get(tenant, {}).get(sequence_id)
+        if sequence is None:
             raise missing("sequence", sequence_id)
         return sequence
 
@@ -146,7 +147,9 @@ class State:
             "checkpoints": read_records(self.checkpoints.values()),
             "adapters": read_records(self.adapters.values()),
             "losses": read_records(self.losses.values()),
-            "sequences": read_records(self.sequences.values()),
+            "sequences": read_records(
+                chain.from_iterable(map(dict.values, self.sequences.values()))
+            ),
         }
 
     @classmethod
@@ -167,5 +170,5 @@ class State:
         for row in document.get("losses", ()):
             state.losses[row["id"]] = CustomLoss(**row)
         for row in document.get("sequences", ()):
-            state.sequences[row["id"]] = StoredSequence(**row)
+            state.sequences.setdefault(row["tenant"], {})[row["id"]] = StoredSequence(**row)
         return state

@@ -141,8 +141,7 @@ class TrainerCalls:
         """The sampler's log-probabilities of each datum, where the loss does not have them."""
         if call.loss in LOSSES and LOSSES[call.loss].is_policy:
             return ()
-        futures = self._desk.futures
-        return tuple(drawn_logprobs(futures, work.tenant, datum) for datum in call.data)
+        return drawn_logprobs(self._desk.futures, work.tenant, call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
         steps = [_optim_step(work) for work in works]

@@ -52,6 +52,8 @@ class TrainingLoop:
         self.throughput = Throughput()
         self.trained_s = 0.0
         """Seconds in the trainer since the last snapshot."""
+        self._snapshot_bytes = 0
+        """Of all models, when the last snapshot was taken: there may be many that have ended."""
 
     def lane(self, model_id: str) -> Lane[Command]:
         lane = self._lanes.get(model_id)
@@ -90,6 +92,7 @@ class TrainingLoop:
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
         """Serve until `stop`; `snapshot` is called between passes when it is time."""
+        self._measure_snapshots()
         while not self._is_stopping:
             await self._changed.wait()
             self._changed.clear()
@@ -100,15 +103,20 @@ class TrainingLoop:
                 if self.is_snapshot_due:
                     await snapshot()
                     self.trained_s = 0.0
+                    self._measure_snapshots()
                 if self._queue.head() is None:
                     break
 
     @property
     def is_snapshot_due(self) -> bool:
-        config, models = self._desk.config, self._desk.state.models.values()
-        held = sum(model.snapshot_bytes for model in models if model.is_live)
-        limit = min(config.journal_mib * 2**20, max(held // 2, LEAST_JOURNAL_BYTES))
+        config = self._desk.config
+        most = max(self._snapshot_bytes // 2, LEAST_JOURNAL_BYTES)
+        limit = min(config.journal_mib * 2**20, most)
         return self.trained_s > config.snapshot_s or self._desk.wal.num_bytes > limit
+
+    def _measure_snapshots(self) -> None:
+        models = self._desk.state.models.values()
+        self._snapshot_bytes = sum(model.snapshot_bytes for model in models if model.is_live)
 
     def wake(self) -> None:
         """See whether a snapshot is due, also when nothing is trained."""
@@ -123,7 +131,9 @@ class TrainingLoop:
         """Do again what was done in a pass before a restart."""
         works = [self._desk.pending[work_id] for work_id in record.ids]
         for work in works:  # those that were given up may still wait
-            self._put(self.lane(work.owner).skip(work.seq)[1])
+            lost, ready = self.lane(work.owner).skip(work.seq)
+            self._overdue += [one for one in lost if one.id not in record.ids]
+            self._put(ready)
         for work in works:
             self._queue.remove(work.id)
         await self._perform(works, record)

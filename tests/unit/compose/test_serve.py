@@ -24,6 +24,7 @@ from rookery.compose.serve import ServeConfig, serving
 from rookery.embedded import EngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import FleetConfig
+from rookery.service.config import ServiceConfig
 from rookery.service.keys import add_key
 from rookery.weights import read_adapter, write_adapter
 
@@ -168,6 +169,14 @@ async def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: 
     assert not folder.exists()
 
 
+def test_paths_of_a_config_are_relative_to_it(tmp_path: Path) -> None:
+    service = ServiceConfig(adapter_folders=(Path("adapters"), Path("/srv/adapters")))
+    config = ServeConfig(folder=Path("run"), keys=Path("keys.json"), service=service)
+    moved = config.from_folder(tmp_path)
+    assert (moved.folder, moved.keys) == (tmp_path / "run", tmp_path / "keys.json")
+    assert moved.service.adapter_folders == (tmp_path / "adapters", Path("/srv/adapters"))
+
+
 def test_the_environment_names_the_vllm_server() -> None:
     own = EngineConfig()
     assert engine_of_environment(own, {"USE_VLLM": "false"}, port=8000) is own
@@ -175,8 +184,9 @@ def test_the_environment_names_the_vllm_server() -> None:
     engine = engine_of_environment(own, given, port=8000)
     assert isinstance(engine, FleetConfig)
     assert engine.urls == ("http://127.0.0.1:8001",)
-    with pytest.raises(ConfigError, match="VLLM_PORT"):
-        engine_of_environment(own, {"USE_VLLM": "true"}, port=8000)
+    for url in ("", "http://0.0.0.0:8000", "http://[::1]:8000/"):
+        with pytest.raises(ConfigError, match="VLLM_PORT"):
+            engine_of_environment(own, {"USE_VLLM": "true", "VLLM_BASE_URL": url}, port=8000)
     with pytest.raises(ConfigError, match="write true or false"):
         engine_of_environment(own, {"USE_VLLM": "maybe"}, port=8000)
 

@@ -1,9 +1,11 @@
 """What one tenant asks of the engine leaves room for the others."""
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from executors.jobs import until
 from service.tenants import FakeEngine, FakeFolders, fake_backend, serve
@@ -76,3 +78,35 @@ async def test_plain_draws_of_a_tenant_are_bounded(tmp_path: Path) -> None:
         engine.is_free.set()
         assert len((await first)["sequences"]) == 4
         assert (await other).status_code == 200
+
+
+class NotedRow(tuple[tuple[int, float], ...]):
+    """The most likely tokens at a position; notes in which threads it is read."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        self.threads.add(threading.get_ident())
+        return super().__iter__()
+
+
+class RankingEngine(FakeEngine):
+    """Scores with many likely tokens at each position."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        scores = await super().score(requests)
+        return [replace(one, top_logprobs=(NotedRow([(5, -0.5)]),) * 3) for one in scores]
+
+
+async def test_long_scores_are_written_beside_the_event_loop(tmp_path: Path) -> None:
+    """A thousand tokens at each position of a long prompt are seconds of writing."""
+    engine = RankingEngine()
+    backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        sampler = {"session_id": await ada.session(), "base_model": "fake"}
+        reply = await ada.post("create_sampling_session", {**sampler, "sampling_session_seq_id": 0})
+        asked = {"sampling_session_id": reply["sampling_session_id"], "tokens": [5, 6, 7]}
+        scored = await ada.result(await ada.post("score", {**asked, "top_logprobs": 1}))
+    assert scored["top_logprobs"] == [[[5, -0.5]]] * 3
+    assert NotedRow.threads and threading.get_ident() not in NotedRow.threads

@@ -4,12 +4,14 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from executors.jobs import until
+from pydantic import BaseModel
 from service.tenants import (
     Client,
     WordCodec,
@@ -23,7 +25,7 @@ from rookery.errors import RunError
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.records import Checkpoint
 from rookery.service.state import State
-from rookery.types import TokenIds
+from rookery.types import SampleRequest, TokenIds
 
 
 async def test_a_restart_with_another_keep_last_goes_on(tmp_path: Path) -> None:
@@ -263,3 +265,105 @@ async def test_runs_are_listed_in_one_look_at_the_checkpoints(
     names = [run["last_checkpoint"]["tinker_path"].rpartition("/")[2] for run in runs]
     assert names == ["new"] * 3
     assert len(looks) == 1, "costs grow with runs and checkpoints, not with their product"
+
+
+async def test_clients_may_end_what_housekeeping_ends(tmp_path: Path) -> None:
+    """Checkpoints are deleted, and a session ends, while it waits for the disk."""
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        session = await ada.session()
+        model = await ada.model(session)
+        for seq in range(1, 3):
+            save = {"model_id": model, "seq_id": seq, "path": f"c{seq}", "ttl_seconds": 1}
+            await ada.result(await ada.post("save_weights", save))
+        for seq in range(3, 14):
+            save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            await ada.result(await ada.post("save_weights_for_sampler", save))
+        for sampler in service.desk.state.samplers:
+            service._seen[sampler] = time.monotonic() - service.desk.config.session_s - 1
+        for checkpoint in service.desk.state.checkpoints.values():
+            checkpoint.expires = time.time() - 1
+        ends = iter(
+            [
+                ada.send("DELETE", f"/api/v1/training_runs/{model}/checkpoints/weights/c2"),
+                ada.send("POST", f"/api/v1/sessions/{session}/finish", json={}),
+            ]
+        )
+        change = service.change
+
+        async def change_beside(kind: str, tenant: str, request: BaseModel) -> dict[str, Any]:
+            """A client ends the next thing while the journal is written."""
+            reply = await change(kind, tenant, request)
+            if (end := next(ends, None)) is not None:
+                service.change = change  # type: ignore[method-assign]
+                assert (await end).status_code == 204
+                service.change = change_beside  # type: ignore[method-assign]
+            return reply
+
+        service.change = change_beside  # type: ignore[method-assign]
+        await service.clean_up()
+        assert not service.desk.state.checkpoints
+        assert not service.desk.state.samplers
+
+
+async def test_a_model_that_ended_behind_a_gap_is_restarted(tmp_path: Path) -> None:
+    """Numbers 1 and 3 never come. What came behind them is released, and still queued when the
+    model ends: a pass without success, which follows the end in the journal."""
+    backend, entered, may_save = fake_backend(), asyncio.Event(), asyncio.Event()
+    save = backend.trainer.save
+
+    async def wait_and_save(trainee: str, path: Path) -> None:
+        entered.set()
+        await may_save.wait()
+        await save(trainee, path)
+
+    backend.trainer.save = wait_and_save  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(session, 1)
+        await ada.post("save_weights", {"model_id": other, "seq_id": 1, "path": "busy"})
+        await entered.wait()
+        late = [await ada.step(model, seq) for seq in (2, 4)]
+        served.service.training.give_up_gaps(before=time.time() + 60)
+        late.append(await ada.step(model, 5))
+        await ada.post("unload_model", {"model_id": model})
+        may_save.set()
+        failed = [await ada.result(reply) for reply in late]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    assert all("ended" in one["error"] for one in failed)
+    async with serve(killed) as served:
+        ada = served.client()
+        assert [await ada.result(reply) for reply in late] == failed
+        assert not len(served.service.desk.pending)
+
+
+async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path) -> None:
+    """Its client is gone, and would never fetch them."""
+    backend, may_draw = fake_backend(), asyncio.Event()
+    sample = backend.engine.sample
+
+    async def wait_and_sample(requests: Sequence[SampleRequest]) -> Any:
+        await may_draw.wait()
+        return await sample(requests)
+
+    backend.engine.sample = wait_and_sample  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada, desk = served.client(), served.service.desk
+        session = await ada.session()
+        model = await ada.model(session)
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+        name = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+        drawing = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "sampling_session_id": name,
+            "sampling_params": {"max_tokens": 1},
+        }
+        for seq in range(3):
+            await ada.post("asample", {**drawing, "seq_id": seq})
+        await ada.step(model, 2)  # number 1 never comes
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        may_draw.set()
+        await until(lambda: not len(desk.pending) and not served.service.samples.tasks)
+        desk.futures.drop_fetched(older_s=0)
+        assert not len(desk.futures)

@@ -1,8 +1,11 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from service.tenants import Client, crashed_copy, serve, train_body
+from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.config import ServiceConfig
 
@@ -106,3 +109,95 @@ async def test_journal_is_cut_behind_snapshots(tmp_path: Path) -> None:
     assert len(restart.entries) < 20
     assert restart.document is not None
     assert len(blobs) <= 3, "blobs of earlier snapshots are deleted"
+
+
+async def test_models_may_be_made_while_a_snapshot_is_taken(tmp_path: Path) -> None:
+    """The snapshot is taken between passes, and clients go on sending meanwhile."""
+    backend, entered, may_save = fake_backend(), asyncio.Event(), asyncio.Event()
+    save = backend.trainer.save
+
+    async def wait_and_save(trainee: str, path: Path) -> None:
+        entered.set()
+        await may_save.wait()
+        await save(trainee, path)
+
+    backend.trainer.save = wait_and_save  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend) as served:
+        ada = served.client()
+        session = await ada.session()
+        for seq in range(2):
+            await ada.model(session, seq)
+        snapshot = asyncio.create_task(served.service.snapshot())
+        await entered.wait()
+        body = {"session_id": session, "model_seq_id": 2, "base_model": "fake"}
+        reply = await ada.post("create_model", body)
+        may_save.set()
+        await snapshot
+        assert (await ada.result(reply))["model_id"] == reply["model_id"]
+
+
+async def test_a_model_that_ends_beside_a_snapshot_is_loaded_after_a_kill(tmp_path: Path) -> None:
+    """The document still has it, so its saved state stays."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model = await ada.model(session)
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        wal = served.service.desk.wal
+        finish_snapshot = wal.finish_snapshot
+
+        async def finish_and_end(*args: Any, **kwargs: Any) -> None:
+            await finish_snapshot(*args, **kwargs)
+            await ada.send("POST", f"/api/v1/sessions/{session}/finish", json={})
+
+        wal.finish_snapshot = finish_and_end  # type: ignore[method-assign]
+        await served.service.snapshot()
+        wal.finish_snapshot = finish_snapshot  # type: ignore[method-assign]
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        assert served.service.desk.state.models[model].is_live is False
+
+
+async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) -> None:
+    """Kills one after another must not let it grow beyond what a snapshot is taken at."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        await ada.outputs(await ada.train(train_body(model, 1)))
+        written = served.service.desk.wal.num_bytes
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    async with serve(killed) as served:
+        assert served.service.desk.wal.num_bytes == written > 0
+
+
+async def test_a_sample_that_is_being_stored_beside_a_snapshot_is_not_lost(tmp_path: Path) -> None:
+    """Its answer is in the journal before the snapshot, and not in the document."""
+    async with serve(tmp_path / "run") as served:
+        ada, wal = served.client(), served.service.desk.wal
+        sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
+        append, stored, may_tell = wal.append, asyncio.Event(), asyncio.Event()
+
+        def append_and_wait(header: Mapping[str, Any], body: bytes = b"") -> Any:
+            done = append(header, body)
+
+            async def tell() -> list[int]:
+                numbers = await done
+                stored.set()
+                await may_tell.wait()
+                return numbers
+
+            return asyncio.ensure_future(tell()) if header["entry"] == "answer" else done
+
+        wal.append = append_and_wait  # type: ignore[method-assign]
+        sample = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
+        await stored.wait()
+        assert (await ada.send("POST", "/api/v1/cancel_future", json=sample)).status_code == 204
+        await served.service.snapshot()
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        may_tell.set()
+        drawn = await ada.samples(sample)
+    backend = fake_backend()
+    async with serve(killed, backend=backend) as served:
+        assert await served.client().samples(sample) == drawn
+        assert backend.engine.num_samples == 0, "it is not drawn again"  # type: ignore[attr-defined]
+        assert not len(served.service.desk.pending)

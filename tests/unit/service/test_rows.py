@@ -52,7 +52,7 @@ def test_reading_takes_no_longer_for_long_records() -> None:
     answered nobody."""
     state = make_state()
     for number in range(1000):
-        state.sequences[str(number)] = StoredSequence(
+        state.sequences.setdefault("ada", {})[str(number)] = StoredSequence(
             id=str(number), tenant="ada", model="m", created=1.0,
             prompt=list(range(1000)), tokens=list(range(1000)), logprobs=[-0.5] * 1000,
         )  # fmt: skip
@@ -60,4 +60,4 @@ def test_reading_takes_no_longer_for_long_records() -> None:
     read = state.read()
     assert time.process_time() - started < 0.5
     [*rows] = json.loads(encode(read))["sequences"]
-    assert len(rows) == 1000 and rows[7] == asdict(state.sequences["7"])
+    assert len(rows) == 1000 and rows[7] == asdict(state.sequences["ada"]["7"])

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pyrage
+import pytest
 from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
-from rookery.service.config import ServiceConfig
+from rookery.service.config import Limits, ServiceConfig
+from rookery.service.routes.openai import CompletionRequest
 from rookery.types import SampleRequest
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -290,3 +292,52 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
         sample = {"prompt": PROMPT, "sampling_session_id": made["sampling_session_id"], "seq_id": 0}
         sample["sampling_params"] = {"max_tokens": 2}
         assert len((await ada.samples(await ada.post("asample", sample))).sequences) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/v1/completions", {"prompt": [[5]] * 9}, "asks for 9 samples; at most 8"),
+        ("/v1/completions", {"prompt": [[5], [6]], "n": 5}, "asks for 10 samples"),
+        ("/v1/completions", {"prompt": [5], "echo": True}, "echo is not there"),
+        ("/v1/completions", {"prompt": [5], "best_of": 3}, "best_of is not there"),
+        ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not there"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "5"}], "tools": [{"type": "function"}]},
+            "tools is not there",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "5"}], "n": 9}, "9 sam"),
+        ("/api/v1/sample", {"prompts": [[5]] * 9}, "asks for 9 samples"),
+        ("/api/v1/sample", {"prompts": [[5]], "num_samples": 9}, "asks for 9 samples"),
+        (
+            "/api/v1/sample",
+            {"prompt": {"chunks": [{"type": "image", "data": "aa"}, {"tokens": [5]}]}},
+            "takes encoded_text",
+        ),
+    ],
+)
+async def test_plain_requests_that_cannot_be_done_as_written_are_refused(
+    tmp_path: Path, path: str, body: dict[str, Any], sentence: str
+) -> None:
+    config = ServiceConfig(limits=Limits(samples=8))
+    async with serve(tmp_path / "run", config=config) as served:
+        answer = await served.client().send("POST", path, json={"model": "fake", **body})
+        assert answer.status_code in (400, 422)
+        assert sentence in answer.json()["error"]
+
+
+async def test_openai_options_that_ask_for_nothing_are_taken(tmp_path: Path) -> None:
+    nothing = {"best_of": 1, "echo": False, "logit_bias": {}, "suffix": None, "user": "ada"}
+    body = {"model": "fake", "prompt": [5], "max_tokens": 4, "seed": 3}
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        plain = await ada.send("POST", "/v1/completions", json=body)
+        same = await ada.send("POST", "/v1/completions", json={**body, **nothing})
+        assert same.json()["choices"] == plain.json()["choices"]
+
+
+def test_openai_options_of_vllm_reach_the_engine() -> None:
+    body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
+    params = body.params(max_tokens=4, seed=0, top_logprobs=0)
+    assert (params.ignore_eos, params.stop_tokens) == (True, (7,))

@@ -1,5 +1,7 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
+import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,12 @@ import pytest
 import zstandard
 from service.tenants import Client, serve, train_body
 
+from rookery.service.commands import MAX_SEQUENCES, apply
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.keys import Keys, add_key, list_keys, remove_key
+from rookery.service.records import StoredSequence
+from rookery.service.state import State
+from rookery.service.work import Command
 
 LOSS = {
     "session_id": "S",
@@ -186,3 +192,40 @@ def test_keys_are_hashed_and_can_be_removed(tmp_path: Path) -> None:
     assert remove_key(path, name="ada") == 1
     assert keys.tenant(ada) is None
     assert [record["name"] for record in list_keys(path)] == ["bob"]
+
+
+class _Untouched(dict[str, StoredSequence]):
+    """What another tenant has stored."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a tenant's turn looks at those of another")
+
+    def values(self) -> Any:
+        return iter(self)
+
+
+def test_a_stored_turn_costs_the_same_beside_other_tenants() -> None:
+    """The oldest of a tenant's own gives way."""
+    state = State()
+    state.sequences["bob"] = _Untouched()
+    for number in range(MAX_SEQUENCES + 2):
+        turn = {"id": f"seq-{number}", "model": "m", "prompt": [1], "tokens": [], "logprobs": []}
+        command = Command(
+            kind="store_sequence",
+            id=f"change-{number}",
+            tenant="ada",
+            time=float(number),
+            body=json.dumps(turn).encode(),
+        )
+        apply(state, command)
+    assert len(state.sequences["ada"]) == MAX_SEQUENCES
+    assert next(iter(state.sequences["ada"])) == "seq-2"
+
+
+async def test_a_rate_below_one_lets_a_request_through_now_and_then(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(requests_per_s=0.01))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        await ada.session()
+        refused = await ada.post("create_session", {}, status=429)
+        assert "more than 0.01 requests per second" in refused["error"]

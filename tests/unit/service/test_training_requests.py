@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from service.tenants import crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.backend import Backend
 from rookery.service.config import ServiceConfig
+from rookery.service.records import Model
 from rookery.testing import FakeTrainer
 from rookery.types import TrainOutput, TrainRequest
 
@@ -191,3 +194,27 @@ async def test_who_comes_last_waits_for_one_pass(tmp_path: Path) -> None:
             await ada.outputs(reply)
     assert [len(one) for one in passes[:3]] == [1, 2, 2], "six tokens are two requests"
     assert other in passes[1]
+
+
+class _CountedModels(dict[str, Model]):
+    """How often all models are looked at."""
+
+    num_looks = 0
+
+    def values(self) -> Any:
+        self.num_looks += 1
+        return super().values()
+
+
+async def test_a_pass_looks_at_no_models_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all sessions there ever were are listed still."""
+    monkeypatch.setattr("rookery.service.service.HOUSEKEEPING_S", 3600.0)
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        served.service.desk.state.models = models = _CountedModels(served.service.desk.state.models)
+        for seq in range(1, 9):
+            await ada.result(await ada.step(model, seq))
+        assert models.num_looks == 0

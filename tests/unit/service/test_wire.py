@@ -1,5 +1,7 @@
 """Bodies as the SDK sends and reads them: golden vectors, tensors of all kinds, bombs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import zstandard
@@ -175,3 +177,27 @@ def test_thresholds_become_clips() -> None:
     metrics = output_metrics(request, output)
     assert metrics["kl_sample_train_v1:mean"] == 0.5, "the prompt, of advantage 0, is left out"
     assert all(key.count(":") == 1 for key in metrics)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "sentence"),
+    [
+        ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold is 1.5"),
+        ("ppo", {"clip_low_threshold": -0.1}, "from 0 to 1"),
+        ("gspo", {"clip_high_threshold": 0.5}, "clip_high_threshold 0.5"),
+        ("gspo", {"clip_high_threshold": float("inf")}, "at least 1"),
+        ("ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold is nan"),
+        ("cispo", {"clip_low_threshold": 5.0}, "not above the second"),
+        ("cispo", {"clip_high_threshold": 0.0}, "not above the second"),
+        ("dro", {"beta": -1.0}, "beta is -1"),
+        ("importance_sampling", {"beta": 1.0}, "has no option 'beta'"),
+    ],
+)
+def test_options_that_no_loss_takes_are_refused_at_once(
+    loss: str, options: dict[str, float], sentence: str
+) -> None:
+    inputs = {"target_tokens": [1, 2, 3], "logprobs": [-1.0] * 3, "advantages": [0.0, 1.0, 1.0]}
+    call = replace(call_of(loss, **inputs), options=options)
+    with pytest.raises(Refusal, match=sentence) as refused:
+        train_request(call, context_tokens=None, custom=no_loss)
+    assert refused.value.status == 400

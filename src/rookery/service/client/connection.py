@@ -119,6 +119,14 @@ class Connection:
             ) from away
         raise AssertionError("the retry loop ends by returning or raising")
 
+    async def delete(self, path: str) -> None:
+        """Delete something; nothing when it is gone, as after an answer that was lost."""
+        try:
+            await self.request("DELETE", path)
+        except ServiceRefusal as refusal:
+            if refusal.status != 404:
+                raise
+
     async def _result(self, request_id: str, *, accept: str) -> Answer:
         body = json.dumps({"request_id": request_id}).encode()
         while True:

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rookery.errors import EngineError
-from rookery.service.client.connection import Connection, ServiceRefusal
+from rookery.service.client.connection import Connection
 from rookery.types import ModelRef
 
 __all__ = ["Samplers"]
@@ -94,8 +94,4 @@ class Samplers:
         if sampler.adapter_id:
             paths.append(f"adapters/{sampler.adapter_id}")
         for path in paths:
-            try:
-                await self._connection.request("DELETE", path)
-            except ServiceRefusal as refusal:
-                if refusal.status != 404:  # ended with a lost answer before
-                    raise
+            await self._connection.delete(path)

@@ -59,7 +59,7 @@ class ServiceTrainer:
             made = await self._create(LoraShape(rank=info["lora_rank"], seed=0, **flags))
             await self._call(made, "load_weights", {"path": path, "optimizer": False})
         finally:
-            await self._connection.request("DELETE", f"adapters/{adapter_id}")
+            await self._connection.delete(f"adapters/{adapter_id}")
         self._trainees[trainee] = made
 
     async def remove(self, trainee: str) -> None:
@@ -82,7 +82,7 @@ class ServiceTrainer:
                 for file, url in reply.document()["urls"].items()
             }
         finally:
-            await self._connection.request("DELETE", item)
+            await self._connection.delete(item)
         await asyncio.to_thread(_write_files, folder, files)
 
     async def check_loss(self, loss: str, options: Mapping[str, Json]) -> None:
@@ -200,12 +200,7 @@ class ServiceTrainer:
 
     async def _delete(self, path: str) -> None:
         run_id, kind, name = path.removeprefix("tinker://").split("/")
-        try:
-            item = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
-            await self._connection.request("DELETE", item)
-        except ServiceRefusal as refusal:
-            if refusal.status != 404:
-                raise
+        await self._connection.delete(f"training_runs/{run_id}/checkpoints/{kind}/{name}")
 
     def _own(self, trainee: str) -> _Trainee:
         own = self._trainees.get(trainee)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rookery.concurrency import together
 from rookery.errors import TaskError
@@ -38,6 +38,19 @@ __all__ = [
 ]
 
 MAX_TOP = 20
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (),
+    "functions": (),
+    "logit_bias": (),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tools": (),
+}
+"""Options of OpenAI and vLLM that are not there, each with values that ask for nothing."""
 
 
 class _Options(PenaltyOptions):
@@ -46,14 +59,26 @@ class _Options(PenaltyOptions):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=4096)
     temperature: Finite = Field(default=1.0, ge=0)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, given: Any) -> Any:
+        """What would change the answer, and is not there, is not passed over."""
+        if isinstance(given, dict):
+            for name in sorted(UNSERVED.keys() & given.keys()):
+                if given[name] not in (None, False, [], {}, *UNSERVED[name]):
+                    raise ValueError(f"{name} is not there: leave it out")
+        return given
 
     def params(self, *, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -65,6 +90,8 @@ class _Options(PenaltyOptions):
             min_p=self.min_p,
             penalties=self.penalties,
             stop=stop,
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
             seed=seed,
             n=self.n,
             top_logprobs=top_logprobs,
@@ -113,7 +140,9 @@ def make_router(gate: Gate) -> APIRouter:
     async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
-        prompts = await asyncio.to_thread(encode_prompts, codec, read_prompts(body))
+        given = read_prompts(body)
+        gate.service.admission.check_samples(len(given) * body.n)
+        prompts = await asyncio.to_thread(encode_prompts, codec, given)
         gate.service.check_draws(tenant, num=len(prompts))
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
@@ -133,6 +162,7 @@ def make_router(gate: Gate) -> APIRouter:
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
+        gate.service.admission.check_samples(body.n)
         codec = _codec(gate, tenant, body)
         messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
         try:

@@ -30,13 +30,12 @@ from rookery.service.routes.openai import encode_prompts
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
 from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt
-from rookery.service.wire.samples import PromptScores
+from rookery.service.wire.samples import PromptScores, prompt_tokens
 from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
 __all__ = ["AdapterName", "AdapterUpload", "make_router", "register_adapter"]
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-MAX_PROMPTS = 1024
 
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$")]
@@ -47,7 +46,7 @@ class PlainOptions(PenaltyOptions):
 
     model_config = ConfigDict(extra="forbid")
 
-    n: int = Field(default=1, ge=1, le=1024)
+    n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=16, ge=1)
     temperature: Finite = Field(default=1.0, ge=0)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
@@ -62,14 +61,14 @@ class PlainSample(BaseModel):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    prompts: list[str | list[int]] = Field(default=[], max_length=MAX_PROMPTS)
+    prompts: list[str | list[int]] = []
     prompt: Prompt | None = None
     model_id: str | None = None
     """A registered adapter, a tinker:// path or a base model; by default the first base model."""
     adapter_id: str | None = None
     base_model: str | None = None
     model_path: str | None = None
-    num_samples: int | None = Field(default=None, ge=1, le=1024)
+    num_samples: int | None = Field(default=None, ge=1)
     prompt_logprobs: bool = False
     sampling_params: PlainOptions = PlainOptions()
 
@@ -95,10 +94,13 @@ def make_router(gate: Gate) -> APIRouter:
         name = body.model_id or body.adapter_id or body.model_path or body.base_model
         source = find_source(gate, tenant, name)
         codec = gate.service.desk.backend(source.base_model).codec
+        num_given = len(body.prompts) + (body.prompt is not None)
+        num_samples = body.num_samples or body.sampling_params.n
+        gate.service.admission.check_samples(num_given * num_samples)
         given = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
         prompts = await asyncio.to_thread(encode_prompts, codec, given)
         if body.prompt is not None:
-            prompts.append(tuple(t for chunk in body.prompt.chunks for t in chunk.tokens))
+            prompts.append(prompt_tokens(body.prompt))
         if not prompts or not all(prompts):
             raise bad("Give prompts: a list of texts, or of lists of tokens, none of them empty.")
         draws = [

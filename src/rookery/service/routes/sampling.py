@@ -79,7 +79,7 @@ def _add_answers(router: APIRouter, gate: Gate) -> None:
     @router.post("/asample")
     async def asample(body: Sample, tenant: Tenant) -> dict[str, Any]:
         service.admission.check_rate(tenant)
-        service.admission.check_sample(body)
+        service.admission.check_samples(body.num_samples)
         if not body.sampling_session_id:
             raise bad("Give sampling_session_id, as create_sampling_session answers it.")
         sampler = desk.state.sampler(tenant, body.sampling_session_id)

@@ -17,7 +17,7 @@ def make_router(gate: Gate) -> APIRouter:
 
     @router.get("/sequences")
     async def sequences(tenant: Tenant, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        own = [one for one in gate.state.sequences.values() if one.tenant == tenant]
+        own = list(gate.state.sequences.get(tenant, {}).values())
         page = own[max(offset, 0) :][: max(limit, 0)]
         rows = [{"id": one.id, "model": one.model, "created": one.created} for one in page]
         return {"sequences": rows, "total_count": len(own)}

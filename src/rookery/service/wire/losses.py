@@ -12,6 +12,7 @@ Losses are plain sums over all targets. Thresholds are ratios: 0.8 and 1.2 are t
 of 0.2 and 0.2.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,19 +40,34 @@ class _Loss:
 
 
 def _clips(options: _Options) -> dict[str, Json]:
+    low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
+    if not (0 <= (low or 0) <= 1 <= (1 if high is None else high) < math.inf):
+        raise bad(
+            f"clip_low_threshold is {low} and clip_high_threshold {high}: they are ratios, the "
+            "first from 0 to 1 and the second at least 1."
+        )
     clips: dict[str, Json] = {}
-    if "clip_low_threshold" in options:
-        clips["clip_low"] = 1.0 - options["clip_low_threshold"]
-    if "clip_high_threshold" in options:
-        clips["clip_high"] = options["clip_high_threshold"] - 1.0
+    if low is not None:
+        clips["clip_low"] = 1.0 - low
+    if high is not None:
+        clips["clip_high"] = high - 1.0
     return clips
 
 
 def _cispo(options: _Options) -> dict[str, Json]:
-    return {
-        "min_ratio": options.get("clip_low_threshold", 0.0),
-        "max_ratio": options.get("clip_high_threshold", 4.0),
-    }
+    low, high = options.get("clip_low_threshold", 0.0), options.get("clip_high_threshold", 4.0)
+    if not 0 <= low <= high < math.inf or not high:
+        raise bad(
+            f"clip_low_threshold is {low} and clip_high_threshold {high}: they are ratios, the "
+            "first at least 0 and not above the second."
+        )
+    return {"min_ratio": low, "max_ratio": high}
+
+
+def _dro(options: _Options) -> dict[str, Json]:
+    if not 0 <= options.get("beta", 0) < math.inf:
+        raise bad(f"beta is {options['beta']}; dro takes a number that is at least 0.")
+    return {**options}
 
 
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
@@ -61,7 +77,7 @@ LOSSES = {
     "ppo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_clips),
     "cispo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_cispo),
     "gspo": _Loss(is_policy=True, options=_THRESHOLDS, translate=_clips),
-    "dro": _Loss(is_policy=True, options=("beta",), translate=lambda options: {**options}),
+    "dro": _Loss(is_policy=True, options=("beta",), translate=_dro),
 }
 
 

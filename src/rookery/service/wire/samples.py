@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rookery.service.refusals import bad
-from rookery.service.wire.requests import Sample
+from rookery.service.wire.requests import Prompt, Sample
 from rookery.service.wire.schema import DTYPES, STOP_REASONS, SampleResponse
 from rookery.service.wire.tensors import Array, json_tensor
 from rookery.types import (
@@ -47,14 +47,14 @@ class PromptScores:
     """Drawn tokens and their log-probabilities, [T - 1, K] each."""
 
 
-def prompt_tokens(request: Sample) -> TokenIds:
+def prompt_tokens(prompt: Prompt) -> TokenIds:
     """The prompt, or a refusal of what is not text."""
-    for chunk in request.prompt.chunks:
+    for chunk in prompt.chunks:
         if chunk.type != "encoded_text":
             raise bad(
                 f"The prompt has a chunk {chunk.type!r:.40}; this service takes encoded_text."
             )
-    tokens = tuple(token for chunk in request.prompt.chunks for token in chunk.tokens)
+    tokens = tuple(token for chunk in prompt.chunks for token in chunk.tokens)
     if not tokens:
         raise bad("The prompt has no tokens; give at least one.")
     return tokens
