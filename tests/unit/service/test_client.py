@@ -29,10 +29,10 @@ async def lossy_trainer(folder: Path, lost: set[str]) -> AsyncIterator[ServiceTr
     ):
         send = connection._send
 
-        async def send_and_lose(method: str, path: str, body: bytes | None, accept: str) -> Answer:
-            answer = await send(method, path, body, accept)
+        async def send_and_lose(method: str, url: str, body: bytes | None, accept: str) -> Answer:
+            answer = await send(method, url, body, accept)
             for name in list(lost):
-                if name in f"{method} {path}":
+                if name in f"{method} {url}":
                     lost.remove(name)
                     raise _Away("the answer was lost")
             return answer
