@@ -227,4 +227,6 @@ class TrainingLoop:
     async def _remove_models(self) -> None:
         while self._removals:
             model = self._desk.state.models[self._removals.pop()]
-            await self._desk.backend(model.base_model).trainees.remove(model.id)
+            # One that was never made may be of a base model that is not served any more.
+            if (backend := self._desk.backends.get(model.base_model)) is not None:
+                await backend.trainees.remove(model.id)
