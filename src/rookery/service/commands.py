@@ -352,7 +352,8 @@ def _store_sequence(state: State, command: Command, request: StoreSequence) -> R
 
 
 def _remove_sequence(state: State, command: Command, request: SequenceId) -> Reply:
-    del state.sequences[command.tenant][state.sequence(command.tenant, request.id).id]
+    sequence = state.sequence(command.tenant, request.id)
+    del state.sequences[command.tenant][sequence.id]
     return {}
 
 

@@ -89,6 +89,16 @@ class State:
             raise missing("checkpoint", path)
         return found
 
+    def weights(self, tenant: str, path: str, *, now: float) -> Checkpoint:
+        """A checkpoint to sample from or to train on."""
+        found = self.checkpoint(tenant, path, now=now)
+        if found.kind == "external_weights":
+            raise bad(
+                f"{path!r:.300} is there to be downloaded, and may be merged or encrypted: sample "
+                "from weights or sampler_weights, and load weights."
+            )
+        return found
+
     def adapter(self, tenant: str, adapter_id: str) -> RegisteredAdapter:
         adapter = self.adapters.get((tenant, adapter_id))
         if adapter is None:

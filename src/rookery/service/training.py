@@ -31,6 +31,9 @@ FIRST_PASS_TOKENS = 1024
 """Of the first pass, before it is known how many are computed in a second."""
 LEAST_PASS_TOKENS = 64
 """So few take hardly longer together than one request alone, however slow the machine."""
+COMPUTED = ("forward_backward", "forward", "optim_step", "refused")
+"""What takes as long as its tokens. The others, which make, load and save models, count as a pass
+of their own."""
 LEAST_JOURNAL_BYTES = 8 << 20
 """The journal may become half as large as the snapshots, and this large in any case."""
 
@@ -68,7 +71,7 @@ class TrainingLoop:
 
     def _put(self, ready: Sequence[Command]) -> None:
         for work in ready:
-            self._queue.put(work.id, tenant=work.tenant, tokens=work.tokens)
+            self._queue.put(work.id, tenant=work.tenant, tokens=self._cost(work))
         self._changed.set()
 
     def give_up_gaps(self, *, before: float) -> None:
@@ -172,17 +175,26 @@ class TrainingLoop:
     def _take(self) -> list[Command]:
         """Works in fair order for a pass of `pass_s` seconds; at least one. Who comes now waits for
         no more than that, however much others have queued."""
-        config, works, tokens = self._desk.config, list[Command](), 0
-        per_pass = config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS
-        room = min(config.pass_tokens, max(per_pass, LEAST_PASS_TOKENS))
+        room, works, tokens = self._pass_tokens, list[Command](), 0
         while (work_id := self._queue.head()) is not None:
             work = self._desk.pending[work_id]
-            if works and tokens + work.tokens > room:
+            cost = self._cost(work)
+            if works and tokens + cost > room:
                 break
             self._queue.take()
             works.append(work)
-            tokens += work.tokens
+            tokens += cost
         return works
+
+    def _cost(self, work: Command) -> int:
+        return work.tokens if work.kind in COMPUTED else self._pass_tokens
+
+    @property
+    def _pass_tokens(self) -> int:
+        """That are computed in `pass_s`."""
+        config = self._desk.config
+        per_pass = config.pass_s * self.throughput.per_s or FIRST_PASS_TOKENS
+        return int(min(config.pass_tokens, max(per_pass, LEAST_PASS_TOKENS)))
 
     async def _perform(self, works: Sequence[Command], record: PassRecord | None) -> None:
         started = time.monotonic()
@@ -227,4 +239,6 @@ class TrainingLoop:
     async def _remove_models(self) -> None:
         while self._removals:
             model = self._desk.state.models[self._removals.pop()]
-            await self._desk.backend(model.base_model).trainees.remove(model.id)
+            # One that was never made may be of a base model that is not served any more.
+            if (backend := self._desk.backends.get(model.base_model)) is not None:
+                await backend.trainees.remove(model.id)

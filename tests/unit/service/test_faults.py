@@ -367,3 +367,14 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
         await until(lambda: not len(desk.pending) and not served.service.samples.tasks)
         desk.futures.drop_fetched(older_s=0)
         assert not len(desk.futures)
+
+
+async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path) -> None:
+    """It was accepted, and never made: the service was killed, and started with other models."""
+    async with serve(tmp_path / "run") as served:
+        ada, service = served.client(), served.service
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(await ada.session())
+        service.desk.state.models[model].base_model = "gone"
+        await ada.post(f"sessions/{session}/finish", {}, status=204)
+        assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"

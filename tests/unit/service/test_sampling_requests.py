@@ -215,6 +215,24 @@ async def test_exports_are_downloaded_and_encrypted_if_asked(tmp_path: Path) -> 
         await ada.post("save_weights_external", wrong, status=400)
 
 
+async def test_exports_are_neither_sampled_from_nor_trained_on(tmp_path: Path) -> None:
+    """A merged one has no adapter, and an encrypted one none that can be read here."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        model, other = await ada.model(session), await ada.model(session, 1)
+        save = {"model_id": model, "seq_id": 1, "path": "whole", "merged": True}
+        path = (await ada.result(await ada.post("save_weights_external", save)))["path"]
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        for route, body in {
+            "create_sampling_session": sampler,
+            "sample": {"prompts": [[5]], "model_id": path},
+            "load_weights": {"model_id": other, "seq_id": 1, "path": path},
+        }.items():
+            refused = await ada.post(route, body, status=400)
+            assert "is there to be downloaded" in refused["error"]
+
+
 async def test_checkpoints_are_listed_expire_and_are_not_overwritten(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()

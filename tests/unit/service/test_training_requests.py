@@ -196,6 +196,39 @@ async def test_who_comes_last_waits_for_one_pass(tmp_path: Path) -> None:
     assert other in passes[1]
 
 
+async def test_who_comes_last_waits_for_one_save(tmp_path: Path) -> None:
+    """A save has no tokens, and takes as long as a pass."""
+    backend = fake_backend()
+    trainer, begun, go = trainer_of(backend), asyncio.Event(), asyncio.Event()
+    save, compute, calls = trainer.save, trainer.forward_backward, list[str]()
+
+    async def slow_save(trainee: str, path: Path) -> None:
+        calls.append("save")
+        begun.set()
+        await go.wait()
+        await save(trainee, path)
+
+    async def noted(requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        calls.append("forward_backward")
+        return await compute(requests)
+
+    trainer.save = slow_save  # type: ignore[method-assign]
+    trainer.forward_backward = noted  # type: ignore[method-assign]
+    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "keys.json") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        model = await ada.model(await ada.session())
+        other = await bob.model(await bob.session())
+        saves = [{"model_id": model, "seq_id": seq, "path": f"ck{seq}"} for seq in range(1, 21)]
+        for body in saves:
+            await ada.post("save_weights", body)
+        await begun.wait()
+        late = [await bob.train(train_body(other, seq)) for seq in range(1, 4)]
+        go.set()
+        for reply in late:
+            await bob.outputs(reply)
+    assert calls.index("forward_backward") <= 2, "not behind twenty saves"
+
+
 class _CountedModels(dict[str, Model]):
     """How often all models are looked at."""
 

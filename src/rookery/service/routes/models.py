@@ -24,7 +24,7 @@ def find_source(gate: Gate, tenant: str, name: str | None) -> Source:
     if name in desk.backends:
         return Source(name)
     if name.startswith("tinker://"):
-        checkpoint = desk.state.checkpoint(tenant, name, now=gate.now())
+        checkpoint = desk.state.weights(tenant, name, now=gate.now())
         return Source(checkpoint.base_model, checkpoint.blob)
     adapter = desk.state.adapters.get((tenant, name))
     if adapter is None:

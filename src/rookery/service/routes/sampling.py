@@ -33,6 +33,8 @@ def _add_samplers(router: APIRouter, gate: Gate) -> None:
             raise bad("Give base_model or model_path, and not both.")
         if body.base_model:
             desk.backend(body.base_model)
+        if body.model_path:
+            desk.state.weights(tenant, body.model_path, now=gate.now())
         return await service.change("create_sampling_session", tenant, body)
 
     @router.post("/join_sampling_session")

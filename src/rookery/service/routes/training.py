@@ -182,7 +182,7 @@ def _add_weights(router: APIRouter, gate: Gate) -> None:
 
     @router.post("/load_weights")
     async def load_weights(body: LoadWeights, tenant: Tenant) -> dict[str, Any]:
-        gate.service.desk.state.checkpoint(tenant, body.path, now=gate.now())
+        gate.service.desk.state.weights(tenant, body.path, now=gate.now())
         return await _accept(gate, "load_weights", tenant, body)
 
     @router.post("/copy_weights")
