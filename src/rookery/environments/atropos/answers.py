@@ -25,6 +25,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from rookery.runs.disk import disk_boundary
+
 __all__ = ["Answers"]
 
 MAX_UNTOLD = 100_000
@@ -51,19 +53,20 @@ class Answers:
         """`last` is the number of the newest group. Waits for the disk."""
         boot = _BOOT.read_bytes().strip() if _BOOT.exists() else b""
         boot = boot[:_BOOT_BYTES].ljust(_BOOT_BYTES, b"\0")
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            known = os.pread(handle, _FILE_BYTES, 0)
-            os.pwrite(handle, boot + bytes(_FILE_BYTES - _BOOT_BYTES), 0)
-            file = mmap.mmap(handle, _FILE_BYTES)
-        finally:
-            os.close(handle)
-        told_through = last
-        if len(known) == _FILE_BYTES and known[:_BOOT_BYTES] == boot and boot.strip(b"\0"):
-            [told_through] = struct.unpack_from("<Q", known, _BOOT_BYTES)
-        answers = cls(file, told_through=told_through, newest=last)
-        answers._tell(told_through)
-        return answers
+        with disk_boundary(f"Opening {path}"):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if os.fstat(handle).st_size != _FILE_BYTES:
+                    os.pwrite(handle, bytes(_FILE_BYTES), 0)  # a full disk is an error here
+                file = mmap.mmap(handle, _FILE_BYTES)
+            finally:
+                os.close(handle)
+        if file[:_BOOT_BYTES] != boot or not boot.strip(b"\0"):
+            # The number first: a kill in between leaves a number that does not count.
+            struct.pack_into("<Q", file, _BOOT_BYTES, last)
+            file[:_BOOT_BYTES] = boot
+        [told_through] = struct.unpack_from("<Q", file, _BOOT_BYTES)
+        return cls(file, told_through=told_through, newest=last)
 
     def miss(self, digest: bytes) -> None:
         """A group with this content is kept, and nobody was told."""
@@ -104,8 +107,5 @@ class Answers:
             elif not is_again and not is_told:
                 self.miss(digest)
         if is_told:
-            self._tell(self._newest)
-
-    def _tell(self, through: int) -> None:
-        self.told_through = through
-        struct.pack_into("<Q", self._file, _BOOT_BYTES, self.told_through)
+            self.told_through = self._newest
+            struct.pack_into("<Q", self._file, _BOOT_BYTES, self._newest)
