@@ -117,6 +117,33 @@ async def test_the_next_process_knows_who_was_not_told(tmp_path: Path) -> None:
         assert len(gateway.queue.groups) == 4
 
 
+async def test_others_that_were_told_meanwhile_change_nothing(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await open_gateway(run)
+        await kept_and_stopped(gateway)
+        await gateway.accept(make_group(3))
+    with Run.open(run.path) as run:
+        gateway = await open_gateway(run)
+        await gateway.accept(make_group())
+        assert [group.size for group in gateway.queue.groups] == [2, 3]
+        await gateway.accept(make_group(3))
+        assert [group.size for group in gateway.queue.groups] == [2, 3, 3]
+
+
+async def test_a_gateway_that_is_started_twice_in_a_row_knows_it_still(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await open_gateway(run)
+        await gateway.accept(make_group())
+        await kept_and_stopped(gateway)
+    with Run.open(run.path) as run:
+        await open_gateway(run)
+    with Run.open(run.path) as run:
+        gateway = await open_gateway(run)
+        for number in (2, 3):
+            await gateway.accept(make_group())
+            assert len(gateway.queue.groups) == number
+
+
 async def test_after_the_machine_went_down_all_count_as_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,8 +80,8 @@ class GroupQueue:
             return [_decode(entry.seq, entry.data) for entry in entries]
 
         for queued in await asyncio.to_thread(read):
-            if queued.seq > answers.told_through:
-                answers.miss(_digest(_text(queued.group)))
+            if not answers.is_told(queued.seq):
+                answers.miss(_digest(_text(queued.group)), queued.seq)
             queue._place(queued)
         return queue
 
@@ -108,16 +108,19 @@ class GroupQueue:
         encoded = await asyncio.to_thread(lambda: list(map(_encode, groups, draws)))
         digests = [digest for digest, _ in encoded]
         async with self._answers.in_turn(digests):
-            again = self._answers.are_again(digests)
-            new = [place for place, is_again in enumerate(again) if not is_again]
+            seqs = self._answers.find(digests)
+            new = [place for place, known in enumerate(seqs) if known is None]
             data = [encoded[place][1] for place in new]
-            seqs = await self._journal.append_many(data) if data else []
             waiting: list[int | None] = [None] * len(groups)
-            for seq, place in zip(seqs, new, strict=True):
-                queued = QueuedGroup(seq, groups[place], tuple(draws[place]))
-                waiting[place] = self._waiting_for(queued)
-            is_told = not await is_gone()
-            self._answers.settle(digests, again, is_told=is_told, through=max(seqs, default=0))
+            for seq, place in zip(
+                await self._journal.append_many(data) if data else (), new, strict=True
+            ):
+                seqs[place] = seq
+                waiting[place] = self._waiting_for(
+                    QueuedGroup(seq, groups[place], tuple(draws[place]))
+                )
+            kept = [seq for seq in seqs if seq is not None]
+            self._answers.settle(digests, kept, is_told=not await is_gone())
         return waiting
 
     def _waiting_for(self, queued: QueuedGroup) -> int | None:
