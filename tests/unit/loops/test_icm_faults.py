@@ -216,7 +216,7 @@ async def test_a_baseline_that_labels_nothing_is_no_start_and_no_result(
         batch_size=12,
         num_chains=num_chains,
         search={"iterations": 30, "num_start": 2},
-        baselines={"num_shots": 8, "num_rounds": num_rounds},
+        baselines={"num_shots": 8, "num_rounds": num_rounds, "inverted": False},
     )
     sampler = Forgetful(oracle, faults="nan", seed=1)
     await run_icm(tmp_path / "a", config, oracle, sampler)
