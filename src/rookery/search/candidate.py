@@ -12,6 +12,7 @@ __all__ = [
     "CMAES",
     "COMBINATIONS",
     "RANDOM_SUM",
+    "SURROGATE",
     "Candidate",
     "ChildPlan",
     "EsStep",
@@ -19,8 +20,8 @@ __all__ = [
     "Recipe",
 ]
 
-BY_BLOCK, CMAES, RANDOM_SUM = "by_block", "cmaes", "random"
-COMBINATIONS = frozenset({BY_BLOCK, CMAES, RANDOM_SUM, "move"})
+BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE = "by_block", "cmaes", "random", "surrogate"
+COMBINATIONS = frozenset({BY_BLOCK, CMAES, RANDOM_SUM, SURROGATE, "move"})
 """Merges that plans name and no config: weighted sums of the parents, by block with weights of its
 own for every block of the model."""
 

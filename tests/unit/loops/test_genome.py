@@ -35,6 +35,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
+from rookery.search.surrogate import Surrogate
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
@@ -454,6 +455,35 @@ async def test_cmaes_starts_from_the_best_of_the_random_sums(
     best = max(drawn, key=lambda one: scores[one["id"]] or 0.0)
     for one in searched:
         assert one["weights"] == pytest.approx(best["weights"], abs=1e-4)
+
+
+async def test_a_surrogate_learns_from_founders_and_all_sums(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Spy(Surrogate):
+        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+            seen.append(points.shape)
+            super().__init__(points, certainties, num_blocks=num_blocks)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            stages=[
+                {"type": "random", "count": 4},
+                {"type": "surrogate", "generations": 1, "population": 3, "unit": "model"},
+                {"type": "cmaes", "generations": 1, "population": 2},
+                {"type": "surrogate", "generations": 2, "population": 2},
+            ],
+            finals={"random_search": False},
+        )
+        num_founders = len(list((run.path / "founders").iterdir()))
+        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
+    blocks = {len(one["weights"]) for one in lineage if one["merge"] == "by_block"}
+    assert [num for num, _ in seen] == [num_founders + num for num in (4, 9, 11)]
+    assert [size for _, size in seen] == [num_founders, *blocks, *blocks]
 
 
 async def test_racing_saves_answers_and_finds_the_same_winner(

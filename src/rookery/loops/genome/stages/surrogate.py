@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import BY_BLOCK, ChildPlan
+from rookery.search.candidate import BY_BLOCK, SURROGATE, ChildPlan
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import certainties_of, merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
@@ -73,7 +73,7 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
             ChildPlan(
                 id=f"{context.prefix}n{generation:03d}-p{index:02d}",
                 generation=generation,
-                merge=BY_BLOCK if config.unit == "block" else "sum",
+                merge=BY_BLOCK if config.unit == "block" else SURROGATE,
                 parents=founders,
                 weights=point,
                 mutation=None,
@@ -128,17 +128,14 @@ def _sums(context: StageContext, num_blocks: int) -> Sequence[str]:
 
 
 def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ...] | None:
-    """Its coefficients in every block; None of what is no sum of all founders."""
+    """Its coefficients in every block; None of what is no sum of founders."""
     founders = context.builder.founders
     if name in founders:
         return tuple(float(name == founder) for founder in founders) * num_blocks
-    recipe = context.builder.recipes.get(name)
-    if not isinstance(recipe, ChildPlan) or recipe.parents != founders or recipe.mutation:
-        return None
-    if recipe.merge == "sum":
-        return recipe.weights * num_blocks
-    is_alike = recipe.merge == BY_BLOCK and len(recipe.weights) == num_blocks * len(founders)
-    return recipe.weights if is_alike else None
+    weights = context.builder.coefficients(name)
+    if weights is None or len(weights) == num_blocks * len(founders):
+        return weights
+    return weights * num_blocks if len(weights) == len(founders) else None
 
 
 def _merits(context: StageContext, names: Sequence[str]) -> Array:
