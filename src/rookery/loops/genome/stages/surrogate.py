@@ -39,9 +39,9 @@ class SurrogateStage(Config):
     """Sums per generation."""
     unit: Literal["block", "model"] = "block"
     """What has coefficients of its own: every block of the model, or the model as one."""
-    low: float = 0.0
+    low: float = Field(default=0.0, allow_inf_nan=False)
     """Smallest value of a coefficient."""
-    high: float = 1.5
+    high: float = Field(default=1.5, allow_inf_nan=False)
     """Largest value of a coefficient."""
 
     @model_validator(mode="after")
