@@ -19,7 +19,6 @@ A failure has a `kind`. Its metrics are what was measured before, and the flags 
 """
 
 import base64
-import binascii
 import io
 import json
 import math
@@ -210,7 +209,7 @@ def _decode(value: Any) -> Artifact:
         case {"base64": str() as text}:
             try:
                 return base64.b64decode(text, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:  # of letters beyond ASCII it is no binascii.Error
                 raise _BadLineError(str(error)) from error
     raise _BadLineError("an artifact is neither text nor bytes")
 

@@ -79,6 +79,7 @@ def test_what_is_not_finite_is_a_failure_and_no_metric(number: str) -> None:
         b'{"stage": "stage1", "metrics": [], "artifacts": {}}\n',
         b'{"stage": "stage1", "metrics": {}, "artifacts": {"a": "bare"}}\n',
         b'{"stage": "stage1", "metrics": {}, "artifacts": {"a": {"base64": "?"}}}\n',
+        b'{"stage": "stage1", "metrics": {}, "artifacts": {"a": {"base64": "\\u00e9"}}}\n',
         b'{"stage": "stage1", "metrics": {"s": ' + b"9" * 5000 + b"}",
         b'{"failed": "nonsense", "message": "x"}\n',
         b'{"begin": "stage1"}\n' * 8,

@@ -160,6 +160,9 @@ async def test_adapters_are_registered_listed_and_removed(tmp_path: Path) -> Non
         await bob.post("sample", {**body, "model_id": "poet"}, status=404)
         outside = await ada.post("adapters", {"adapter_id": "x", "lora_path": "/etc"}, status=400)
         assert "operator lists" in outside["error"]
+        for text in ("?", "\u00e9"):
+            wrong = await ada.post("adapters", {**upload, "adapter_model": text}, status=400)
+            assert "not base64" in wrong["error"]
         assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
         await ada.post("sample", {**body, "model_id": "poet"}, status=404)
         await ada.post("weights_info", {"tinker_path": registered["tinker_path"]}, status=404)

@@ -8,7 +8,6 @@ DELETE /api/v1/adapters/poet
 
 import asyncio
 import base64
-import binascii
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -243,7 +242,7 @@ def _read_upload(body: AdapterUpload) -> dict[str, bytes]:
         raise Refusal(422, "An upload has adapter_config (JSON) and adapter_model (base64).")
     try:
         weights = base64.b64decode(body.adapter_model, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # of letters beyond ASCII it is no binascii.Error
         raise bad(f"adapter_model is not base64: {error}.") from error
     config = json.dumps(body.adapter_config).encode()
     return dict(zip(FILES, (config, weights), strict=True))
