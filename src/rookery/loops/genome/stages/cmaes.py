@@ -13,12 +13,11 @@ from pydantic import Field
 from rookery.config import Config
 from rookery.errors import ConfigError
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import BY_BLOCK, CMAES, ChildPlan
+from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
 from rookery.search.cmaes import Cmaes, CmaesConfig, average_start, population_size
 from rookery.search.fitness import rank_key
 from rookery.seeding import stream_seed
 from rookery.types import Adapter
-from rookery.weights.merge import block_names
 
 __all__ = ["CmaesStage", "run_cmaes"]
 
@@ -29,17 +28,13 @@ class CmaesStage(CmaesConfig, Config):
 
     type: Literal["cmaes"] = "cmaes"
     generations: int = Field(default=6, ge=1)
-    unit: Literal["block", "model"] = "model"
+    unit: Unit = "model"
     """What has coefficients of its own: every block of the model, or the model as one."""
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:
         """How many it measures, of so many founders and their blocks."""
-        num_coefficients = len(founders) * self.num_blocks(founders)
+        num_coefficients = len(founders) * count_blocks(self.unit, founders)
         return self.generations * population_size(self, count=num_coefficients)
-
-    def num_blocks(self, founders: Sequence[Adapter]) -> int:
-        """What has coefficients of its own."""
-        return len(block_names(founders)) if self.unit == "block" else 1
 
 
 async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
@@ -48,7 +43,7 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     if len(founders) < 2:
         raise ConfigError("The cmaes stage combines founders and needs at least two of them.")
     plain = CmaesConfig.model_validate(config.model_dump(exclude={"type", "generations", "unit"}))
-    num_blocks = config.num_blocks([context.builder.adapter(f) for f in founders])
+    num_blocks = count_blocks(config.unit, [context.builder.adapter(f) for f in founders])
     search = Cmaes(
         plain,
         seed=stream_seed(context.seed, "cmaes", context.index),
@@ -56,27 +51,11 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     )
     population: list[str] = []
     for _ in range(config.generations):
-        generation = len(context.log.generations)
-        plans = [
-            ChildPlan(
-                id=f"{context.prefix}m{generation:03d}-p{index:02d}",
-                generation=generation,
-                merge=BY_BLOCK if config.unit == "block" else CMAES,
-                parents=founders,
-                weights=point,
-                mutation=None,
-                sigma=0.0,
-                seed_key=0,
-            )
-            for index, point in enumerate(search.ask())
-        ]
-        best = context.best()
-        fitness = await context.measure(
-            plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="cmaes"
+        fitness = await measure_sums(
+            context, search.ask(), stage="cmaes", letter="m", unit=config.unit
         )
-        search.tell([fitness[plan.id] for plan in plans])
-        population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
-        context.builder.keep([best] if best else [])
+        search.tell(list(fitness.values()))
+        population = [name for name, own in fitness.items() if not own.is_failed]
     return population
 
 

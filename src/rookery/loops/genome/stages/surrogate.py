@@ -15,13 +15,12 @@ from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.loops.genome.stages.context import StageContext
-from rookery.search.candidate import BY_BLOCK, SURROGATE, ChildPlan
+from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import certainties_of, merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
-from rookery.weights.merge import block_names
 
 __all__ = ["SurrogateStage", "run_surrogate"]
 
@@ -37,7 +36,7 @@ class SurrogateStage(Config):
     generations: int = Field(default=3, ge=1)
     population: int = Field(default=10, ge=1, le=256)
     """Sums per generation."""
-    unit: Literal["block", "model"] = "block"
+    unit: Unit = "block"
     """What has coefficients of its own: every block of the model, or the model as one."""
     low: float = Field(default=0.0, allow_inf_nan=False)
     """Smallest value of a coefficient."""
@@ -61,33 +60,15 @@ class SurrogateStage(Config):
 async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[str]:
     """Search the coefficients of the founders; the last generation is the population."""
     founders = context.builder.founders
-    num_blocks = 1
-    if config.unit == "block":
-        num_blocks = len(block_names([context.builder.adapter(name) for name in founders]))
+    num_blocks = count_blocks(config.unit, [context.builder.adapter(f) for f in founders])
     population: list[str] = []
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
         points = await asyncio.to_thread(_propose, config, context, num_blocks, rng)
-        generation = len(context.log.generations)
-        plans = [
-            ChildPlan(
-                id=f"{context.prefix}n{generation:03d}-p{index:02d}",
-                generation=generation,
-                merge=BY_BLOCK if config.unit == "block" else SURROGATE,
-                parents=founders,
-                weights=point,
-                mutation=None,
-                sigma=0.0,
-                seed_key=0,
-            )
-            for index, point in enumerate(points)
-        ]
-        best = context.best()
-        fitness = await context.measure(
-            plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="surrogate"
+        fitness = await measure_sums(
+            context, points, stage="surrogate", letter="n", unit=config.unit
         )
-        population = [plan.id for plan in plans if not fitness[plan.id].is_failed]
-        context.builder.keep([best] if best else [])
+        population = [name for name, own in fitness.items() if not own.is_failed]
     return population
 
 
