@@ -298,9 +298,9 @@ def measure_learning(options: argparse.Namespace, scratch: Path) -> None:
         "    text = completion.text\n"
         "    return sum(c.isdigit() for c in text) / max(1, len(text))\n"
     )
-    launch = launch_config(options, Path(options.model), args=()).model_dump(
-        exclude_unset=True, exclude={"gpu_memory_utilization"}
-    )
+    launch = launch_config(
+        options, Path(options.model), args=tuple(options.server_args.split())
+    ).model_dump(exclude_unset=True, exclude={"gpu_memory_utilization"})
     for seed in SEEDS:
         report = rookery.run_grpo(
             {

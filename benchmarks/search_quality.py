@@ -96,6 +96,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "surrogate of sums": searched(
         RANDOM_FIRST, {**SURROGATE, "unit": "model"}, merit="log_certainty"
     ),
+    "surrogate, negative": searched(
+        RANDOM_FIRST, {**SURROGATE, "low": -0.5}, merit="log_certainty"
+    ),
+    "surrogate, short": searched(
+        {"type": "random", "count": 10},
+        {**SURROGATE, "generations": 8, "population": 5},
+        merit="log_certainty",
+    ),
+    "surrogate, certainty": searched(RANDOM_FIRST, SURROGATE),
+    "shipped": {"finals": {"random_search": True}},
     "both splits": searched(ga(LAYERS), evidence="both"),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(

@@ -47,6 +47,32 @@ def test_cuda_answers_as_the_cpu_does(kind: str, tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+async def test_one_call_for_all_paths_attends_as_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree has prompts that begin alike, and one that goes on where another was cut."""
+    folder = write_tiny_model(tmp_path / "tiny", "Qwen2", head_dim=16)
+    config = EngineConfig(model=str(folder), device="cuda", dtype="bfloat16", prefill_tokens=24)
+
+    async def logprobs() -> list[tuple[float, ...]]:
+        async with open_engine(config) as engine:
+            ref = await engine.load(tiny_adapter("a", rank=4, layers=range(2, 4)))
+            found = []
+            for _ in range(2):
+                asked = [
+                    ScoreRequest(model=model, tokens=prompt, start=1)
+                    for prompt in (*PROMPTS, (1, *range(30, 75)), (1, *range(30, 40), 3))
+                    for model in (engine.base, ref)
+                ]
+                found += [score.logprobs for score in await engine.score(asked)]
+        return found
+
+    together = await logprobs()
+    monkeypatch.setattr("rookery.embedded.tree_attention.has_varlen", lambda *_: False)
+    for one, other in zip(together, await logprobs(), strict=True):
+        assert one == pytest.approx(other, abs=0.05)
+
+
 def test_gradients_flow_on_the_gpu(tmp_path: Path) -> None:
     from rookery.slots import CausalAttend, Segment, SlotRows, load_model
 

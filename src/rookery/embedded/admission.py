@@ -74,7 +74,7 @@ def _check_prompt(tokens: TokenIds, limits: Limits, *, reserve: int) -> None:
 
 
 def _check_tokens(tokens: TokenIds, shape: ModelShape) -> None:
-    if type(tokens) is not tuple or not all(type(token) is int for token in tokens):
+    if type(tokens) is not tuple or not set(map(type, tokens)) <= {int}:
         raise EngineError(
             f"Tokens are a tuple of int, got {tokens!r:.80}: write tuple(tokenizer.encode(text))."
         )

@@ -52,6 +52,8 @@ __all__ = ["EmbeddedEngine", "EngineConfig"]
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Params = ParamSpec("Params")
+_PREFILL_TOKENS = (1024, 16_384)
+"""Of one pass, on a CPU and on a GPU, which a short pass leaves idle."""
 
 
 class EngineConfig(Config):
@@ -68,8 +70,8 @@ class EngineConfig(Config):
     """How many sequences are decoded together."""
     max_rank: int = Field(default=64, ge=1)
     """The highest rank an adapter may have."""
-    prefill_tokens: int = Field(default=1024, ge=1)
-    """How many prompt tokens one pass computes at most."""
+    prefill_tokens: int | None = Field(default=None, ge=1)
+    """How many prompt tokens one pass computes at most: by default 1,024, on a GPU 16,384."""
     cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the prefixes kept for reuse."""
 
@@ -111,7 +113,7 @@ class EmbeddedEngine:
             model,
             detokenize=detokenize,
             max_rows=config.max_rows,
-            prefill_tokens=config.prefill_tokens,
+            prefill_tokens=config.prefill_tokens or _PREFILL_TOKENS[model.device.type == "cuda"],
             cache_tokens=int(config.cache_gib * 2**30 / token_bytes),
         )
         self._served: dict[ModelRef, _Served] = {}
@@ -151,7 +153,8 @@ class EmbeddedEngine:
 
     @property
     def is_remote(self) -> bool:
-        return False
+        """On a GPU the CPU is free meanwhile."""
+        return self._model.device.type != "cpu"
 
     @property
     def token_counts(self) -> dict[str, int]:

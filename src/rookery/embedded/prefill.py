@@ -189,17 +189,22 @@ class Prefill:
         # Nodes of one slot lie together, so that its rows fill whole blocks.
         work = sorted(fresh.values(), key=lambda item: -1 if item[1] is None else item[1])
         nodes = [node for node, _, _ in work]
-        hidden = torch.cat([self._below(node, tokens) for node, _, tokens in work])
+        hidden = self._below([(node, tokens) for node, _, tokens in work])
         rows = self._slot_rows([(node, slot) for node, slot, _ in work])
         self._run(nodes, hidden, self._branch_pool, first=self.cut, rows=rows)
         self.stats.branch_tokens += hidden.shape[0]
 
-    def _below(self, node: Node, tokens: tuple[int, ...]) -> torch.Tensor:
+    def _below(self, work: Sequence[tuple[Node, tuple[int, ...]]]) -> torch.Tensor:
         """The hidden states that enter the branch: embeddings, or what the trunk computed."""
+        device = self._like.device
         if not self.cut:
-            return self._model.embed(torch.tensor(node.tokens, device=self._like.device))
-        trunk, _ = self._trunk.match(tokens[: node.stop])
-        return self._trunk_pool.hidden[trunk.path_places()[node.start :]]
+            tokens = [token for node, _ in work for token in node.tokens]
+            return self._model.embed(torch.tensor(tokens, device=device))
+        places = []
+        for node, prefix in work:
+            trunk, _ = self._trunk.match(prefix[: node.stop])
+            places.append(trunk.path_places()[node.start :])
+        return self._trunk_pool.hidden[torch.cat(places).to(device)]
 
     def _slot_rows(self, work: Sequence[tuple[Node, int | None]]) -> SlotRows | None:
         rows_by_slot: dict[int, list[int]] = {}

@@ -3,16 +3,26 @@
 Queries are cut into blocks aligned to absolute positions, so that a token's bits do not depend on
 where its node was cut. Short nodes are attended many at a time, each block with the keys of its
 path gathered by place; a long node is attended by itself, its blocks sharing one copy of the keys.
+Where a kernel takes sequences of unequal lengths, all nodes are attended in one call.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
 from rookery.embedded.pool import TokenPool
 from rookery.embedded.prefix import Node
-from rookery.slots.attention import KEY_BLOCK, Heads, attend_heads, causal_mask
+from rookery.slots.attention import (
+    KEY_BLOCK,
+    Heads,
+    attend_heads,
+    attend_varlen,
+    causal_mask,
+    has_varlen,
+)
 
 __all__ = ["TreeAttend"]
 
@@ -101,25 +111,54 @@ class _Group:
         return mask
 
 
+class _Paths:
+    """All nodes with their paths, one after another."""
+
+    def __init__(self, nodes: Sequence[Node], *, pool: TokenPool) -> None:
+        device = pool.hidden.device
+        paths = [node.path_places() for node in nodes]
+        counts = [len(node.tokens) for node in nodes], [len(path) for path in paths]
+        self._keys = torch.cat(paths).to(device)
+        self._longest = (max(counts[0]), max(counts[1]))
+        ends = torch.tensor([[0, *accumulate(own)] for own in counts], dtype=torch.int32)
+        queries, keys = ends.to(device)
+        self._ends = (queries, keys)
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """q [rows, H, D] against kv [2, KV, places, D]."""
+        gathered = kv.index_select(2, self._keys).permute(2, 0, 1, 3)
+        return attend_varlen(q, gathered, self._ends, self._longest, heads)
+
+
 class TreeAttend:
     """Stores each new token's key and value, then lets every node see its path."""
 
     def __init__(self, nodes: Sequence[Node], *, pool: TokenPool, first_layer: int) -> None:
+        self._nodes = nodes
         self._pool = pool
         self._first_layer = first_layer
         self._places = torch.cat([node.places for node in nodes]).to(pool.hidden.device)
-        self._groups = [
-            _Group(blocks, pool=pool, is_shared=is_shared)
-            for blocks, is_shared in _group(_blocks(nodes))
-        ]
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         cached = self._pool.kv[heads.layer - self._first_layer]
         cached.index_copy_(2, self._places, kv.permute(1, 2, 0, 3))
+        if has_varlen(q, heads):
+            return self._paths.attend(q, cached, heads)
         out = q.new_empty(q.shape)
         for group in self._groups:
             group.attend(q, cached, out, heads)
         return out
+
+    @cached_property
+    def _paths(self) -> _Paths:
+        return _Paths(self._nodes, pool=self._pool)
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        return [
+            _Group(blocks, pool=self._pool, is_shared=is_shared)
+            for blocks, is_shared in _group(_blocks(self._nodes))
+        ]
 
 
 def _blocks(nodes: Sequence[Node]) -> list[list[_Block]]:

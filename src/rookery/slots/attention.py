@@ -23,7 +23,9 @@ __all__ = [
     "Heads",
     "attend_alike",
     "attend_heads",
+    "attend_varlen",
     "causal_mask",
+    "has_varlen",
 ]
 
 ATTENTION = "rookery"
@@ -75,7 +77,7 @@ class CausalAttend:
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        if len(self._runs) > 1 and _has_varlen(q, heads):
+        if len(self._runs) > 1 and has_varlen(q, heads):
             return self._varlen(q, kv, heads)
         parts = [
             self._run(*run, q_part, kv_part, heads)
@@ -133,28 +135,38 @@ class CausalAttend:
         return mask
 
     def _varlen(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
         longest = max(length for length, _ in self._runs)
-        left = -1 if heads.window is None or heads.window >= longest else heads.window - 1
-        mixed = varlen_attn(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            self._ends,
-            self._ends,
-            longest,
-            longest,
-            scale=heads.scale,
-            window_size=(left, 0),
-        )
-        assert isinstance(mixed, torch.Tensor), "no second result was asked for"
-        return mixed
+        return attend_varlen(q, kv, (self._ends, self._ends), (longest, longest), heads)
 
 
-def _has_varlen(q: torch.Tensor, heads: Heads) -> bool:
+def has_varlen(q: torch.Tensor, heads: Heads) -> bool:
     """Whether torch has a kernel for sequences of unequal lengths in one call."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return q.is_cuda and is_half and heads.softcap is None and q.shape[-1] <= _MAX_VARLEN_HEAD
+
+
+def attend_varlen(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    heads: Heads,
+) -> torch.Tensor:
+    """q [rows, H, D] against kv [keys, 2, KV, D], where `has_varlen`. Sequences lie end to end, cut
+    at `ends` (of queries, of keys, both from 0 on); their queries are those of their last keys."""
+    k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2).unbind(1)
+    left = -1 if heads.window is None or heads.window >= longest[1] else heads.window - 1
+    mixed = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        *ends,
+        *longest,
+        scale=heads.scale,
+        window_size=(left, 0),
+    )
+    assert isinstance(mixed, torch.Tensor), "no second result was asked for"
+    return mixed
 
 
 def causal_mask(
