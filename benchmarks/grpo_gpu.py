@@ -66,7 +66,7 @@ def launch_config(options: argparse.Namespace, folder: Path, **changes: Any) -> 
     values: dict[str, Any] = {
         "model": str(folder), "python": options.python, "replicas": 1, "device": options.device,
         "dtype": "float32" if is_cpu else "bfloat16", "max_model_len": 512, "cpu_cache_gib": 1,
-        "gpu_memory_utilization": options.gpu_share, "enforce_eager": is_cpu,
+        "gpu_memory_utilization": options.gpu_share or 0.35, "enforce_eager": is_cpu,
         "live_weights": is_cpu, "args": ("--load-format", "dummy", *options.server_args.split()),
         "env": {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}, **changes,
     }  # fmt: skip
@@ -83,7 +83,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def copy_seconds(weights: Sequence[torch.Tensor]) -> float:
-    """The median of ten copies of all weights to other memory of their device."""
+    """The median of ten copies of all weights to other memory of their device, also shown."""
     device = weights[0].device
     others = [torch.empty_like(weight) for weight in weights]
     found = []
@@ -93,7 +93,9 @@ def copy_seconds(weights: Sequence[torch.Tensor]) -> float:
         torch._foreach_copy_(others, list(weights))
         synchronise(device)
         found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    median = statistics.median(found)
+    print(f"one copy on the device: {1e3 * median:.1f} ms")
+    return median
 
 
 def show(name: str, seconds: Sequence[float], unit_s: float) -> None:
@@ -113,9 +115,6 @@ class SharedModel:
         self.weights = [weight.data for weight in model.weights.values()]
         self.num_bytes = sum(weight.nbytes for weight in self.weights)
         self.device = model.device
-        self.unit_s = copy_seconds(self.weights)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     @classmethod
     async def of(cls, fleet: Fleet, folder: Path) -> "SharedModel":
@@ -129,7 +128,6 @@ class SharedModel:
         total = 1 + added / found.num_bytes
         print(f"attached {found.num_bytes / 2**30:.2f} GiB in {took_s:.2f} s")
         print(f"weights of both: {total:.3f}x (the trainer's own: {added / 2**20:.1f} MiB)")
-        print(f"one copy on the device: {1e3 * found.unit_s:.1f} ms")
         return found
 
     def logprobs(self, canary: Canary) -> Callable[[Canary], Awaitable[Sequence[float]]]:
@@ -146,6 +144,7 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
         watch = Watch(fleet)
         logprobs = watch.logprobs(shared.logprobs(canary))
         bridge = AliasBridge(fleet, shared.base, canary=canary, logprobs=logprobs)
+        await one_token(fleet, fleet.base)
         pauses, casts, syncs, stalls = [], [], [], []
         for number in range(NUM_PUBLISHED):
             with torch.no_grad():
@@ -166,11 +165,12 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
             syncs.append(done - paused)
             stalls.append(done - began)
         answer = await one_token(fleet, fleet.base)
+        unit_s = copy_seconds(shared.weights)
         for name, seconds in (
             ("pause", pauses), ("cast into the shared memory", casts),
             ("sync: cast, resume, proof", syncs), ("stall: pause and sync", stalls),
         ):  # fmt: skip
-            show(name, seconds[2:], shared.unit_s)
+            show(name, seconds[2:], unit_s)
         print("the last one, from the pause on:")
         watch.show()
         print(f"one request on the new weights: {1e3 * answer:.1f} ms")
@@ -214,8 +214,9 @@ async def measure_slot(options: argparse.Namespace, folder: Path) -> None:
                 print("the last publication:")
                 watch.show()
             answers.append(await one_token(fleet, ref))
-        show("sync: to the slot, proof", syncs[2:], shared.unit_s)
-        show("one request on the new weights", answers[2:], shared.unit_s)
+        unit_s = copy_seconds(shared.weights)
+        show("sync: to the slot, proof", syncs[2:], unit_s)
+        show("one request on the new weights", answers[2:], unit_s)
         await measure_loss(fleet, shared.model, lora)
 
 
@@ -300,7 +301,9 @@ def measure_learning(options: argparse.Namespace, scratch: Path) -> None:
     )
     launch = launch_config(
         options, Path(options.model), args=tuple(options.server_args.split())
-    ).model_dump(exclude_unset=True, exclude={"gpu_memory_utilization"})
+    ).model_dump(
+        exclude_unset=True, exclude=set() if options.gpu_share else {"gpu_memory_utilization"}
+    )
     for seed in SEEDS:
         report = rookery.run_grpo(
             {
@@ -355,7 +358,9 @@ def main() -> None:
         default="",
         help="for vLLM, as --server-args='--enforce-eager'",
     )
-    parser.add_argument("--gpu-share", type=float, default=0.35)
+    parser.add_argument(
+        "--gpu-share", type=float, help="of the server; by default 0.35, to learn as planned"
+    )
     parser.add_argument(
         "--parts", nargs="+", choices=("alias", "slot", "learn"), default=["alias", "slot"]
     )

@@ -20,6 +20,7 @@ class Watch:
         for replica in fleet.pool.replicas:
             client = replica.client
             client.post = self._watched(client.post)  # type: ignore[method-assign]
+        fleet.load = self._watched(fleet.load, "handing over")  # type: ignore[method-assign]
 
     def begin(self) -> None:
         self._began = time.perf_counter()
@@ -34,13 +35,15 @@ class Watch:
 
         return watched
 
-    def _watched(self, post: Any) -> Any:
-        async def watched(path: str, *args: Any, **options: Any) -> Any:
+    def _watched(self, work: Any, name: str = "") -> Any:
+        """Named by its first argument, a path, where there is no name."""
+
+        async def watched(first: Any, *args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             try:
-                return await post(path, *args, **options)
+                return await work(first, *args, **options)
             finally:
-                self._seen.append((path, began, time.perf_counter()))
+                self._seen.append((name or first, began, time.perf_counter()))
 
         return watched
 

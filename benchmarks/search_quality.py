@@ -5,11 +5,10 @@
 CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml` or the one that
 `benchmarks/search_tasks.py` writes. Each variant in VARIANTS is that config with a few keys
 changed; every variant runs under every seed, `--parallel` at a time, on the config's engine or on
-the servers named. The peers are rows of each run's own report: random search with as many
-candidates, chosen in the same way, the best founder, the founders' average, the finalists' vote;
-and two variants, `cmaes` (coefficients, one per founder) and `genome` (the published schedule).
-Random search is run with the variants in RANDOM alone, which choose its winner by their merit; each
-variant is compared with both.
+the servers named. Peers are the best founder, the founders' average and the finalists' vote of each
+run, and variants: `random by certainty` and `random by reward` (as many sums of the founders, the
+winner chosen in the same two steps), `cmaes` (coefficients, one per founder) and `genome` (the
+published schedule). Every variant is compared with both random searches.
 
 The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
 changes the search and the random search, the report tasks stay the same. `--causes N` also says of
@@ -83,8 +82,10 @@ BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "reward": searched(ga(LAYERS), merit="reward", random_search=True),
-    "certainty": searched(ga(LAYERS), random_search=True),
+    "random by certainty": searched({"type": "random", "count": 50}),
+    "random by reward": searched({"type": "random", "count": 50}, merit="reward"),
+    "reward": searched(ga(LAYERS), merit="reward"),
+    "certainty": searched(ga(LAYERS)),
     "log certainty": searched(ga(LAYERS), merit="log_certainty"),
     "sums": searched(ga(SUMS)),
     "sums, reward": searched(ga(SUMS), merit="reward"),
@@ -103,6 +104,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         {"type": "random", "count": 10},
         {**SURROGATE, "generations": 8, "population": 5},
         merit="log_certainty",
+    ),
+    "surrogate, pairs": searched(
+        {"type": "random", "count": 6},
+        {**SURROGATE, "generations": 22, "population": 2},
+        merit="log_certainty",
+    ),
+    "surrogate, three": searched(
+        {"type": "random", "count": 8},
+        {**SURROGATE, "generations": 14, "population": 3},
+        merit="log_certainty",
+    ),
+    "surrogate, short, certainty": searched(
+        {"type": "random", "count": 10}, {**SURROGATE, "generations": 8, "population": 5}
     ),
     "surrogate, certainty": searched(RANDOM_FIRST, SURROGATE),
     "shipped": {"finals": {"random_search": True}},
@@ -132,13 +146,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Changes to the config, by name. All measure about as many candidates."""
-RANDOM = ("certainty", "reward")
-"""Variants with a random search of the same merit."""
+RANDOM = {merit: f"random by {merit}" for merit in ("certainty", "reward")}
+"""Variants that are random search, by the merit that their winner is chosen by."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
 
-ROWS = ("evolved", "random search", "best founder", "uniform average", "vote of finalists")
+ROWS = ("evolved", "best founder", "uniform average", "vote of finalists", "random search")
 CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
 
 
@@ -150,7 +164,7 @@ class Outcome:
     seed: int
     means: Mapping[str, float]
     num_rollouts: Mapping[str, int]
-    """Of the search and of random search."""
+    """Of the search, and of the random search that a config asks for."""
     seconds: float
     causes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -197,7 +211,7 @@ def run_one(case: Case) -> Outcome | None:
         variant=case.variant,
         seed=case.seed,
         means={r: mean for r in ROWS if r in rows and (mean := rows[r].mean) is not None},
-        num_rollouts={row: rows[row].num_rollouts for row in ROWS[:2] if row in rows},
+        num_rollouts={r: rows[r].num_rollouts for r in (ROWS[0], ROWS[4]) if r in rows},
         seconds=seconds,
         causes=causes,
     )
@@ -221,18 +235,16 @@ def show(outcomes: Sequence[Outcome]) -> None:
     heads = ("runs", "evolved", "founder", "average", "vote")
     gains = "".join(f"{f'over random search by {merit}':>42}" for merit in RANDOM)
     print(f"\n{'':15}" + "".join(f"{head:>9}" for head in heads) + gains)
-    randoms = {
-        (o.variant, o.seed): o.means["random search"] for o in outcomes if o.variant in RANDOM
-    }
+    randoms = {(o.variant, o.seed): o.means["evolved"] for o in outcomes}
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.variant == variant]
-        means = [statistics.fmean(o.means[row] for o in of) for row in ROWS if row != ROWS[1]]
+        means = [statistics.fmean(o.means[row] for o in of) for row in ROWS[:4]]
         line = f"{variant:15}{len(of):>9}" + "".join(f"{value:9.3f}" for value in means)
-        for merit in RANDOM:
+        for random in RANDOM.values():
             found = [
-                o.means["evolved"] - randoms[merit, o.seed]
+                o.means["evolved"] - randoms[random, o.seed]
                 for o in of
-                if (merit, o.seed) in randoms
+                if (random, o.seed) in randoms
             ]
             line += f"{say(found):>42}"
         wins = sum(o.means["evolved"] > o.means["best founder"] for o in of)

@@ -51,7 +51,7 @@ async def test_one_call_for_all_paths_attends_as_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tree has prompts that begin alike, and one that goes on where another was cut."""
-    folder = write_tiny_model(tmp_path / "tiny", "Qwen2", head_dim=16)
+    folder = write_tiny_model(tmp_path / "tiny", "Qwen2")
     config = EngineConfig(model=str(folder), device="cuda", dtype="bfloat16", prefill_tokens=24)
 
     async def logprobs() -> list[tuple[float, ...]]:

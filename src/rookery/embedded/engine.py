@@ -154,7 +154,8 @@ class EmbeddedEngine:
     @property
     def is_remote(self) -> bool:
         """On a GPU the CPU is free meanwhile."""
-        return self._model.device.type != "cpu"
+        kind: str = self._model.device.type
+        return kind != "cpu"
 
     @property
     def token_counts(self) -> dict[str, int]:
