@@ -106,6 +106,14 @@ def show(name: str, seconds: Sequence[float], unit_s: float) -> None:
     )
 
 
+def canary_of(fleet: Fleet, model: SlottedModel) -> Canary:
+    return Canary.of(
+        fleet.capabilities,
+        is_float32=model.dtype == torch.float32,
+        vocab_size=model.shape.vocab_size,
+    )
+
+
 class SharedModel:
     """The trainer's model over the memory of a server, and what it takes besides."""
 
@@ -140,7 +148,7 @@ async def measure_alias(options: argparse.Namespace, folder: Path) -> None:
     async with open_fleet(config) as fleet:
         shared = await SharedModel.of(fleet, folder)
         trainee = FullTrainee(shared.model.weights, optimizer="adamw")
-        canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
+        canary = canary_of(fleet, shared.model)
         watch = Watch(fleet)
         logprobs = watch.logprobs(shared.logprobs(canary))
         bridge = AliasBridge(fleet, shared.base, canary=canary, logprobs=logprobs)
@@ -194,7 +202,7 @@ async def measure_slot(options: argparse.Namespace, folder: Path) -> None:
         lora = LoraConfig(rank=16, targets=TARGETS)
         trainer.add("policy", initial_adapter(shared.model, lora, name="policy", base="", seed=0))
 
-        canary = Canary.of(fleet.capabilities, is_float32=options.device == "cpu")
+        canary = canary_of(fleet, shared.model)
         text = FixedText(shared.model, tokens=canary.tokens, ids=canary.ids)
 
         async def logprobs(_canary: Canary) -> Sequence[float]:

@@ -82,6 +82,7 @@ BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "shipped": {"finals": {"random_search": False}},
     "random by certainty": searched({"type": "random", "count": 50}),
     "random by reward": searched({"type": "random", "count": 50}, merit="reward"),
     "reward": searched(ga(LAYERS), merit="reward"),
@@ -100,26 +101,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "surrogate, negative": searched(
         RANDOM_FIRST, {**SURROGATE, "low": -0.5}, merit="log_certainty"
     ),
-    "surrogate, short": searched(
-        {"type": "random", "count": 10},
-        {**SURROGATE, "generations": 8, "population": 5},
-        merit="log_certainty",
-    ),
-    "surrogate, pairs": searched(
-        {"type": "random", "count": 6},
-        {**SURROGATE, "generations": 22, "population": 2},
-        merit="log_certainty",
-    ),
-    "surrogate, three": searched(
-        {"type": "random", "count": 8},
-        {**SURROGATE, "generations": 14, "population": 3},
-        merit="log_certainty",
-    ),
-    "surrogate, short, certainty": searched(
-        {"type": "random", "count": 10}, {**SURROGATE, "generations": 8, "population": 5}
-    ),
     "surrogate, certainty": searched(RANDOM_FIRST, SURROGATE),
-    "shipped": {"finals": {"random_search": True}},
     "both splits": searched(ga(LAYERS), evidence="both"),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(
@@ -152,7 +134,7 @@ RANDOM = {merit: f"random by {merit}" for merit in ("certainty", "reward")}
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
 
-ROWS = ("evolved", "best founder", "uniform average", "vote of finalists", "random search")
+ROWS = ("evolved", "best founder", "uniform average", "vote of finalists")
 CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
 
 
@@ -163,8 +145,7 @@ class Outcome:
     variant: str
     seed: int
     means: Mapping[str, float]
-    num_rollouts: Mapping[str, int]
-    """Of the search, and of the random search that a config asks for."""
+    num_rollouts: int
     seconds: float
     causes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -211,7 +192,7 @@ def run_one(case: Case) -> Outcome | None:
         variant=case.variant,
         seed=case.seed,
         means={r: mean for r in ROWS if r in rows and (mean := rows[r].mean) is not None},
-        num_rollouts={r: rows[r].num_rollouts for r in (ROWS[0], ROWS[4]) if r in rows},
+        num_rollouts=rows["evolved"].num_rollouts,
         seconds=seconds,
         causes=causes,
     )
@@ -238,7 +219,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     randoms = {(o.variant, o.seed): o.means["evolved"] for o in outcomes}
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.variant == variant]
-        means = [statistics.fmean(o.means[row] for o in of) for row in ROWS[:4]]
+        means = [statistics.fmean(o.means[row] for o in of) for row in ROWS]
         line = f"{variant:15}{len(of):>9}" + "".join(f"{value:9.3f}" for value in means)
         for random in RANDOM.values():
             found = [
@@ -248,7 +229,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
             ]
             line += f"{say(found):>42}"
         wins = sum(o.means["evolved"] > o.means["best founder"] for o in of)
-        answers = statistics.fmean(o.num_rollouts["evolved"] for o in of)
+        answers = statistics.fmean(o.num_rollouts for o in of)
         print(f"{line}   beats the best founder {wins} of {len(of)}   {answers:.0f} answers")
     show_causes(outcomes)
 

@@ -194,7 +194,7 @@ def adapter_publisher(engine: Engine, trainer: LoraTrainer, *, model: SlottedMod
         return AdapterPublisher(engine)
     if engine.config.in_place:
         trainer.publish_in_place()
-    canary = _canary(engine, model.dtype)
+    canary = _canary(engine, model)
     text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
 
     async def logprobs(_canary: Canary) -> Sequence[float]:
@@ -213,7 +213,7 @@ def full_publisher(opened: Opened, trainer: FullTrainer, *, like: Path) -> Publi
         return publisher
     if not isinstance(engine, Fleet):
         raise TrainError("This engine takes adapters only: write full: false.")
-    canary = _canary(engine, model.dtype)
+    canary = _canary(engine, model)
     own_logprobs = partial(_trainer_logprobs, trainer)
     if bridge.shared is not None:
         text = FixedText(model, tokens=canary.tokens, ids=canary.ids)
@@ -259,11 +259,15 @@ def _whole_models(opened: Opened, fleet: Fleet, *, canary: Canary, like: Path) -
     )
 
 
-def _canary(fleet: Fleet, dtype: torch.dtype) -> Canary:
+def _canary(fleet: Fleet, model: SlottedModel) -> Canary:
     launch = fleet.config.launch
     served = "auto" if launch is None else launch.dtype
     is_plain = served == "float32" or (launch is not None and launch.is_on_cpu and served == "auto")
-    return Canary.of(fleet.capabilities, is_float32=is_plain and dtype == torch.float32)
+    return Canary.of(
+        fleet.capabilities,
+        is_float32=is_plain and model.dtype == torch.float32,
+        vocab_size=model.shape.vocab_size,
+    )
 
 
 async def _trainer_logprobs(trainer: Trainer, canary: Canary) -> Sequence[float]:

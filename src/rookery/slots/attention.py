@@ -15,8 +15,6 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rookery.slots.rows import RowLayout
-
 __all__ = [
     "ATTENTION",
     "KEY_BLOCK",
@@ -77,13 +75,10 @@ class CausalAttend:
         self._device = device
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        self._padded = None if is_exact or device.type == "cpu" else _Padded.of(lengths, device)
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         if len(self._runs) > 1 and has_varlen(q, heads):
             return self._varlen(q, kv, heads)
-        if self._padded is not None and heads.softcap is None and heads.window is None:
-            return self._padded.attend(q, kv, heads)
         parts = [
             self._run(*run, q_part, kv_part, heads)
             for run, q_part, kv_part in zip(
@@ -142,41 +137,6 @@ class CausalAttend:
     def _varlen(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
         longest = max(length for length, _ in self._runs)
         return attend_varlen(q, kv, (self._ends, self._ends), (longest, longest), heads)
-
-
-class _Padded:
-    """Sequences of unequal lengths as a batch, each with rows of no meaning behind its own: one
-    call where a GPU would be left idle by a call for each. No row sees what is behind it."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._longest = max(lengths)
-        gather: list[int] = []
-        places: dict[int, int] = {}
-        for length in lengths:
-            rows = range(len(places), len(places) + length)
-            places.update(zip(rows, range(len(gather), len(gather) + length), strict=True))
-            gather += [*rows, *[rows[-1]] * (self._longest - length)]
-        self._layout = RowLayout.of(gather, places, len(places), device)
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "_Padded | None":
-        """None where lengths are equal, or too unequal to be worth it."""
-        padded, own = len(lengths) * max(lengths), sum(lengths)
-        return cls(lengths, device) if own < padded <= 2 * own else None
-
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
-        q_N, k_N, v_N = (self._batch(x) for x in (q, *kv.unbind(1)))
-        groups = q_N.shape[1] // k_N.shape[1]
-        k_N, v_N = (x.repeat_interleave(groups, dim=1) for x in (k_N, v_N))
-        mixed = functional.scaled_dot_product_attention(
-            q_N, k_N, v_N, is_causal=True, scale=heads.scale
-        )
-        return self._layout.put(mixed.transpose(1, 2).reshape(-1, *q.shape[1:]))
-
-    def _batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, H, D] -> [N, H, longest, D]"""
-        taken = self._layout.take(rows)
-        return taken.view(-1, self._longest, *rows.shape[1:]).transpose(1, 2)
 
 
 def has_varlen(q: torch.Tensor, heads: Heads) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RowLayout", "Segment", "SlotFactors", "SlotRows"]
+__all__ = ["Segment", "SlotFactors", "SlotRows"]
 
 SlotFactors = tuple[torch.Tensor, torch.Tensor]
 """A [S, rank, in] and scale * B [S, out, rank] of S slots of one linear layer: a bank."""
@@ -81,7 +81,7 @@ class SlotRows:
             slots = [slot for segment in same for slot in _lay(segment, gather, places)]
             self._blocks.append(_Blocks(bank, size, len(slots), _picker(slots, device)))
         is_whole = gather == list(range(num_rows))
-        self._layout = None if is_whole else RowLayout.of(gather, places, num_rows, device)
+        self._layout = None if is_whole else _Layout.of(gather, places, num_rows, device)
         """None: the rows lie in their places as they are."""
         self._last: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None
 
@@ -124,7 +124,7 @@ class SlotRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
+class _Layout:
     """Where packed rows lie in the blocks, and back."""
 
     gather: torch.Tensor
@@ -139,7 +139,7 @@ class RowLayout:
     @classmethod
     def of(
         cls, gather: list[int], places: dict[int, int], num_rows: int, device: torch.device
-    ) -> "RowLayout":
+    ) -> "_Layout":
         padding = sorted(set(range(len(gather))) - set(places.values()))
         return cls(
             gather=torch.tensor(gather, device=device),
@@ -166,7 +166,7 @@ class RowLayout:
     def to_rows(self, places: torch.Tensor) -> torch.Tensor:
         """Rows of no block are 0."""
         if not self.covers_all:
-            places = torch.cat((places, places.new_zeros(1, *places.shape[1:])))
+            places = torch.cat((places, places.new_zeros(1, places.shape[-1])))
         return places.index_select(0, self.scatter)
 
 
@@ -175,7 +175,7 @@ class _Take(torch.autograd.Function):
     index_select adds rows one by one, and was a quarter of a pass of several trainees."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, layout: _Layout) -> torch.Tensor:
         ctx.layout = layout
         return layout.to_places(rows)
 
@@ -188,7 +188,7 @@ class _Put(torch.autograd.Function):
     """Places to their rows."""
 
     @staticmethod
-    def forward(ctx: Any, places: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    def forward(ctx: Any, places: torch.Tensor, layout: _Layout) -> torch.Tensor:
         ctx.layout = layout
         return layout.to_rows(places)
 

@@ -46,6 +46,23 @@ def test_rounding_is_in_proportion_to_what_is_rounded(
     assert canary.is_far(found, PLAIN) is is_far
 
 
+def test_in_half_precision_a_few_tokens_may_be_far_off() -> None:
+    """As SmolLM2 in bfloat16 on a server and in the trainer: one token of nine by a nat."""
+    canary = Canary(tokens=(1,), ids=(1, 2, 3, 4, 5), limit_nats=0.1, num_spared=2)
+    plain = (-2.0,) * 5
+    assert not canary.is_far((-3.0, math.nan, -2.0, -2.0, -2.0), plain)
+    assert canary.is_far((-3.0, math.nan, -2.2, -2.0, -2.0), plain)
+
+
+@pytest.mark.parametrize("vocab_size", [10, 96, 151_936])
+async def test_text_and_ids_are_spread_over_the_vocabulary(vocab_size: int) -> None:
+    async with serve(stub := SharingStub()), open_fleet(fleet_of(stub)) as fleet:
+        canary = Canary.of(fleet.capabilities, is_float32=False, vocab_size=vocab_size)
+    assert len(set(canary.ids)) == len(canary.ids)
+    assert min(*canary.tokens, *canary.ids) > 0
+    assert vocab_size * 0.8 < max(*canary.tokens, *canary.ids) < vocab_size
+
+
 async def test_a_publication_asks_one_prompt_for_one_token() -> None:
     stub = SharingStub()
     async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 from rookery.errors import FleetError
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
-from rookery.fleet.bridges.canary import Canary
+from rookery.fleet.bridges.canary import SMALLEST_VOCABULARY, Canary
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.http.address import is_local
@@ -71,7 +71,7 @@ async def update_weights(
     if give_from is reload_from:
         require_updates(fleet)
         require_seen_folder(fleet)
-    canary = Canary.of(fleet.capabilities, is_float32=False)
+    canary = Canary.of(fleet.capabilities, is_float32=False, vocab_size=_vocab_size(model))
     expected = await asyncio.to_thread(_logprobs, model, canary)
 
     async def logprobs(_: Canary) -> list[float]:
@@ -168,6 +168,12 @@ def _digest(folder: Path) -> str:
 def _file_digest(file: Path) -> bytes:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "blake2b").digest()
+
+
+def _vocab_size(model: Model) -> int:
+    """As its config tells, else what every vocabulary has."""
+    size: int = getattr(getattr(model, "config", None), "vocab_size", SMALLEST_VOCABULARY)
+    return size
 
 
 def _logprobs(model: Model, canary: Canary) -> list[float]:

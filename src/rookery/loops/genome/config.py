@@ -11,7 +11,7 @@ from rookery.embedded import EngineConfig
 from rookery.engines import EngineChoice, engine_from_folder, local_model
 from rookery.loops.genome.final_report import FinalConfig
 from rookery.loops.genome.founders import FileInit, InitConfig
-from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig
+from rookery.loops.genome.stages import GaStage, RandomStage, StageConfig, SurrogateStage
 from rookery.runs.trackers import TrackerName
 from rookery.search.candidate import COMBINATIONS
 from rookery.search.children import CrossoverConfig
@@ -59,9 +59,12 @@ class GenomeConfig(Config):
     """A model folder or Hugging Face id; empty: the engine's model. Needed with servers by URL."""
     init: InitConfig
     tasksets: tuple[TasksetConfig, ...] = Field(min_length=1)
-    stages: tuple[StageConfig, ...] = (RandomStage(count=48), GaStage(generations=5))
-    """How to search, one after another: by default random sums of the founders, which are best
-    where their tasks do not disturb one another, then a genetic search from the best of them."""
+    stages: tuple[StageConfig, ...] = (
+        RandomStage(count=10),
+        SurrogateStage(generations=8, population=5),
+    )
+    """How to search, one after another: by default random sums of the founders, then sums that a
+    model of all answers so far expects to be good."""
     race: RaceConfig = RaceConfig()
     """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
     merit: Merit = "log_certainty"
