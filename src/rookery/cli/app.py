@@ -71,7 +71,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
     # transformers imports torchao where it is installed, which warns of its own code. That happens
     # when a command is loaded.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with stop_signals():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
