@@ -27,6 +27,8 @@ __all__ = ["SurrogateStage", "run_surrogate"]
 Array = NDArray[np.float64]
 MOST_POINTS = 256
 """Sums that the model is fitted to, the best ones: the cost grows with their number cubed."""
+MOST = 100.0
+"""Size of a coefficient: with larger ones the model's equations cannot be solved."""
 
 
 class SurrogateStage(Config):
@@ -38,9 +40,9 @@ class SurrogateStage(Config):
     """Sums per generation."""
     unit: Unit = "block"
     """What has coefficients of its own: every block of the model, or the model as one."""
-    low: float = Field(default=0.0, allow_inf_nan=False)
+    low: float = Field(default=0.0, ge=-MOST, le=MOST)
     """Smallest value of a coefficient."""
-    high: float = Field(default=1.5, allow_inf_nan=False)
+    high: float = Field(default=1.5, ge=-MOST, le=MOST)
     """Largest value of a coefficient."""
 
     @model_validator(mode="after")
@@ -53,7 +55,7 @@ class SurrogateStage(Config):
         return self
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures."""
+        """How many it measures at most."""
         return self.generations * self.population
 
 
@@ -65,6 +67,8 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
         points = await asyncio.to_thread(_propose, config, context, num_blocks, rng)
+        if not points:
+            break
         fitness = await measure_sums(
             context, points, stage="surrogate", letter="n", unit=config.unit
         )
@@ -75,37 +79,44 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
 def _propose(
     config: SurrogateStage, context: StageContext, num_blocks: int, rng: np.random.Generator
 ) -> list[tuple[float, ...]]:
-    """Coefficients, rounded: the same on a machine that rounds otherwise, nearly always."""
-    names = _sums(context, num_blocks)
-    points = np.array([_point(context, name, num_blocks) for name in names])
+    sums = _sums(context, num_blocks)
+    points = np.array(list(sums.values()))
     tasks = context.search.tasks
     merit = context.search.merit
     num_choices = [len(task.choices) for task in tasks]
-    certainties = certainties_of(_merits(context, names), merit=merit, num_choices=num_choices)
+    merits = _merits(context, list(sums))
+    # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
+    low = np.fmin.reduce(merits, axis=0, initial=0.0)
+    span = np.fmax.reduce(merits, axis=0, initial=1.0) - low
+    certainties = certainties_of((merits - low) / span, merit=merit, num_choices=num_choices)
     factors = np.array(
         score_factors([task.source for task in tasks], weights=context.search.weights)
     ) / len(tasks)
+
+    def worth(chances: Array) -> Array:
+        value: Array = merits_at(chances, merit=merit, num_choices=num_choices) @ (span * factors)
+        return value
+
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
-        worth=lambda chances: merits_at(chances, merit=merit, num_choices=num_choices) @ factors,
+        worth=worth,
         count=config.population,
         rng=rng,
     )
-    return [tuple(round(float(value), 4) for value in point) for point in proposed]
+    return [tuple(point) for point in proposed.tolist()]
 
 
-def _sums(context: StageContext, num_blocks: int) -> Sequence[str]:
-    """The founders and the sums of all of them that were measured, the best first."""
+def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]]:
+    """The coefficients of the founders and of the sums of all of them that were measured, the best
+    first."""
     measured = context.search.measured
-    known = [
-        name
-        for name, fitness in context.fitness().items()
-        if not fitness.is_failed and _point(context, name, num_blocks) is not None
-    ]
-    known.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
-    return known[:MOST_POINTS]
+    alive = [name for name, own in measured.items() if not own.fitness.is_failed]
+    alive.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
+    points = {name: _point(context, name, num_blocks) for name in alive}
+    known = {n: p for n, p in points.items() if p is not None and max(map(abs, p)) <= MOST}
+    return dict(list(known.items())[:MOST_POINTS])
 
 
 def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ...] | None:
