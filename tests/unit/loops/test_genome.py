@@ -420,11 +420,18 @@ async def test_the_bar_knows_how_many_answers_there_can_be(
     assert most - 8 * num_report <= report.num_rollouts <= most
 
 
-async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [{"type": "random", "count": 4}, {"type": "surrogate", "generations": 1, "population": 4}],
+    ids=["random", "surrogate"],
+)
+async def test_islands_may_be_settled_by_sums(
+    genome: Genome, tmp_path: Path, first: dict[str, Any]
+) -> None:
     """Four founders and four sums for six islands."""
     population = {"size": 2, "children": {"count": 1}}
     stages = [
-        {"type": "random", "count": 4},
+        first,
         {"type": "ga", "generations": 1, "population": population, "islands": {"num_islands": 6}},
     ]
     with _run(tmp_path, "a") as run:
@@ -486,6 +493,51 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     assert [size for _, size in seen] == [num_founders, *blocks, *blocks]
 
 
+async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_from(
+    genome: Genome, inputs: Inputs, tmp_path: Path
+) -> None:
+    init = {"type": "file", "path": str(inputs.founders), "use": "pairs", "num_pairs": 3}
+    stage = {"type": "surrogate", "generations": 1, "population": 3}
+    with _run(tmp_path, "a") as run:
+        found = await genome(run, init=init, stages=[stage], finals={"random_search": False})
+    assert [g.num_candidates for g in found.report.generations] == [7, 3]
+
+
+async def test_a_surrogate_tells_rewards_beyond_one_apart(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    class Spy(Surrogate):
+        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+            seen.append(certainties)
+            super().__init__(points, certainties, num_blocks=num_blocks)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward(task, completion):\n    return float(sum(completion.tokens) % 21) - 10.0\n"
+    )
+    tasks = {
+        "type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "name": "first",
+        "scorer": {"type": "python", "function": f"{scorer}:reward"}, "sampling": {"max_tokens": 2},
+    }  # fmt: skip
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            tasksets=[tasks],
+            stages=[
+                {"type": "random", "count": 4},
+                {"type": "surrogate", "generations": 1, "population": 2},
+            ],
+            race={"low": -10.0, "high": 10.0},
+            finals={"random_search": False},
+        )
+    [certainties] = seen
+    assert certainties.min() >= 0 and certainties.max() <= 1
+    assert len({round(float(value), 6) for value in certainties.ravel()}) > 10
+
+
 async def test_racing_saves_answers_and_finds_the_same_winner(
     genome: Genome, tmp_path: Path
 ) -> None:
@@ -540,6 +592,7 @@ async def test_when_every_candidate_fails_the_run_says_why(
             "operators": [{"type": "crossover", "name": "tiess"}]}}}]}, "'tiess' is not known"),
         ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
         ({"merges": {"cmaes": {"type": "ties"}}}, "a name of the search's own"),
+        ({"stages": [{"type": "surrogate", "high": 1e4}]}, "less than or equal to 100"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
         ({"stages": [{"type": "ga", "population": {"children": {"operators": [
