@@ -310,6 +310,8 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
         assert result.report.num_candidates == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
+    for node in result.report.lineage:
+        assert len(node.weights) == len(node.parents)
 
 
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
