@@ -1,5 +1,7 @@
 """The model of all answers: what it expects, how sure it is, and what it proposes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -169,7 +171,7 @@ def test_many_tasks_asked_of_different_points_cost_one_fit_each() -> None:
     num_solved = 0
     solve = np.linalg.solve
 
-    def counted(*args: Array) -> Array:
+    def counted(*args: Any) -> Any:
         nonlocal num_solved
         num_solved += 1
         return solve(*args)
