@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet.stub import Stub, serve
@@ -35,7 +36,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
-from rookery.search.surrogate import Surrogate
+from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
@@ -538,6 +539,29 @@ async def test_a_surrogate_tells_rewards_beyond_one_apart(
     [certainties] = seen
     assert certainties.min() >= 0 and certainties.max() <= 1
     assert len({round(float(value), 6) for value in certainties.ravel()}) > 10
+
+
+async def test_a_surrogate_prefers_what_it_expects_to_keep_a_floor(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def spy(*args: Any, worth: Any, **options: Any) -> Any:
+        seen.append(worth)
+        return propose(*args, worth=worth, **options)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.propose", spy)
+    stage = {"type": "surrogate", "generations": 1, "population": 2}
+    for floors in ({}, {"first": 0.9}):
+        with _run(tmp_path, f"floors-{len(floors)}") as run:
+            await genome(run, stages=[stage], floors=floors, finals={"random_search": False})
+    config = GenomeConfig.model_validate(inputs.document())
+    first, second = (len(load_taskset(own).split("search")) for own in config.tasksets)
+    keeps = np.full(first + second, 0.6)
+    misses = np.repeat([0.49, 0.99], [first, second])
+    plain, floored = (worth(np.stack([keeps, misses])) for worth in seen)
+    assert plain[0] < plain[1]
+    assert floored[0] == plain[0] and floored[1] < plain.min() - 1
 
 
 async def test_racing_saves_answers_and_finds_the_same_winner(

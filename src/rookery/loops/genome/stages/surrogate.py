@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config
+from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import certainties_of, merits_at
-from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
+from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
 
@@ -29,6 +30,8 @@ MOST_POINTS = 256
 """Sums that the model is fitted to, the best ones: the cost grows with their number cubed."""
 MOST = 100.0
 """Size of a coefficient: with larger ones the model's equations cannot be solved."""
+MISSED = 100.0
+"""What it costs to miss a floor by 1: a candidate that misses one ranks below all that do not."""
 
 
 class SurrogateStage(Config):
@@ -79,33 +82,49 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
 def _propose(
     config: SurrogateStage, context: StageContext, num_blocks: int, rng: np.random.Generator
 ) -> list[tuple[float, ...]]:
-    sums = _sums(context, num_blocks)
+    search, sums = context.search, _sums(context, num_blocks)
     points = np.array(list(sums.values()))
-    tasks = context.search.tasks
-    merit = context.search.merit
-    num_choices = [len(task.choices) for task in tasks]
     merits = _merits(context, list(sums))
     # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
     low = np.fmin.reduce(merits, axis=0, initial=0.0)
     span = np.fmax.reduce(merits, axis=0, initial=1.0) - low
-    certainties = certainties_of((merits - low) / span, merit=merit, num_choices=num_choices)
-    factors = np.array(
-        score_factors([task.source for task in tasks], weights=context.search.weights)
-    ) / len(tasks)
-
-    def worth(chances: Array) -> Array:
-        value: Array = merits_at(chances, merit=merit, num_choices=num_choices) @ (span * factors)
-        return value
-
+    certainties = certainties_of(
+        (merits - low) / span, merit=search.merit, num_choices=_num_choices(search)
+    )
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
-        worth=worth,
+        worth=_worth(search, low, span),
         count=config.population,
         rng=rng,
     )
     return [tuple(point) for point in proposed.tolist()]
+
+
+def _worth(search: SearchEvaluator, low: Array, span: Array) -> Worth:
+    """The weighted merit, far less where a floor is missed. Rewards go from `low`, by `span`."""
+    sources = [task.source for task in search.tasks]
+    num_choices = _num_choices(search)
+    factors = span * score_factors(sources, weights=search.weights) / len(sources)
+    places = {s: np.flatnonzero([own == s for own in sources]) for s in search.floors}
+
+    def worth(chances: Array) -> Array:
+        value: Array = merits_at(chances, merit=search.merit, num_choices=num_choices) @ factors
+        for source, floor in search.floors.items():
+            at = places[source]
+            own = chances[:, at]
+            # From a half on the right choice is the likeliest.
+            is_choice = np.take(num_choices, at) > 0
+            rewards = np.where(is_choice, own > 0.5, low[at] + span[at] * own)
+            value = value - MISSED * np.maximum(0.0, floor - rewards.mean(axis=1))
+        return value
+
+    return worth
+
+
+def _num_choices(search: SearchEvaluator) -> list[int]:
+    return [len(task.choices) for task in search.tasks]
 
 
 def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]]:
