@@ -97,7 +97,10 @@ def summarise(
     config: GenomeConfig,
 ) -> dict[str, Any]:
     merits = {key: candidates[key]["merit"] for key in on_report}
-    finalists = sorted(on_report, key=lambda key: -merits[key])[: config.finals.num_finalists]
+    feasible = [key for key in on_report if not candidates[key]["violation"]]
+    ranked = sorted(feasible or on_report, key=lambda key: -merits[key])
+    first = {candidates[key]["version"]: key for key in reversed(ranked)}  # of equal weights
+    finalists = [key for key in ranked if key in first.values()][: config.finals.num_finalists]
     num_answers = sum(own["num_tasks"] for own in candidates.values())
     num_dropped = sum(own["num_tasks"] for key, own in candidates.items() if key not in on_report)
     pairs = np.array([(merits[key], on_report[key]) for key in on_report])
@@ -118,10 +121,11 @@ def gains_of(
     candidates: Mapping[str, Mapping[str, Any]], on_report: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """By operator; on the report tasks of children that saw all search tasks, as their parents."""
+    alive = {key for key, own in candidates.items() if own["merit"] is not None}
     found: dict[str, list[tuple[float, float | None]]] = {}
     for key, own in candidates.items():
-        parents = [parent for parent in own["parents"] if parent in candidates]
-        if not parents or own["merit"] is None:
+        parents = [parent for parent in own["parents"] if parent in alive]
+        if not parents or key not in alive:
             continue
         gain = own["merit"] - max(candidates[parent]["merit"] for parent in parents)
         known = [on_report[parent] for parent in parents if parent in on_report]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet.stub import Stub, serve
@@ -35,7 +36,7 @@ from rookery.search.emitters import (
 )
 from rookery.search.fitness import Fitness
 from rookery.search.population import PopulationConfig
-from rookery.search.surrogate import Surrogate
+from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
@@ -310,6 +311,8 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
             assert rebuild(lineage, founders, entry["id"]).version == entry["version"]
         assert result.report.num_candidates == _num_distinct(run)
     assert len(lineage["candidates"]) > 2
+    for node in result.report.lineage:
+        assert len(node.weights) == len(node.parents)
 
 
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
@@ -420,11 +423,18 @@ async def test_the_bar_knows_how_many_answers_there_can_be(
     assert most - 8 * num_report <= report.num_rollouts <= most
 
 
-async def test_islands_may_be_settled_by_random_sums(genome: Genome, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [{"type": "random", "count": 4}, {"type": "surrogate", "generations": 1, "population": 4}],
+    ids=["random", "surrogate"],
+)
+async def test_islands_may_be_settled_by_sums(
+    genome: Genome, tmp_path: Path, first: dict[str, Any]
+) -> None:
     """Four founders and four sums for six islands."""
     population = {"size": 2, "children": {"count": 1}}
     stages = [
-        {"type": "random", "count": 4},
+        first,
         {"type": "ga", "generations": 1, "population": population, "islands": {"num_islands": 6}},
     ]
     with _run(tmp_path, "a") as run:
@@ -486,6 +496,74 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     assert [size for _, size in seen] == [num_founders, *blocks, *blocks]
 
 
+async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_from(
+    genome: Genome, inputs: Inputs, tmp_path: Path
+) -> None:
+    init = {"type": "file", "path": str(inputs.founders), "use": "pairs", "num_pairs": 3}
+    stage = {"type": "surrogate", "generations": 1, "population": 3}
+    with _run(tmp_path, "a") as run:
+        found = await genome(run, init=init, stages=[stage], finals={"random_search": False})
+    assert [g.num_candidates for g in found.report.generations] == [7, 3]
+
+
+async def test_a_surrogate_tells_rewards_beyond_one_apart(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    class Spy(Surrogate):
+        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+            seen.append(certainties)
+            super().__init__(points, certainties, num_blocks=num_blocks)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward(task, completion):\n    return float(sum(completion.tokens) % 21) - 10.0\n"
+    )
+    tasks = {
+        "type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "name": "first",
+        "scorer": {"type": "python", "function": f"{scorer}:reward"}, "sampling": {"max_tokens": 2},
+    }  # fmt: skip
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            tasksets=[tasks],
+            stages=[
+                {"type": "random", "count": 4},
+                {"type": "surrogate", "generations": 1, "population": 2},
+            ],
+            race={"low": -10.0, "high": 10.0},
+            finals={"random_search": False},
+        )
+    [certainties] = seen
+    assert certainties.min() >= 0 and certainties.max() <= 1
+    assert len({round(float(value), 6) for value in certainties.ravel()}) > 10
+
+
+async def test_a_surrogate_prefers_what_it_expects_to_keep_a_floor(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def spy(*args: Any, worth: Any, **options: Any) -> Any:
+        seen.append(worth)
+        return propose(*args, worth=worth, **options)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.propose", spy)
+    stage = {"type": "surrogate", "generations": 1, "population": 2}
+    for floors in ({}, {"first": 0.9}):
+        with _run(tmp_path, f"floors-{len(floors)}") as run:
+            await genome(run, stages=[stage], floors=floors, finals={"random_search": False})
+    config = GenomeConfig.model_validate(inputs.document())
+    first, second = (len(load_taskset(own).split("search")) for own in config.tasksets)
+    keeps = np.full(first + second, 0.6)
+    misses = np.repeat([0.49, 0.99], [first, second])
+    plain, floored = (worth(np.stack([keeps, misses])) for worth in seen)
+    assert plain[0] < plain[1]
+    assert floored[0] == plain[0] and floored[1] < plain.min() - 1
+
+
 async def test_racing_saves_answers_and_finds_the_same_winner(
     genome: Genome, tmp_path: Path
 ) -> None:
@@ -540,6 +618,9 @@ async def test_when_every_candidate_fails_the_run_says_why(
             "operators": [{"type": "crossover", "name": "tiess"}]}}}]}, "'tiess' is not known"),
         ({"stages": [{"type": "ga", "population": {"objective": "pareto"}}]}, "race: {enabled"),
         ({"merges": {"cmaes": {"type": "ties"}}}, "a name of the search's own"),
+        ({"stages": [{"type": "surrogate", "high": 1e4}]}, "less than or equal to 100"),
+        ({"stages": [{"type": "cmaes", "low": float("nan")}]}, "finite number"),
+        ({"stages": [{"type": "cmaes", "sigma": float("inf")}]}, "finite number"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
         ({"stages": [{"type": "ga", "population": {"children": {"operators": [

@@ -344,13 +344,19 @@ async def test_what_cannot_work_is_refused_before_the_first_question(
         assert not list(run.events("rollout"))
 
 
-async def test_founders_with_names_of_candidates_and_lone_pairs_are_refused(
-    genome: Genome, tmp_path: Path
+@pytest.mark.parametrize(
+    "name", ["g001-c00", "e002-centre", "m001-p00", "s1-n003-p02", "r001-p00", "r0001"]
+)
+async def test_founders_with_names_of_candidates_are_refused(
+    genome: Genome, tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / "founders"
-    write_adapter(tiny_adapter("x", seed=1), folder / "g001-c00")
-    with _run(tmp_path, "names") as run, pytest.raises(AdapterError, match="'g001-c00'"):
+    write_adapter(tiny_adapter("x", seed=1), folder / name)
+    with _run(tmp_path, "names") as run, pytest.raises(AdapterError, match=f"'{name}'"):
         await genome(run, init={"type": "file", "path": str(folder)})
+
+
+async def test_lone_pairs_are_refused(genome: Genome, tmp_path: Path) -> None:
     alone = tmp_path / "one"
     write_adapter(tiny_adapter("x", seed=1), alone / "only")
     with _run(tmp_path, "alone") as run, pytest.raises(ConfigError, match="there is only one"):
@@ -427,6 +433,29 @@ async def test_founders_may_be_called_like_report_entries(
         )
     # The best three founders vote, and each has its own answers.
     assert sum(asked[versions[name]] == len(tasks) for name in names) >= 3
+
+
+async def test_finalists_differ_in_their_weights(
+    genome: Genome, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Many children of few parents are the same average."""
+    folder = tmp_path / "two"
+    for name in ("f1", "f2"):
+        write_adapter(read_adapter(inputs.founders / name), folder / name)
+    operators = [{"type": "crossover", "name": "linear", "weights": "uniform"}]
+    children = {"count": 6, "operators": operators}
+    stage = {"type": "ga", "generations": 2, "population": {"size": 6, "children": children}}
+    select = {
+        task.id
+        for document in _tasksets(inputs)
+        for task in load_taskset(_parse(document)).split("select")
+    }
+    with _run(tmp_path) as run:
+        await genome(run, init={"type": "file", "path": str(folder)}, stages=[stage], **FEW)
+        found = [e.payload["version"] for e in run.events("candidate")]
+        asked = {e.key.split("|")[0] for e in run.events("rollout") if e.payload["task"] in select}
+    assert 3 < len(set(found)) < len(found)
+    assert len(asked) == 3
 
 
 async def test_no_infeasible_finalist_while_a_feasible_one_is_there(

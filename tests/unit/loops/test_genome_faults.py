@@ -35,6 +35,7 @@ EMITTERS: dict[str, Any] = {
 SUMS: list[dict[str, Any]] = [
     {"type": "random", "count": 6},
     {"type": "cmaes", "generations": 1, "population": 3, "unit": "block"},
+    {"type": "surrogate", "generations": 2, "population": 3},
     {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 3}}},
 ]
 STAGES: dict[str, dict[str, Any]] = {

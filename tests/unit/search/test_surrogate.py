@@ -1,10 +1,22 @@
 """The model of all answers: what it expects, how sure it is, and what it proposes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rookery.search.surrogate import BASE, CURVATURES, LEAST, NOISES, Box, Surrogate, propose
+from rookery.search.surrogate import (
+    BASE,
+    CURVATURES,
+    DECIMALS,
+    LEAST,
+    MOST_PARTS,
+    NOISES,
+    Box,
+    Surrogate,
+    propose,
+)
 
 Array = NDArray[np.float64]
 FOUNDERS, BLOCKS, TASKS = 3, 4, 60
@@ -116,3 +128,57 @@ def test_proposals_beat_all_that_chance_finds() -> None:
     luck = random_sums(1000, seed=5)
     assert value(proposed).max() > value(luck).max()
     assert value(proposed).mean() > np.median(value(luck))
+
+
+@pytest.mark.parametrize("founders", [1, 3])
+def test_proposals_differ_where_the_best_point_is_a_corner(founders: int) -> None:
+    """Every founder helps with every task: the best sum has all of them at their limit, which is
+    measured only once."""
+    rng = np.random.default_rng(0)
+    known = 1.5 * rng.random((20, founders))
+    known[0] = 1.5
+    certainties = np.tile(sigmoid(known.sum(axis=1, keepdims=True) - 2.0), TASKS)
+    surrogate = Surrogate(known, certainties, num_blocks=1)
+    proposed = propose(surrogate, starts=known[:5], box=Box(0.0, 1.5), worth=worth, count=10,
+                       rng=np.random.default_rng(1))  # fmt: skip
+    assert len(np.unique(proposed, axis=0)) == 10
+    assert np.array_equal(proposed, np.round(proposed, DECIMALS))
+    assert not (proposed == 1.5).all(axis=1).any()
+
+
+def test_a_box_that_holds_fewer_points_gives_fewer() -> None:
+    base, slopes = make_world()
+    known = random_sums(12)
+    surrogate = Surrogate(known, sigmoid(base + known @ slopes), num_blocks=BLOCKS)
+    at = 0.5 + 10.0**-DECIMALS / 8
+    one = propose(surrogate, starts=known[:5], box=Box(0.5, at), worth=worth, count=4,
+                  rng=np.random.default_rng(1))  # fmt: skip
+    assert one == pytest.approx(np.full((1, BLOCKS * FOUNDERS), 0.5))
+    all_known = np.concatenate([known, one])
+    surrogate = Surrogate(all_known, sigmoid(base + all_known @ slopes), num_blocks=BLOCKS)
+    none = propose(surrogate, starts=known[:5], box=Box(0.5, at), worth=worth, count=4,
+                   rng=np.random.default_rng(1))  # fmt: skip
+    assert none.shape == (0, BLOCKS * FOUNDERS)
+
+
+def test_many_tasks_asked_of_different_points_cost_one_fit_each() -> None:
+    """Curvature and noise are chosen by some of them: the same ones where all tasks are alike."""
+    rng = np.random.default_rng(2)
+    points = 1.5 * rng.random((24, FOUNDERS))
+    slopes = rng.normal(0.0, 1.0, (FOUNDERS, 3 * MOST_PARTS))
+    certainties = sigmoid(points @ slopes + rng.normal(0.0, 0.3, (24, 3 * MOST_PARTS)))
+    certainties[rng.random(certainties.shape) < 0.3] = np.nan
+    num_solved = 0
+    solve = np.linalg.solve
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_solved
+        num_solved += 1
+        return solve(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.linalg, "solve", counted)
+        surrogate = Surrogate(points, certainties, num_blocks=1)
+    assert num_solved <= (len(CURVATURES) * len(NOISES) + 3) * MOST_PARTS
+    others = 1.5 * rng.random((20, FOUNDERS))
+    assert np.abs(surrogate.mean(others) - others @ slopes).mean() < 0.2

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rookery.errors import AdapterError, ConfigError, TaskError
 from rookery.loops.genome.config import GenomeConfig
 from rookery.loops.genome.founders import FileInit
-from rookery.loops.genome.stages import CmaesStage, GaStage, RandomStage, StageConfig
+from rookery.loops.genome.stages import CmaesStage, GaStage, StageConfig
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator
 from rookery.search.cmaes import load_library
@@ -17,7 +17,7 @@ from rookery.types import Adapter
 
 __all__ = ["check_inputs", "check_tasks"]
 
-OWN_NAMES = re.compile(r"(s\d+-)?(i\d+-)?([gemr]\d{3,}-.*|r\d{4,})|uniform-average|plain-sum")
+OWN_NAMES = re.compile(r"(s\d+-)?(i\d+-)?([gemnr]\d{3,}-.*|r\d{4,})|uniform-average|plain-sum")
 """Names that the search gives to candidates of its own."""
 
 MIN_REPORT_TASKS = 2
@@ -69,13 +69,12 @@ def _check_founders(config: GenomeConfig, founders: Mapping[str, Adapter]) -> No
     if isinstance(init, FileInit) and init.use != "adapters":
         num_first = init.num_pairs + (len(founders) if init.use == "both" else 0)
     for stage in config.stages:
-        if isinstance(stage, RandomStage):
-            num_first += stage.count
         if isinstance(stage, GaStage) and stage.islands.num_islands > num_first:
             raise ConfigError(
                 f"There are {stage.islands.num_islands} islands and {num_first} candidates to "
                 f"begin with: write islands.num_islands of at most {num_first}, or begin with more."
             )
+        num_first += stage.num_candidates(list(founders.values()))
 
 
 def _uses_cmaes(stage: StageConfig) -> bool:

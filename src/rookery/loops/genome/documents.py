@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.final_report import Choice
@@ -16,6 +17,7 @@ from rookery.reports import (
     TasksetRecord,
 )
 from rookery.runs import Run
+from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
 from rookery.search.pareto import fronts
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter
@@ -126,13 +128,21 @@ def _draw_lineage(
                 generation=parts.log.generation_of[name],
                 operator=recipe.operator if recipe is not None else "founder",
                 parents=tuple(recipe.parents) if recipe is not None else (),
-                weights=tuple(recipe.weights) if recipe is not None else (),
+                weights=_parent_weights(recipe) if recipe is not None else (),
                 score=measured[name].mean,
                 is_winner=name == winner,
                 is_ancestor=name in ancestors,
             )
         )
     return tuple(graph)
+
+
+def _parent_weights(recipe: Recipe) -> tuple[float, ...]:
+    """One for each parent: of a sum by block its mean over the blocks."""
+    if not isinstance(recipe, ChildPlan) or recipe.merge != BY_BLOCK:
+        return recipe.weights
+    count = len(recipe.parents)
+    return tuple(fmean(recipe.weights[place::count]) for place in range(count))
 
 
 def _make_warnings(parts: RunParts, ending: Ending) -> list[str]:

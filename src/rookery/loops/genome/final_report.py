@@ -93,15 +93,20 @@ class FinalReport:
         self._weights = dict(weights)
 
     def finalists(self, count: int) -> list[str]:
-        """The best candidates of the search that saw every task."""
+        """The best candidates of the search that saw every task, of equal weights the first."""
         measured = self._search.measured
         complete = [name for name, m in measured.items() if m.is_complete]
         if not complete:
             errors = [m.error for m in measured.values() if m.error]
             raise TaskError(f"All {len(measured)} candidates failed. The first error: {errors[0]}")
         feasible = [name for name in complete if measured[name].fitness.violation == 0]
-        complete = feasible or complete
-        return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:count]
+        ranked = sorted(
+            feasible or complete, key=lambda n: rank_key(measured[n].fitness), reverse=True
+        )
+        distinct: dict[str | None, str] = {}
+        for name in ranked:
+            distinct.setdefault(self._builder.version(name), name)
+        return list(distinct.values())[:count]
 
     def founders(self) -> list[str]:
         """The founders that did not fail, best first by the search split."""

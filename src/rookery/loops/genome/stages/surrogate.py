@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rookery.config import Config
+from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import certainties_of, merits_at
-from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, propose
+from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
 
@@ -27,6 +28,10 @@ __all__ = ["SurrogateStage", "run_surrogate"]
 Array = NDArray[np.float64]
 MOST_POINTS = 256
 """Sums that the model is fitted to, the best ones: the cost grows with their number cubed."""
+MOST = 100.0
+"""Size of a coefficient: with larger ones the model's equations cannot be solved."""
+MISSED = 100.0
+"""What it costs to miss a floor by 1: a candidate that misses one ranks below all that do not."""
 
 
 class SurrogateStage(Config):
@@ -38,9 +43,9 @@ class SurrogateStage(Config):
     """Sums per generation."""
     unit: Unit = "block"
     """What has coefficients of its own: every block of the model, or the model as one."""
-    low: float = Field(default=0.0, allow_inf_nan=False)
+    low: float = Field(default=0.0, ge=-MOST, le=MOST)
     """Smallest value of a coefficient."""
-    high: float = Field(default=1.5, allow_inf_nan=False)
+    high: float = Field(default=1.5, ge=-MOST, le=MOST)
     """Largest value of a coefficient."""
 
     @model_validator(mode="after")
@@ -53,7 +58,7 @@ class SurrogateStage(Config):
         return self
 
     def num_candidates(self, founders: Sequence[Adapter]) -> int:  # noqa: ARG002
-        """How many it measures."""
+        """How many it measures at most."""
         return self.generations * self.population
 
 
@@ -65,6 +70,8 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
         points = await asyncio.to_thread(_propose, config, context, num_blocks, rng)
+        if not points:
+            break
         fitness = await measure_sums(
             context, points, stage="surrogate", letter="n", unit=config.unit
         )
@@ -75,37 +82,60 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
 def _propose(
     config: SurrogateStage, context: StageContext, num_blocks: int, rng: np.random.Generator
 ) -> list[tuple[float, ...]]:
-    """Coefficients, rounded: the same on a machine that rounds otherwise, nearly always."""
-    names = _sums(context, num_blocks)
-    points = np.array([_point(context, name, num_blocks) for name in names])
-    tasks = context.search.tasks
-    merit = context.search.merit
-    num_choices = [len(task.choices) for task in tasks]
-    certainties = certainties_of(_merits(context, names), merit=merit, num_choices=num_choices)
-    factors = np.array(
-        score_factors([task.source for task in tasks], weights=context.search.weights)
-    ) / len(tasks)
+    search, sums = context.search, _sums(context, num_blocks)
+    points = np.array(list(sums.values()))
+    merits = _merits(context, list(sums))
+    # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
+    low = np.fmin.reduce(merits, axis=0, initial=0.0)
+    span = np.fmax.reduce(merits, axis=0, initial=1.0) - low
+    certainties = certainties_of(
+        (merits - low) / span, merit=search.merit, num_choices=_num_choices(search)
+    )
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
-        worth=lambda chances: merits_at(chances, merit=merit, num_choices=num_choices) @ factors,
+        worth=_worth(search, low, span),
         count=config.population,
         rng=rng,
     )
-    return [tuple(round(float(value), 4) for value in point) for point in proposed]
+    return [tuple(point) for point in proposed.tolist()]
 
 
-def _sums(context: StageContext, num_blocks: int) -> Sequence[str]:
-    """The founders and the sums of all of them that were measured, the best first."""
+def _worth(search: SearchEvaluator, low: Array, span: Array) -> Worth:
+    """The weighted merit, far less where a floor is missed. Rewards go from `low`, by `span`."""
+    sources = [task.source for task in search.tasks]
+    num_choices = _num_choices(search)
+    factors = span * score_factors(sources, weights=search.weights) / len(sources)
+    places = {s: np.flatnonzero([own == s for own in sources]) for s in search.floors}
+
+    def worth(chances: Array) -> Array:
+        value: Array = merits_at(chances, merit=search.merit, num_choices=num_choices) @ factors
+        for source, floor in search.floors.items():
+            at = places[source]
+            own = chances[:, at]
+            # From a half on the right choice is the likeliest.
+            is_choice = np.take(num_choices, at) > 0
+            rewards = np.where(is_choice, own > 0.5, low[at] + span[at] * own)
+            value = value - MISSED * np.maximum(0.0, floor - rewards.mean(axis=1))
+        return value
+
+    return worth
+
+
+def _num_choices(search: SearchEvaluator) -> list[int]:
+    return [len(task.choices) for task in search.tasks]
+
+
+def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]]:
+    """The coefficients of the founders and of the sums of all of them that were measured, the best
+    first."""
     measured = context.search.measured
-    known = [
-        name
-        for name, fitness in context.fitness().items()
-        if not fitness.is_failed and _point(context, name, num_blocks) is not None
-    ]
-    known.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
-    return known[:MOST_POINTS]
+    alive = [name for name, own in measured.items() if not own.fitness.is_failed]
+    alive.sort(key=lambda name: rank_key(measured[name].fitness), reverse=True)
+    points = {name: _point(context, name, num_blocks) for name in alive}
+    known = {n: p for n, p in points.items() if p is not None and max(map(abs, p)) <= MOST}
+    return dict(list(known.items())[:MOST_POINTS])
 
 
 def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ...] | None:
