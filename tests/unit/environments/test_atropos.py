@@ -217,6 +217,27 @@ async def test_groups_of_other_sizes_wait_for_one_another(tmp_path: Path) -> Non
         assert [group.size for group in gateway.queue.groups] == [3, 1]
 
 
+async def test_a_group_that_waits_for_ever_keeps_none_of_the_others_on_disk(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        await gateway.register_env(environment(group_size=4))
+        assert await gateway.accept(make_group(3, env_id=0)) == 3, "nothing makes it up"
+        for step in range(3):
+            scores = [float(step), 1.0, 2.0, 3.0]
+            await gateway.accept(make_group(4, env_id=0, scores=scores))
+            batch = await gateway.queue.take(4)
+            await run.append("batch", {"groups": [q.seq for q in batch]}, key=str(step))
+            await gateway.queue.acknowledge(batch)
+        kept = [bool(entry.data) for entry in run.open_journal().entries(after=0)]
+        assert kept == [True, False, False, False]
+    with Run.open(run.path) as run:
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        assert not gateway.queue.groups and gateway.queue.buffered_sizes == [3]
+
+
 async def test_how_a_sequence_was_drawn_is_found_again(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
