@@ -16,6 +16,7 @@ from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.environments.atropos.feed import GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import running
@@ -421,6 +422,28 @@ async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Pat
         await gateway.disconnect_env(0)
         async with asyncio.timeout(10):
             assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> None:
+    """Its own have ended; when the others leave, it says so."""
+    command = EnvironmentCommand(command=("true",))
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        side = EngineSide(
+            cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book
+        )
+        gateway.is_started = True
+        await gateway.register_env(environment())
+        async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):
+            feed = GatewayFeed(gateway, side, programs=programs, limit_s=30)
+            await programs.ended()
+            taking = asyncio.create_task(feed.take(0, after=0))
+            for _ in range(2):
+                await gateway.accept(make_group(env_id=0))
+            assert [group.number for group in (await taking).groups] == [1, 2]
+            await gateway.disconnect_env(0)
+            with pytest.raises(TaskError, match="No environment is left: environment 0 ended"):
+                await feed.take(1, after=1)
 
 
 @pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
