@@ -275,6 +275,37 @@ def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
     assert found is not None and found.step == 2, "an answer that is not known is older"
 
 
+def test_equal_tokens_that_were_drawn_in_several_ways_are_told_apart() -> None:
+    """A training draws them with temperature 0.7, then evaluations with top_p and greedily."""
+    book, tokens = DrawBook(), (1, 7, 9)
+    cut = KeptTokens.of([(7, 8), (9,)])
+    book.note(tokens, Drawn(step=3, temperature=0.7, is_cut=False), (-0.5, -1.0))
+    book.note(tokens, Drawn(step=3, temperature=1.0, is_cut=True, kept=cut), (-0.75, 0.0))
+    book.note(tokens, Drawn(step=4, temperature=0.0, is_cut=False), (-0.5, -1.0))
+    book.note(tokens, Drawn(step=4, temperature=0.7, is_cut=False), (-0.625, -1.0))
+
+    def find(*logprobs: float) -> Drawn | None:
+        return book.find(tokens, drawn=(1, 2), logprobs=logprobs)
+
+    assert find(-0.5, -1.0) == Drawn(step=3, temperature=0.7, is_cut=False)
+    assert find(-0.75, 0.0) == Drawn(step=3, temperature=1.0, is_cut=True, kept=cut)
+    assert find(-0.625, -1.0) == Drawn(step=4, temperature=0.7, is_cut=False)
+    assert find() == Drawn(step=4, temperature=0.7, is_cut=False), "the newest"
+    only_last = book.find(tokens, drawn=(2,), logprobs=(0.0,))
+    assert only_last is not None and list(only_last.kept) == [(9,)]
+
+
+def test_equal_tokens_are_remembered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_book, "MAX_KEPT_BYTES", 8 * 4)
+    book, kept = DrawBook(), KeptTokens.of([(7,)])
+    for step in range(100):
+        drawn = Drawn(step=step, temperature=1.0, is_cut=True, kept=kept)
+        book.note((1, 7), drawn, (-float(step),))
+        book.note((1, 7), drawn, (-float(step),))
+    found = book.find((1, 7), drawn=(1,), logprobs=(0.0,))
+    assert found is not None and found.step == 92 and found.kept == kept
+
+
 def test_answers_of_a_sequence_have_one_temperature() -> None:
     book = DrawBook()
     book.note((1, 7), Drawn(step=0, temperature=0.5, is_cut=False))
@@ -429,9 +460,7 @@ async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> No
     command = EnvironmentCommand(command=("true",))
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
-        side = EngineSide(
-            cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book
-        )
+        side = EngineSide(cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book)
         gateway.is_started = True
         await gateway.register_env(environment())
         async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):

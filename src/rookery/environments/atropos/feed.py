@@ -111,7 +111,7 @@ class GatewayFeed:
         """What the last program of this run said, when those that others started are silent too:
         nothing tells them apart, and few that end say so."""
         said = await self._programs.ended()
-        while self._live:
+        while self._live:  # noqa: ASYNC110 - nobody tells that an environment is silent
             await asyncio.sleep(LOOK_S)
         return said
 

@@ -133,8 +133,8 @@ class Gateway:
                 f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
             )
         draws = [
-            self.book.find(sequence.tokens, drawn=sequence.drawn)
-            for sequence in drawn_sequences(group)
+            self.book.find(own.tokens, drawn=own.drawn, logprobs=own.logprobs)
+            for own in drawn_sequences(group)
         ]
         if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):
             raise TaskError(
