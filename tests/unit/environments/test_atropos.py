@@ -1,7 +1,9 @@
 """The gateway without HTTP: what is refused, what makes a batch, what survives a restart."""
 
 import asyncio
+import itertools
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -137,6 +139,23 @@ def test_groups_of_other_sizes_make_up_the_size_that_was_said() -> None:
     assert complete_groups([3, 2, 1], 4) == [0, 2]
     assert complete_groups([3, 3], 4) == []
     assert complete_groups([3, 2, 2], 4) == [1, 2]
+
+
+def test_some_of_many_groups_are_found_that_make_up_a_batch() -> None:
+    """By trying each choice, or by keeping each that was tried, this takes minutes."""
+    assert complete_groups([7, 5] * 4000, 47_999) == []
+    assert len(complete_groups([7, 5] * 4000, 47_988)) == 7_998, "all but a 7 and a 5"
+    odd = complete_groups([7] * 1000 + [2] * 1000, 8_001)
+    assert sum([7, 2][place >= 1000] for place in odd) == 8_001 and len(set(odd)) == len(odd)
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
+        target = rng.randint(1, 20)
+        found = complete_groups(sizes, target)
+        choices = itertools.product((0, 1), repeat=len(sizes))
+        is_there = any(sum(itertools.compress(sizes, own)) == target for own in choices)
+        assert bool(found) == is_there and found == sorted(set(found))
+        assert not found or sum(sizes[place] for place in found) == target
 
 
 def test_an_environment_that_is_silent_no_longer_holds_up_batches() -> None:
