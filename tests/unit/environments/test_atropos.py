@@ -29,7 +29,7 @@ from rookery.environments.atropos.registry import (
     TrainerRegistration,
 )
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
-from rookery.errors import ConfigError, TaskError
+from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
 from rookery.testing import FakeSampler
 from rookery.types import (
@@ -574,3 +574,60 @@ async def test_a_number_that_was_never_given_acknowledges_nothing(tmp_path: Path
         first = await delivery.next(50)
         assert await delivery.next(50) == first, "the answer was lost on its way"
         assert (await delivery.next(first[0]))[0] == first[0] + 1
+
+
+@pytest.fixture
+def unwritable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Events of these kinds cannot be written."""
+    kinds: set[str] = set()
+    append = Run.append
+
+    async def append_others(self: Run, kind: str, payload: Any, *, key: str = "") -> Any:
+        if kind in kinds:
+            raise RunError("The disk is full.")
+        return await append(self, kind, payload, key=key)
+
+    monkeypatch.setattr(Run, "append", append_others)
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["given", "batch"])
+async def test_a_batch_that_cannot_be_written_is_neither_lost_nor_given_twice(
+    kind: str, unwritable: set[str], tmp_path: Path
+) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        delivery = Delivery(gateway)
+        for score in range(6):
+            await gateway.accept(make_group(scores=[0.0, float(score)]))
+        given: list[tuple[int, list[int]]] = []
+        for _ in range(3):
+            number = given[-1][0] if given else 0
+            unwritable.add(kind)
+            if kind == "given" or given:
+                with pytest.raises(RunError):
+                    await delivery.next(number)
+            unwritable.clear()
+            number, batch = await delivery.next(number)
+            given.append((number, [queued.seq for queued in batch]))
+        assert given == [(1, [1, 2]), (2, [3, 4]), (3, [5, 6])]
+
+
+async def test_an_environment_that_could_not_be_written_has_no_number(
+    unwritable: set[str], tmp_path: Path
+) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        unwritable.add("environment")
+        with pytest.raises(RunError):
+            await gateway.register_env(environment("first"))
+        unwritable.clear()
+        names = ("a", "b", "c")
+        found = await asyncio.gather(*(gateway.register_env(environment(name)) for name in names))
+        assert [own.id for own in found if own is not None] == [0, 1, 2]
+        await gateway.accept(make_group(env_id=2))
+    with Run.open(run.path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        assert [own.name for own in gateway.registry.environments] == ["a_0", "b_0", "c_0"]
+        assert [group.env_id for group in gateway.queue.groups] == [2]

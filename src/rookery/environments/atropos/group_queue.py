@@ -165,6 +165,12 @@ class GroupQueue:
         self._taken.update(queued.seq for queued in batch)
         return batch
 
+    def put_back(self, batch: Sequence[QueuedGroup]) -> None:
+        """A batch that was taken and given to nobody waits again."""
+        self._taken.difference_update(queued.seq for queued in batch)
+        self._waiting = sorted([*self._waiting, *batch], key=lambda queued: queued.seq)
+        self._changed.set()
+
     def take_these(self, seqs: Sequence[int]) -> list[QueuedGroup]:
         """Groups that wait, by their numbers: a batch that was given before a restart."""
         wanted = set(seqs)
