@@ -84,6 +84,17 @@ def test_answers_that_top_p_cut_are_trained_on_with_what_they_were_drawn_from(
     assert len(gaps) == 2 and all(gap is not None and gap < 1e-3 for gap in gaps)
 
 
+@pytest.mark.parametrize("loss", [{}, {"kl": {"weight": 0.1}}])
+def test_some_groups_of_a_batch_have_log_probabilities_of_a_reference(
+    loss: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those of others are computed, or nobody needs them."""
+    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=2, loss={"type": "grpo", **loss})
+    config["environment"]["environments"][0]["env"] = {"TOY_REFERENCE": "1"}
+    outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
+    assert len(outcome.report.steps) == 2
+
+
 def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     plan = plan_grpo(config_of(folder))
