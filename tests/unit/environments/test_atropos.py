@@ -67,6 +67,8 @@ def new_run(folder: Path) -> Run:
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
         ({"advantages": [[0.0] * 3] * 2}, "advantages have the lengths"),
         ({"ref_logprobs": [[0.0] * 5] * 2}, "ref_logprobs have the lengths"),
+        ({"ref_logprobs": [[1, 1, 500.0, -1]] * 2}, "ref_logprobs of sequence 0 is 500.0 at 2"),
+        ({"ref_logprobs": [[1, 1, NAN, -1]] * 2}, "ref_logprobs of sequence 0 is nan at 2"),
         ({"scores": [1e308, 0.0]}, r"is 1e\+308: send numbers of at most 1e\+12"),
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, -1e300]]}, r"is -1e\+300"),
         ({"overrides": [{}]}, "2 sequences and 1 overrides"),
