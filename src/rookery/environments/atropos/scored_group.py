@@ -24,8 +24,9 @@ _NOT_DRAWN = 1.0
 """The log-probability that environments write for such a token."""
 _LARGEST = 1e12
 """Of scores and advantages: the squares of larger ones add up to more than float32 holds."""
-_LEAST_LOGPROB = -1000.0
-"""Nothing as unlikely is ever drawn, and what the trainer makes of it is infinite."""
+_LEAST_LOGPROB = -80.0
+"""Nothing as unlikely is ever drawn, and the ratio to it is more than float32 holds: the loss of
+the step would be infinite, again and again as the batch is durable."""
 _TEMPERATURES = (1e-6, 1e6)
 
 
