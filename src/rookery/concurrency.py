@@ -39,15 +39,19 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
 async def run_in_thread(
     function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """As `asyncio.to_thread`, but who is cancelled waits for the thread to end: a thread that
-    writes must not go on writing into what the caller then closes."""
+    """As `asyncio.to_thread`, but who is cancelled, however often, waits for the thread to end: a
+    thread that writes must not go on writing into what the caller then closes."""
     context = contextvars.copy_context()
     call = functools.partial(context.run, function, *args, **kwargs)
     work = asyncio.get_running_loop().run_in_executor(None, call)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        if not work.cancelled():
-            work.exception()  # seen: the cancellation is what counts
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # seen: the cancellation is what counts
+    raise cancelled

@@ -80,6 +80,7 @@ async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
         bridge = await choose_bridge(config, engine, folder=folder)
+        bridge.release()
     assert bridge.name == "copy" and "no weight that is lm_head.weight" in bridge.why
 
 
@@ -90,4 +91,5 @@ async def test_layouts_of_their_own_are_copied_with_the_reason(kind: str, tmp_pa
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
         bridge = await choose_bridge(config, engine, folder=folder)
+        bridge.release()
     assert bridge.name == "copy" and any(part in bridge.why for part in reason.split("|"))

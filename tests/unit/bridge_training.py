@@ -74,9 +74,12 @@ async def training(
     used = config.engine if is_as_configured else bridged_engine(config)
     async with open_engine(used) as engine:
         bridge = await choose_bridge(config, engine, folder=found.path)
-        if bridge.shared is None:
-            model = load_model(found.path, device=device)
-        else:
-            model = await attach(found, bridge.shared, start=found.path)
-        opened = Opened(engine=engine, model=model, bridge=bridge, folder=folder)
-        yield Training(opened, found, is_float32=device == "cpu")
+        try:
+            if bridge.shared is None:
+                model = load_model(found.path, device=device)
+            else:
+                model = await attach(found, bridge.shared, start=found.path)
+            opened = Opened(engine=engine, model=model, bridge=bridge, folder=folder)
+            yield Training(opened, found, is_float32=device == "cpu")
+        finally:
+            bridge.release()

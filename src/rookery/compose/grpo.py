@@ -166,11 +166,14 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
         used = bridged_engine(config, gpu_share=share, is_beside=has_one_gpu(config))
         async with open_engine(used, on_launch=on_launch) as engine:
             bridge = await choose_bridge(config, engine, folder=folder.path)
-            if bridge.shared is None:
-                model = await load()
-            else:
-                model = await attach(folder, bridge.shared, start=files.start)
-            yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+            try:
+                if bridge.shared is None:
+                    model = await load()
+                else:
+                    model = await attach(folder, bridge.shared, start=files.start)
+                yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
+            finally:
+                bridge.release()
 
 
 def _model_place(config: GrpoConfig) -> Path:

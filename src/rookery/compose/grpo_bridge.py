@@ -14,6 +14,7 @@ A server is extended when it was started with `fleet/vllm_plugin`.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,12 @@ class Bridge:
     why: str
     shared: SharedBase | None = None
     locks: tuple[TrainerLock, ...] = ()
-    """Nobody else trains these servers' weights as long as they are held."""
+    """Nobody else trains these servers' weights until `release`."""
+
+    def release(self) -> None:
+        """Called once, when nothing is published any more."""
+        for lock in self.locks:
+            lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +114,26 @@ async def choose_bridge(
     config: GrpoConfig, engine: Engine, *, folder: Path | None = None
 ) -> Bridge:
     """The bridge of the config; for `auto` the first that fits. `folder` is the model's: `alias`
-    fits when servers have all weights of it."""
+    fits when servers have all weights of it. The caller releases it."""
     if not isinstance(engine, Fleet):
         return Bridge("auto", "the engine is in this process")
     if config.full is None:
         return _choose_for_adapters(config, engine)
-    locks = _lock_weights(engine)
-    return replace(await _choose_for_weights(config, engine, folder), locks=locks)
+    with ExitStack() as stack:
+        locks = _lock_weights(engine, stack)
+        bridge = replace(await _choose_for_weights(config, engine, folder), locks=locks)
+        stack.pop_all()
+    return bridge
 
 
-def _lock_weights(fleet: Fleet) -> tuple[TrainerLock, ...]:
-    local = [replica.url for replica in fleet.pool.replicas if is_local(replica.url)]
-    return tuple(lock for url in local if (lock := TrainerLock.take(url)) is not None)
+def _lock_weights(fleet: Fleet, stack: ExitStack) -> tuple[TrainerLock, ...]:
+    """Released with the stack."""
+    locks = []
+    for replica in fleet.pool.replicas:
+        if is_local(replica.url) and (lock := TrainerLock.take(replica.url)) is not None:
+            stack.callback(lock.release)
+            locks.append(lock)
+    return tuple(locks)
 
 
 async def _choose_for_weights(config: GrpoConfig, engine: Fleet, folder: Path | None) -> Bridge:

@@ -6,6 +6,7 @@
     digest = await asyncio.to_thread(run.blobs.put_folder, snapshot)
     await run.append("snapshot", {"blob": digest, "journal": seq})
     await journal.cut(through=seq)                       # the file shrinks
+    await journal.empty([seq + 2])                       # one entry: its number stays
 
     snapshot = run.last("snapshot")                      # after a crash: load it, then
     for entry in journal.entries(after=snapshot.payload["journal"]):
@@ -18,11 +19,13 @@ between them.
 """
 
 import asyncio
+import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from rookery.errors import RunError
@@ -76,11 +79,18 @@ class _Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Empty:
+    """A slice of these entries; its result are the numbers of those that had data."""
+
+    seqs: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Shrink:
     """A slice of the free space; its result is empty when there was none."""
 
 
-_Item = Sequence[bytes] | _Drop | _Shrink
+_Item = Sequence[bytes] | _Drop | _Empty | _Shrink
 
 
 class Journal:
@@ -132,9 +142,18 @@ class Journal:
 
         Appends go on meanwhile. What a cancelled or killed cut leaves, the next one drops.
         """
-        while await asyncio.wrap_future(self._group.submit(_Drop(through))):
-            pass
-        while await asyncio.wrap_future(self._group.submit(_Shrink())):
+        await self._repeat(_Drop(through))
+        await self._repeat(_Shrink())
+
+    async def empty(self, seqs: Sequence[int]) -> None:
+        """Drop the data of these entries: an older one that is needed keeps them from being cut.
+        They are read as entries without data."""
+        await self._repeat(_Empty(seqs))
+        await self._repeat(_Shrink())
+
+    async def _repeat(self, item: _Item) -> None:
+        """Slice by slice, until there is nothing left to do."""
+        while await asyncio.wrap_future(self._group.submit(item)):
             pass
 
     def entries(self, *, after: int) -> Iterator[Entry]:
@@ -212,21 +231,35 @@ class Journal:
         if isinstance(item, _Shrink):
             num_free: int = run("PRAGMA freelist_count").fetchone()[0]
             return [num_free] if num_free else []
+        if isinstance(item, _Empty):
+            return self._empty(item.seqs)
         insert = "INSERT INTO entries (data) VALUES (?)"
         return [run(insert, (data,)).lastrowid or 0 for data in item]
 
     def _drop(self, through: int) -> list[int]:
         query = "SELECT seq, length(data) FROM entries WHERE seq <= ? ORDER BY seq LIMIT ?"
-        dropped: list[int] = []
-        num_bytes = 0
-        for seq, size_bytes in self._writer.execute(query, (through, SLICE_ENTRIES)).fetchall():
-            num_bytes += size_bytes
-            if dropped and num_bytes > SLICE_BYTES:
-                break
-            dropped.append(seq)
+        dropped = _slice(self._writer.execute(query, (through, SLICE_ENTRIES)).fetchall())
         if dropped:
             self._writer.execute("DELETE FROM entries WHERE seq <= ?", (dropped[-1],))
         return dropped
+
+    def _empty(self, seqs: Sequence[int]) -> list[int]:
+        query = (
+            "SELECT seq, length(data) FROM entries WHERE seq IN (SELECT value FROM json_each(?)) "
+            "AND length(data) > 0 ORDER BY seq LIMIT ?"
+        )
+        rows = self._writer.execute(query, (json.dumps(list(seqs)), SLICE_ENTRIES)).fetchall()
+        emptied = _slice(rows)
+        update = "UPDATE entries SET data = x'' WHERE seq = ?"
+        self._writer.executemany(update, [(seq,) for seq in emptied])
+        return emptied
+
+
+def _slice(rows: Sequence[tuple[int, int]]) -> list[int]:
+    """The first of numbers and sizes, at least one, that have SLICE_BYTES together."""
+    totals = accumulate(size_bytes for _, size_bytes in rows)
+    found = [seq for (seq, _), total in zip(rows, totals, strict=True) if total <= SLICE_BYTES]
+    return found or [seq for seq, _ in rows[:1]]
 
 
 def _last_seq(connection: sqlite3.Connection) -> int:

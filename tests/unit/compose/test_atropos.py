@@ -84,6 +84,17 @@ def test_answers_that_top_p_cut_are_trained_on_with_what_they_were_drawn_from(
     assert len(gaps) == 2 and all(gap is not None and gap < 1e-3 for gap in gaps)
 
 
+@pytest.mark.parametrize("loss", [{}, {"kl": {"weight": 0.1}}])
+def test_some_groups_of_a_batch_have_log_probabilities_of_a_reference(
+    loss: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those of others are computed, or nobody needs them."""
+    config = config_of(write_tiny_model(tmp_path / "tiny"), steps=2, loss={"type": "grpo", **loss})
+    config["environment"]["environments"][0]["env"] = {"TOY_REFERENCE": "1"}
+    outcome = run_grpo(config, runs_dir=tmp_path / "runs", name="toy", progress=False)
+    assert len(outcome.report.steps) == 2
+
+
 def test_the_memory_of_a_training_is_planned_without_tasks(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     plan = plan_grpo(config_of(folder))
@@ -122,8 +133,11 @@ post("/scored_data", group | {"scores": [1.0]})
 """
 
 
-def test_a_run_without_batches_says_what_came_instead(tmp_path: Path) -> None:
+def test_a_run_without_batches_says_what_came_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From one environment, of which nothing makes a batch."""
+    monkeypatch.setattr(registry, "SILENT_S", 0.5)
     folder = write_tiny_model(tmp_path / "tiny")
     group = json.dumps(make_document(5))
     command = [sys.executable, "-c", GARBAGE, "{gateway}", group]
@@ -136,7 +150,7 @@ def test_a_run_without_batches_says_what_came_instead(tmp_path: Path) -> None:
             config_of(folder, environment=environment), runs_dir=tmp_path / "runs", progress=False
         )
     said = str(failed.value)
-    assert "the environments are odd_0" in said
+    assert "the environments are none" in said
     assert "1 groups of 5 to 5 sequences do not make up the group_size" in said
     assert "2 times groups were refused, the last time: A group has 5 sequences" in said
 

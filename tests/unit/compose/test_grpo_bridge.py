@@ -16,6 +16,7 @@ from rookery.compose.grpo import run_grpo
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
+from rookery.fleet.servers.trainer_lock import is_trained
 from rookery.loops.grpo import GrpoConfig
 
 TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
@@ -45,6 +46,7 @@ async def test_auto_takes_the_nearest_bridge_and_says_why(
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
             bridge = await choose_bridge(config, fleet)
+            bridge.release()
     assert bridge.name == name and why in bridge.why
 
 
@@ -55,6 +57,7 @@ async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_p
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
             bridge = await choose_bridge(config, fleet, folder=folder)
+            bridge.release()
             assert bridge.name == "reload" and "model.embed_tokens.weight" in bridge.why
             with pytest.raises(FleetError, match=r"no weight that is model\.embed_tokens\.weight"):
                 await choose_bridge(config_of(stub, bridge="alias"), fleet, folder=folder)
@@ -68,6 +71,7 @@ async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatc
         assert isinstance(config.engine, FleetConfig)
         async with open_fleet(config.engine) as fleet:
             bridge = await choose_bridge(config, fleet)
+            bridge.release()
             assert bridge.name == "reload" and "2 processes of torchrun" in bridge.why
             with pytest.raises(ConfigError, match=r"2 processes .*: write bridge: copy"):
                 await choose_bridge(config_of(stub, bridge="alias"), fleet)
@@ -120,7 +124,28 @@ async def test_a_server_has_one_trainer_and_goes_on_when_it_was_killed() -> None
 async def open_and_choose(config: GrpoConfig) -> str:
     assert isinstance(config.engine, FleetConfig)
     async with open_fleet(config.engine) as fleet:
-        return (await choose_bridge(config, fleet)).name
+        bridge = await choose_bridge(config, fleet)
+        bridge.release()
+        return bridge.name
+
+
+async def test_a_server_is_free_again_when_its_training_has_ended() -> None:
+    """Also one that was refused: an error refers to all that was there when it was raised."""
+    stub = SharingStub()
+    async with serve(stub):
+        config = config_of(stub)
+        assert isinstance(config.engine, FleetConfig)
+        async with open_fleet(config.engine) as fleet:
+            first, second = [await choose_bridge(config, fleet) for _ in range(2)]
+            assert is_trained(stub.url)
+            first.release()
+            assert is_trained(stub.url), "by the second"
+            second.release()
+            assert not is_trained(stub.url)
+            stub.refusal = "its weights are quantised (fp8)"
+            with pytest.raises(FleetError, match="quantised") as refused:
+                await choose_bridge(config_of(stub, bridge="alias"), fleet)
+            assert not is_trained(stub.url) and refused.tb
 
 
 async def resume(url: str) -> None:

@@ -1,7 +1,9 @@
 """The gateway without HTTP: what is refused, what makes a batch, what survives a restart."""
 
 import asyncio
+import itertools
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,7 @@ from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
+from rookery.environments.atropos.feed import GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import running
@@ -26,7 +29,7 @@ from rookery.environments.atropos.registry import (
     TrainerRegistration,
 )
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
-from rookery.errors import ConfigError, TaskError
+from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
 from rookery.testing import FakeSampler
 from rookery.types import (
@@ -58,12 +61,15 @@ def new_run(folder: Path) -> Run:
         ({"inference_logprobs": [[1, 1, -1]] * 2}, "inference_logprobs have the lengths"),
         ({"inference_logprobs": [[1, 1, 1.0, -1]] * 2}, "is 1.0 at 2, a token that was drawn"),
         ({"inference_logprobs": [[1, 1, NAN, -1]] * 2}, "is nan at 2"),
-        ({"inference_logprobs": [[1, 1, -1e30, -1]] * 2}, r"is -1e\+30 at 2.*from -1000 to 0"),
+        ({"inference_logprobs": [[1, 1, -1e30, -1]] * 2}, r"is -1e\+30 at 2.*from -80 to 0"),
         ({"scores": [1.0]}, "2 sequences, 2 masks and 1 scores"),
         ({"scores": [1.0, NAN]}, "score, advantage or ref_logprob is NaN"),
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, NAN]]}, "is NaN or infinite"),
         ({"advantages": [[0.0] * 3] * 2}, "advantages have the lengths"),
         ({"ref_logprobs": [[0.0] * 5] * 2}, "ref_logprobs have the lengths"),
+        ({"inference_logprobs": [[1, 1, -95.0, -1]] * 2}, "is -95.0 at 2"),
+        ({"ref_logprobs": [[1, 1, 500.0, -1]] * 2}, "ref_logprobs of sequence 0 is 500.0 at 2"),
+        ({"ref_logprobs": [[1, 1, NAN, -1]] * 2}, "ref_logprobs of sequence 0 is nan at 2"),
         ({"scores": [1e308, 0.0]}, r"is 1e\+308: send numbers of at most 1e\+12"),
         ({"advantages": [[0.0] * 4, [0.0, 0.0, 0.0, -1e300]]}, r"is -1e\+300"),
         ({"overrides": [{}]}, "2 sequences and 1 overrides"),
@@ -136,6 +142,23 @@ def test_groups_of_other_sizes_make_up_the_size_that_was_said() -> None:
     assert complete_groups([3, 2, 1], 4) == [0, 2]
     assert complete_groups([3, 3], 4) == []
     assert complete_groups([3, 2, 2], 4) == [1, 2]
+
+
+def test_some_of_many_groups_are_found_that_make_up_a_batch() -> None:
+    """By trying each choice, or by keeping each that was tried, this takes minutes."""
+    assert complete_groups([7, 5] * 4000, 47_999) == []
+    assert len(complete_groups([7, 5] * 4000, 47_988)) == 7_998, "all but a 7 and a 5"
+    odd = complete_groups([7] * 1000 + [2] * 1000, 8_001)
+    assert sum([7, 2][place >= 1000] for place in odd) == 8_001 and len(set(odd)) == len(odd)
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
+        target = rng.randint(1, 20)
+        found = complete_groups(sizes, target)
+        choices = itertools.product((0, 1), repeat=len(sizes))
+        is_there = any(sum(itertools.compress(sizes, own)) == target for own in choices)
+        assert bool(found) == is_there and found == sorted(set(found))
+        assert not found or sum(sizes[place] for place in found) == target
 
 
 def test_an_environment_that_is_silent_no_longer_holds_up_batches() -> None:
@@ -217,6 +240,27 @@ async def test_groups_of_other_sizes_wait_for_one_another(tmp_path: Path) -> Non
         assert [group.size for group in gateway.queue.groups] == [3, 1]
 
 
+async def test_a_group_that_waits_for_ever_keeps_none_of_the_others_on_disk(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        await gateway.register_env(environment(group_size=4))
+        assert await gateway.accept(make_group(3, env_id=0)) == 3, "nothing makes it up"
+        for step in range(3):
+            scores = [float(step), 1.0, 2.0, 3.0]
+            await gateway.accept(make_group(4, env_id=0, scores=scores))
+            batch = await gateway.queue.take(4)
+            await run.append("batch", {"groups": [q.seq for q in batch]}, key=str(step))
+            await gateway.queue.acknowledge(batch)
+        kept = [bool(entry.data) for entry in run.open_journal().entries(after=0)]
+        assert kept == [True, False, False, False]
+    with Run.open(run.path) as run:
+        gateway = await Gateway.open(
+            run, trainer=TRAINER, vocab_size=97, trained=trained_groups(run)
+        )
+        assert not gateway.queue.groups and gateway.queue.buffered_sizes == [3]
+
+
 async def test_how_a_sequence_was_drawn_is_found_again(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
@@ -251,6 +295,37 @@ def test_what_tokens_were_drawn_from_is_found_over_several_answers() -> None:
     assert book.find((1, 7, 9, 2, 6), drawn=(1, 2, 4)) is None
     found = book.find((1, 7, 9, 2, 5), drawn=(0, 4))
     assert found is not None and found.step == 2, "an answer that is not known is older"
+
+
+def test_equal_tokens_that_were_drawn_in_several_ways_are_told_apart() -> None:
+    """A training draws them with temperature 0.7, then evaluations with top_p and greedily."""
+    book, tokens = DrawBook(), (1, 7, 9)
+    cut = KeptTokens.of([(7, 8), (9,)])
+    book.note(tokens, Drawn(step=3, temperature=0.7, is_cut=False), (-0.5, -1.0))
+    book.note(tokens, Drawn(step=3, temperature=1.0, is_cut=True, kept=cut), (-0.75, 0.0))
+    book.note(tokens, Drawn(step=4, temperature=0.0, is_cut=False), (-0.5, -1.0))
+    book.note(tokens, Drawn(step=4, temperature=0.7, is_cut=False), (-0.625, -1.0))
+
+    def find(*logprobs: float) -> Drawn | None:
+        return book.find(tokens, drawn=(1, 2), logprobs=logprobs)
+
+    assert find(-0.5, -1.0) == Drawn(step=3, temperature=0.7, is_cut=False)
+    assert find(-0.75, 0.0) == Drawn(step=3, temperature=1.0, is_cut=True, kept=cut)
+    assert find(-0.625, -1.0) == Drawn(step=4, temperature=0.7, is_cut=False)
+    assert find() == Drawn(step=4, temperature=0.7, is_cut=False), "the newest"
+    only_last = book.find(tokens, drawn=(2,), logprobs=(0.0,))
+    assert only_last is not None and list(only_last.kept) == [(9,)]
+
+
+def test_equal_tokens_are_remembered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_book, "MAX_KEPT_BYTES", 8 * 4)
+    book, kept = DrawBook(), KeptTokens.of([(7,)])
+    for step in range(100):
+        drawn = Drawn(step=step, temperature=1.0, is_cut=True, kept=kept)
+        book.note((1, 7), drawn, (-float(step),))
+        book.note((1, 7), drawn, (-float(step),))
+    found = book.find((1, 7), drawn=(1,), logprobs=(0.0,))
+    assert found is not None and found.step == 92 and found.kept == kept
 
 
 def test_answers_of_a_sequence_have_one_temperature() -> None:
@@ -402,6 +477,26 @@ async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Pat
             assert [queued.seq for queued in await waiting] == [1, 2]
 
 
+async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> None:
+    """Its own have ended; when the others leave, it says so."""
+    command = EnvironmentCommand(command=("true",))
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        side = EngineSide(cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book)
+        gateway.is_started = True
+        await gateway.register_env(environment())
+        async with running([command], words={}, logs=tmp_path) as programs, asyncio.timeout(30):
+            feed = GatewayFeed(gateway, side, programs=programs, limit_s=30)
+            await programs.ended()
+            taking = asyncio.create_task(feed.take(0, after=0))
+            for _ in range(2):
+                await gateway.accept(make_group(env_id=0))
+            assert [group.number for group in (await taking).groups] == [1, 2]
+            await gateway.disconnect_env(0)
+            with pytest.raises(TaskError, match="No environment is left: environment 0 ended"):
+                await feed.take(1, after=1)
+
+
 @pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
 async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
@@ -482,3 +577,60 @@ async def test_a_number_that_was_never_given_acknowledges_nothing(tmp_path: Path
         first = await delivery.next(50)
         assert await delivery.next(50) == first, "the answer was lost on its way"
         assert (await delivery.next(first[0]))[0] == first[0] + 1
+
+
+@pytest.fixture
+def unwritable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Events of these kinds cannot be written."""
+    kinds: set[str] = set()
+    append = Run.append
+
+    async def append_others(self: Run, kind: str, payload: Any, *, key: str = "") -> Any:
+        if kind in kinds:
+            raise RunError("The disk is full.")
+        return await append(self, kind, payload, key=key)
+
+    monkeypatch.setattr(Run, "append", append_others)
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["given", "batch"])
+async def test_a_batch_that_cannot_be_written_is_neither_lost_nor_given_twice(
+    kind: str, unwritable: set[str], tmp_path: Path
+) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        delivery = Delivery(gateway)
+        for score in range(6):
+            await gateway.accept(make_group(scores=[0.0, float(score)]))
+        given: list[tuple[int, list[int]]] = []
+        for _ in range(3):
+            number = given[-1][0] if given else 0
+            unwritable.add(kind)
+            if kind == "given" or given:
+                with pytest.raises(RunError):
+                    await delivery.next(number)
+            unwritable.clear()
+            number, batch = await delivery.next(number)
+            given.append((number, [queued.seq for queued in batch]))
+        assert given == [(1, [1, 2]), (2, [3, 4]), (3, [5, 6])]
+
+
+async def test_an_environment_that_could_not_be_written_has_no_number(
+    unwritable: set[str], tmp_path: Path
+) -> None:
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        gateway.is_started = True
+        unwritable.add("environment")
+        with pytest.raises(RunError):
+            await gateway.register_env(environment("first"))
+        unwritable.clear()
+        names = ("a", "b", "c")
+        found = await asyncio.gather(*(gateway.register_env(environment(name)) for name in names))
+        assert [own.id for own in found if own is not None] == [0, 1, 2]
+        await gateway.accept(make_group(env_id=2))
+    with Run.open(run.path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        assert [own.name for own in gateway.registry.environments] == ["a_0", "b_0", "c_0"]
+        assert [group.env_id for group in gateway.queue.groups] == [2]

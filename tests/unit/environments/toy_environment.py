@@ -2,13 +2,15 @@
 
     python toy_environment.py GATEWAY_URL ENGINE_URL [TOP_P]
 
-Asks for two answers of four tokens at a time; even tokens are worth a point each.
+Asks for two answers of four tokens at a time; even tokens are worth a point each. With
+TOY_REFERENCE in the environment every second group has log-probabilities of a reference.
 """
 
 import asyncio
 import gzip
 import itertools
 import json
+import os
 import sys
 from typing import Any
 
@@ -53,6 +55,7 @@ async def main(gateway: str, engine: str) -> None:
                 break
             await asyncio.sleep(0.05)
         who = {"env_id": found["env_id"]}
+        has_reference = False
         for number in itertools.count():
             async with session.get(f"{gateway}/status-env", json=who) as response:
                 if (await response.json())["queue_size"] >= 4:
@@ -60,6 +63,8 @@ async def main(gateway: str, engine: str) -> None:
                     continue
             group = await play(session, engine, number)
             if group is not None:
+                if has_reference := "TOY_REFERENCE" in os.environ and not has_reference:
+                    group["ref_logprobs"] = [[-4.0] * len(own) for own in group["tokens"]]
                 body = gzip.compress(json.dumps(group | who).encode())
                 headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
                 async with session.post(

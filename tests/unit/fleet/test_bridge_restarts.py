@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fleet.adapters import make_small, write_model
 from fleet.sharing import (
+    SHAPES,
     SharingStub,
     ask,
+    expected,
     first_weights,
     fleet_of,
     said_of,
@@ -21,7 +24,8 @@ from rookery.errors import FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.bridges.adapter import AdapterBridge
 from rookery.fleet.bridges.canary import Canary
-from rookery.types import Adapter, ModelRef
+from rookery.fleet.bridges.copy import CopyBridge
+from rookery.types import Adapter, ModelRef, ModelWeights
 
 
 async def test_a_server_that_is_started_again_computes_with_the_memory_that_is_there() -> None:
@@ -66,6 +70,34 @@ async def test_a_server_that_was_started_again_unnoticed_gets_the_newest_weights
         await until(lambda: replica.load.is_open)
         row = logprobs_after("tiny" + said_of(trainer.weights), (1, 2))
         assert await ask(fleet, ref) == row.index(max(row))
+
+
+async def test_a_server_that_is_started_again_is_not_given_weights_before_their_time() -> None:
+    """Newer ones are on their way by `copy`, and wait for the requests in flight."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet:
+        bridge = CopyBridge(fleet, canary=Canary.of(fleet.capabilities, is_float32=True))
+
+        async def publish(value: float) -> ModelRef:
+            tensors = {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+            async def logprobs(canary: Canary) -> Sequence[float]:
+                return expected(tensors, canary)
+
+            weights = ModelWeights(name="policy", tensors=tensors, version=str(value))
+            return await bridge.replace_base(weights, logprobs)
+
+        await publish(1.0)
+        first, [replica] = said_of(stub.tensors), fleet.pool.replicas
+        async with fleet.updating():
+            publishing = asyncio.create_task(publish(2.0))
+            stub.restart()
+            replica.attention.set()
+            await until(lambda: said_of(stub.tensors) != said_of(first_weights()))
+            assert said_of(stub.tensors) == first
+            await until(lambda: replica.load.is_open)
+        assert await publishing == fleet.base
+        assert said_of(stub.tensors) != first
 
 
 async def test_a_server_that_was_started_again_gets_the_weights_with_the_next_step() -> None:

@@ -97,6 +97,25 @@ async def test_one_of_two_servers_that_was_passed_over_is_named() -> None:
         assert [r.load.is_open for r in fleet.pool.replicas] == [True, False]
 
 
+async def test_a_publication_that_is_cancelled_leaves_no_server_paused() -> None:
+    """Before the servers were told to go on."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        await trainer.step()
+
+        async def publish() -> None:
+            async with trainer.bridge.changing_base() as rename:
+                rename(ModelRef(name="policy", version="other"))
+                own = asyncio.current_task()
+                assert own is not None
+                own.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.create_task(publish())
+        assert not stub.is_paused
+        assert await ask(fleet, await trainer.step())
+
+
 @pytest.mark.parametrize(
     ("stub", "said"),
     [

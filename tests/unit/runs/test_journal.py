@@ -67,6 +67,21 @@ async def test_the_file_shrinks_behind_a_snapshot(tmp_path: Path) -> None:
     journal.close()
 
 
+async def test_the_room_of_single_entries_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = Journal.open(path)
+    await journal.append_many([b"first", *[os.urandom(100_000)] * 50, b"last"])
+    await journal.empty(range(2, 52))
+    await journal.empty(range(2, 52))
+    journal.close()
+    assert path.stat().st_size < 500_000
+    journal = Journal.open(path)
+    entries = list(journal.entries(after=0))
+    assert [entry.seq for entry in entries] == list(range(1, 53)), "numbers stay"
+    assert [entry.data for entry in entries] == [b"first", *[b""] * 50, b"last"]
+    journal.close()
+
+
 async def test_appends_are_stored_while_a_journal_is_cut(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     last = (await journal.append_many([b"x" * 1_000_000] * 40))[-1]

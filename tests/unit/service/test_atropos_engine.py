@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
 from rookery.service.atropos.engine import make_router
 from rookery.service.refusals import Refusal
 from rookery.testing import FakeSampler
-from rookery.types import ModelRef, TokenIds
+from rookery.types import Completion, ModelRef, SampleRequest, TokenIds
 
 
 class SlowCodec(WordCodec):
@@ -80,3 +80,51 @@ async def test_half_a_character_is_refused() -> None:
         headers = {"Content-Type": "application/json"}
         with pytest.raises(Refusal, match="half of a character"):
             await client.post("/generate", content=b'{"prompt":"\\ud800"}', headers=headers)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "prompt_logprobs"])
+async def test_numbers_that_no_server_holds_are_refused(name: str) -> None:
+    async with asking(WordCodec()) as client:
+        answer = await client.post("/generate", json={"prompt": [5], name: 10**30})
+        assert answer.status_code == 422 and "less than or equal to 2147483647" in answer.text
+
+
+class WaitingEngine(Engine):
+    """Draws until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+        self.has_ended = False
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended = True
+        return await super().sample(requests)
+
+
+async def test_nothing_is_drawn_for_who_has_gone() -> None:
+    engine = WaitingEngine()
+    side = EngineSide(cast(ServingEngine, engine), codec=WordCodec(), book=DrawBook())
+    app = FastAPI()
+    app.include_router(make_router(side))
+    scope = {
+        "type": "http", "method": "POST", "path": "/generate", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    received = [{"type": "http.request", "body": b'{"prompt": [5]}'}]
+
+    async def receive() -> dict[str, Any]:
+        if received:
+            return received.pop()
+        await engine.begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    async with asyncio.timeout(30):
+        await app(scope, receive, send)
+    assert engine.has_ended

@@ -40,7 +40,8 @@ class AtroposConfig(Config):
     """The environment variable with the key that clients must send; beyond this machine's own
     address the gateway needs one."""
     environments: tuple[EnvironmentCommand, ...] = ()
-    """Programs that are started with the run, watched, and stopped with it."""
+    """Programs that are started with the run, watched, and stopped with it. When all have ended the
+    run goes on as long as others play at its gateway."""
     max_token_len: int = Field(default=2048, ge=2)
     """The longest sequence, prompt and answers."""
     batch_s: float = Field(default=3600.0, gt=0)

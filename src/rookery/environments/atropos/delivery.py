@@ -35,7 +35,7 @@ class Delivery:
         last = gateway.run.last(BATCH)
         self._number = 0 if last is None else int(last.key)
         """Of the newest batch that was acknowledged."""
-        self._given: Sequence[QueuedGroup] = ()
+        self._given: Sequence[QueuedGroup] = []
         given = gateway.run.last(GIVEN)
         if given is not None and int(given.key) == self._number + 1:
             self._given = gateway.queue.take_these(given.payload["groups"])
@@ -62,19 +62,25 @@ class Delivery:
                 await self._give(self._gateway.queue.take_now(trainer.batch_size))
             return self._number + 1, self._given
 
-    async def _give(self, batch: Sequence[QueuedGroup]) -> None:
-        if batch:
-            groups = [queued.seq for queued in batch]
+    async def _give(self, batch: list[QueuedGroup]) -> None:
+        if not batch:
+            return
+        groups = [queued.seq for queued in batch]
+        try:
             await self._gateway.run.append(GIVEN, {"groups": groups}, key=str(self._number + 1))
-            self._gateway.step += 1
+        except BaseException:  # whatever it was: nobody was given it
+            self._gateway.queue.put_back(batch)
+            raise
+        self._gateway.step += 1
         self._given = batch
 
     async def _acknowledge(self) -> None:
-        self._number += 1
         groups = [queued.seq for queued in self._given]
-        await self._gateway.run.append(BATCH, {"groups": groups}, key=str(self._number))
-        await self._gateway.queue.acknowledge(self._given)
-        self._given = ()
+        await self._gateway.run.append(BATCH, {"groups": groups}, key=str(self._number + 1))
+        # Only now: a batch that is not durable as acknowledged is given again by its number.
+        self._number += 1
+        done, self._given = self._given, []
+        await self._gateway.queue.acknowledge(done)
 
     async def drop_all(self) -> None:
         """Acknowledge everything that waits, trained or not."""

@@ -1,11 +1,12 @@
 """What is known of the completions that environments got: which policy drew them, and how.
 
-The Atropos API has no field for it, so that a sequence is found again by its tokens.
+The Atropos API has no field for it, so that a sequence is found again by its tokens; where the same
+were drawn in several ways, as for a training and for an evaluation, by its log-probabilities.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -15,7 +16,11 @@ from rookery.types import KeptTokens
 __all__ = ["DrawBook", "Drawn"]
 
 MAX_DRAWS = 200_000
-"""Completions that are remembered, about 40 MB."""
+"""Completions that are remembered, about 100 MB."""
+MAX_WAYS = 8
+"""In which the same tokens were drawn: the newest are remembered."""
+NUM_LOGPROBS = 8
+"""Of the last tokens of a completion, to tell ways apart."""
 MAX_KEPT_BYTES = 1 << 30
 """Of what their tokens were drawn from: at top_p 0.95 some hundred bytes of each."""
 _NONE = KeptTokens.of(())
@@ -37,51 +42,69 @@ class Drawn:
     """By what was drawn before: the trainer knows the distribution without that."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One of those in which the same tokens were drawn."""
+
+    drawn: Drawn
+    logprobs: "array[float]"
+    """Of the last tokens."""
+
+    def is_like(self, other: "_Way") -> bool:
+        plain, others = (replace(way.drawn, kept=_NONE) for way in (self, other))
+        return plain == others and self.logprobs == other.logprobs
+
+
 class DrawBook:
     """The newest completions by prompt and answer."""
 
     def __init__(self) -> None:
-        self._draws: OrderedDict[bytes, Drawn] = OrderedDict()
+        self._ways: OrderedDict[bytes, tuple[_Way, ...]] = OrderedDict()
+        """Of each, the newest last."""
         self._with_kept: OrderedDict[bytes, int] = OrderedDict()
         """The completions whose `kept` is still there, with its size."""
         self._kept_bytes = 0
 
-    def note(self, tokens: Sequence[int], drawn: Drawn) -> None:
-        """`tokens` are the prompt with the answer."""
-        key = _key(tokens)
-        self._forget_kept(key)
-        self._draws[key] = drawn
-        if drawn.kept:
-            self._with_kept[key] = len(drawn.kept.data)
-            self._kept_bytes += len(drawn.kept.data)
+    def note(self, tokens: Sequence[int], drawn: Drawn, logprobs: Sequence[float] = ()) -> None:
+        """`tokens` are the prompt with the answer, `logprobs` those of the answer."""
+        key, way = _key(tokens), _Way(drawn, array("d", logprobs[-NUM_LOGPROBS:]))
+        others = [own for own in self._ways.get(key, ()) if not own.is_like(way)]
+        self._put(key, (*others, way)[-MAX_WAYS:])
         while self._kept_bytes > MAX_KEPT_BYTES:
-            self._forget_kept(next(iter(self._with_kept)))
-        while len(self._draws) > MAX_DRAWS:
-            self._forget_kept(next(iter(self._draws)))
-            self._draws.popitem(last=False)
+            oldest = next(iter(self._with_kept))
+            ways = self._ways[oldest]
+            self._put(oldest, tuple(replace(w, drawn=replace(w.drawn, kept=_NONE)) for w in ways))
+        while len(self._ways) > MAX_DRAWS:
+            oldest, _ = self._ways.popitem(last=False)
+            self._kept_bytes -= self._with_kept.pop(oldest, 0)
 
-    def _forget_kept(self, key: bytes) -> None:
-        num_bytes = self._with_kept.pop(key, None)
-        if num_bytes is not None:
-            self._kept_bytes -= num_bytes
-            self._draws[key] = replace(self._draws[key], kept=_NONE)
+    def _put(self, key: bytes, ways: tuple[_Way, ...]) -> None:
+        self._ways[key] = ways
+        self._kept_bytes -= self._with_kept.pop(key, 0)
+        if num_bytes := sum(len(way.drawn.kept.data) for way in ways):
+            self._with_kept[key] = num_bytes
+            self._kept_bytes += num_bytes
 
-    def find(self, tokens: Sequence[int], *, drawn: Sequence[int]) -> Drawn | None:
-        """How a sequence was drawn whose tokens at these places were drawn; None: elsewhere.
+    def find(
+        self, tokens: Sequence[int], *, drawn: Sequence[int], logprobs: Sequence[float] = ()
+    ) -> Drawn | None:
+        """How a sequence was drawn whose tokens at these places were drawn, with these
+        log-probabilities; None: elsewhere.
 
         `kept` has a row for each place when it is known of every one that was cut, else none. An
         answer before the last that is not known counts as drawn before it.
         """
+        told = dict(zip(drawn, logprobs, strict=False))
         *earlier, last = _runs(drawn)
         end = len(tokens)
-        newest = self._draws.get(_key(tokens))
+        newest = self._nearest(tokens, end, told)
         if newest is None:
             end = last[-1] + 1
-            newest = self._draws.get(_key(tokens[:end]))
+            newest = self._nearest(tokens, end, told)
         if newest is None:
             return None
         ends = [*(run[-1] + 1 for run in earlier), end]
-        found = [*(self._draws.get(_key(tokens[:own])) for own in ends[:-1]), newest]
+        found = [*(self._nearest(tokens, own, told) for own in ends[:-1]), newest]
         rows = list(map(_rows, found, (*earlier, last), ends))
         answers = [own for own in found if own is not None]
         is_cut = any(own.is_cut for own in answers)
@@ -92,6 +115,19 @@ class DrawBook:
             kept=_joined(rows) if is_cut else _NONE,
             is_penalised=any(own.is_penalised for own in answers),
         )
+
+    def _nearest(self, tokens: Sequence[int], end: int, told: Mapping[int, float]) -> Drawn | None:
+        """How the answer that ends there was drawn; in which way, its log-probabilities tell. They
+        do not tell greedy answers from others, which are rarely meant to be trained on."""
+
+        def distance(way: _Way) -> tuple[float, bool]:
+            places = range(end - len(way.logprobs), end)
+            pairs = zip(places, way.logprobs, strict=True)
+            gaps = [abs(told[place] - own) for place, own in pairs if place in told]
+            return round(max(gaps, default=0.0), 5), way.drawn.temperature == 0
+
+        ways = self._ways.get(_key(tokens[:end]), ())
+        return min(reversed(ways), key=distance).drawn if ways else None
 
 
 def _runs(places: Sequence[int]) -> list[Sequence[int]]:

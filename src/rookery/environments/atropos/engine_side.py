@@ -89,7 +89,7 @@ class EngineSide:
         )
         for completion in completions:
             own = replace(how, kept=KeptTokens.of(completion.kept))
-            self._book.note((*prompt, *completion.tokens), own)
+            self._book.note((*prompt, *completion.tokens), own, completion.logprobs)
         return completions
 
     def _with_kept(self, params: SamplingParams) -> SamplingParams:

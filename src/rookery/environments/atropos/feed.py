@@ -17,6 +17,9 @@ from rookery.types import ModelRef
 
 __all__ = ["ClientFeed", "FedBatch", "FedGroup", "Feed", "GatewayFeed"]
 
+LOOK_S = 0.5
+"""How often a run whose own programs have ended looks who else plays."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedGroup:
@@ -88,7 +91,7 @@ class GatewayFeed:
     async def _before_the_end(self, num_sequences: int) -> Sequence[QueuedGroup]:
         """A batch, or why there will be none."""
         taking = asyncio.create_task(self._gateway.queue.take(num_sequences))
-        ended = asyncio.create_task(self._programs.ended())
+        ended = asyncio.create_task(self._nobody_is_left())
         try:
             async with asyncio.timeout(self._limit_s):
                 await asyncio.wait({taking, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,10 +107,22 @@ class GatewayFeed:
             return taking.result()
         raise TaskError(f"No environment is left: {ended.result()}. {self._state()}.")
 
+    async def _nobody_is_left(self) -> str:
+        """What the last program of this run said, when those that others started are silent too:
+        nothing tells them apart, and few that end say so."""
+        said = await self._programs.ended()
+        while self._live:  # noqa: ASYNC110 - nobody tells that an environment is silent
+            await asyncio.sleep(LOOK_S)
+        return said
+
+    @property
+    def _live(self) -> list[str]:
+        registry = self._gateway.registry
+        return [e.name for e in registry.environments if registry.is_live(e)]
+
     def _state(self) -> str:
-        gateway = self._gateway
+        gateway, live = self._gateway, self._live
         groups, buffered = gateway.queue.groups, gateway.queue.buffered_sizes
-        live = [e.name for e in gateway.registry.environments if gateway.registry.is_live(e)]
         said = (
             f"{len(groups)} groups of {sum(group.size for group in groups)} sequences wait, and "
             f"the environments are {', '.join(live) or 'none'}"

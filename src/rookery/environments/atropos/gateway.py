@@ -12,7 +12,7 @@ restart of the gateway go on after it.
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.group_queue import GroupQueue, IsGone, stays
@@ -54,6 +54,7 @@ class Gateway:
     num_refused: int = 0
     """Requests with groups that were refused."""
     last_refusal: str = ""
+    _registering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     async def open(
@@ -77,11 +78,12 @@ class Gateway:
         """The environment; None: the trainer has not started yet."""
         if not self.is_started:
             return None
-        env_id = len(self.registry.environments)
-        environment = self.registry.add(registration)
         payload = registration.model_dump(mode="json")
-        await self.run.append(ENVIRONMENT, payload, key=str(env_id))
-        return environment
+        async with self._registering:
+            # Its number is its place in the run: first there, one after the other.
+            key = str(len(self.registry.environments))
+            await self.run.append(ENVIRONMENT, payload, key=key)
+            return self.registry.add(registration)
 
     async def disconnect_env(self, env_id: int) -> None:
         self.registry.disconnect(env_id)
@@ -133,8 +135,8 @@ class Gateway:
                 f"{trainer.batch_size}: send smaller groups, or raise groups_per_step."
             )
         draws = [
-            self.book.find(sequence.tokens, drawn=sequence.drawn)
-            for sequence in drawn_sequences(group)
+            self.book.find(own.tokens, drawn=own.drawn, logprobs=own.logprobs)
+            for own in drawn_sequences(group)
         ]
         if any(drawn is not None and drawn.is_cut and not drawn.kept for drawn in draws):
             raise TaskError(

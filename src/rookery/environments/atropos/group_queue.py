@@ -165,6 +165,12 @@ class GroupQueue:
         self._taken.update(queued.seq for queued in batch)
         return batch
 
+    def put_back(self, batch: Sequence[QueuedGroup]) -> None:
+        """A batch that was taken and given to nobody waits again."""
+        self._taken.difference_update(queued.seq for queued in batch)
+        self._waiting = sorted([*self._waiting, *batch], key=lambda queued: queued.seq)
+        self._changed.set()
+
     def take_these(self, seqs: Sequence[int]) -> list[QueuedGroup]:
         """Groups that wait, by their numbers: a batch that was given before a restart."""
         wanted = set(seqs)
@@ -185,7 +191,8 @@ class GroupQueue:
 
     async def acknowledge(self, batch: Sequence[QueuedGroup]) -> None:
         """These groups are in a durable batch: they are not given again, and their room in the
-        journal is given back when all before them are done too."""
+        journal is given back. Their numbers stay there while an older group waits, which may be for
+        ever: nothing makes up the size of its environment with it."""
         self._taken.difference_update(queued.seq for queued in batch)
         buffered = [queued for buffer in self._buffered.values() for queued in buffer]
         left = [*self._taken, *(queued.seq for queued in [*self._waiting, *buffered])]
@@ -193,6 +200,8 @@ class GroupQueue:
         through = min(left, default=newest + 1) - 1
         if through > 0:
             await self._journal.cut(through=through)
+        if kept := [queued.seq for queued in batch if queued.seq > through]:
+            await self._journal.empty(kept)
 
 
 async def stays() -> bool:

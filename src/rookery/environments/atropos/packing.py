@@ -125,13 +125,22 @@ def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
             total += size
     if total == target:
         return oldest
-    reached: dict[int, tuple[int, ...]] = {0: ()}
-    for place, size in enumerate(sizes):
-        new = [t for t in reached if t + size <= target and t + size not in reached]
-        reached.update({total + size: (*reached[total], place) for total in new})
-        if target in reached:
+    if sum(sizes) < target:
+        return []
+    # Bit t of a number: the groups before a place, or some of them, have t sequences.
+    reached, within = [1], (2 << target) - 1
+    for size in sizes:
+        reached.append((reached[-1] | reached[-1] << size) & within)
+        if reached[-1] >> target:
             break
-    return list(reached.get(target, ()))
+    else:
+        return []
+    chosen: list[int] = []
+    for place in reversed(range(len(reached) - 1)):
+        if not reached[place] >> target & 1:
+            chosen.append(place)
+            target -= sizes[place]
+    return chosen[::-1]
 
 
 def _total(places: Sequence[int], queue: Sequence[Sized]) -> int:

@@ -24,8 +24,9 @@ _NOT_DRAWN = 1.0
 """The log-probability that environments write for such a token."""
 _LARGEST = 1e12
 """Of scores and advantages: the squares of larger ones add up to more than float32 holds."""
-_LEAST_LOGPROB = -1000.0
-"""Nothing as unlikely is ever drawn, and what the trainer makes of it is infinite."""
+_LEAST_LOGPROB = -80.0
+"""Nothing as unlikely is ever drawn, and the ratio to it is more than float32 holds: the loss of
+the step would be infinite, again and again as the batch is durable."""
 _TEMPERATURES = (1e-6, 1e6)
 
 
@@ -84,7 +85,7 @@ def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None
                 f"Sequence {row} has {len(tokens)} tokens and the trainer takes {max_tokens} at "
                 "most: shorten it, or raise max_token_len."
             )
-        _check_drawn(row, mask, group.inference_logprobs[row])
+        _check_drawn(row, mask, group)
     _check_numbers(group)
 
 
@@ -143,20 +144,25 @@ def _check_rows(group: ScoredGroup) -> None:
             )
 
 
-def _check_drawn(row: int, mask: Sequence[int], logprobs: Sequence[float]) -> None:
+def _check_drawn(row: int, mask: Sequence[int], group: ScoredGroup) -> None:
     drawn = [place for place, own in enumerate(mask) if own != MASKED]
     if not drawn or drawn[0] == 0:
         raise TaskError(
             f"Sequence {row} has {'no' if not drawn else 'its first'} token drawn by the model: "
             f"set the mask of what the model drew, after a prompt, and {MASKED} elsewhere."
         )
-    for place in drawn:
-        if not _LEAST_LOGPROB <= logprobs[place] <= 0:
-            raise TaskError(
-                f"inference_logprobs of sequence {row} is {logprobs[place]} at {place}, a token "
-                f"that was drawn: send its log-probability, from {_LEAST_LOGPROB:g} to 0; "
-                f"{_NOT_DRAWN:g} is for tokens whose mask is {MASKED}."
-            )
+    columns = {
+        "inference_logprobs": group.inference_logprobs,
+        "ref_logprobs": group.ref_logprobs,
+    }
+    for name, rows in columns.items():
+        for place in drawn:
+            if rows is not None and not _LEAST_LOGPROB <= rows[row][place] <= 0:
+                raise TaskError(
+                    f"{name} of sequence {row} is {rows[row][place]} at {place}, a token that was "
+                    f"drawn: send its log-probability, from {_LEAST_LOGPROB:g} to 0; "
+                    f"{_NOT_DRAWN:g} is for tokens whose mask is {MASKED}."
+                )
 
 
 def _numbers(rows: Sequence[Sequence[float]] | None) -> list[float]:

@@ -131,12 +131,12 @@ class AliasBridge:
             try:
                 await asyncio.gather(*map(self._pause, replicas))
                 yield named.append
+                give = partial(self._name_and_resume, named[-1])
+                await self._update.publish(give, self._logprobs, named[-1], again=self._attach)
             except BaseException:  # weights may have changed in part: the servers stay out
                 await self._update.forget_asked()
                 await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
                 raise
-            give = partial(self._name_and_resume, named[-1])
-            await self._update.publish(give, self._logprobs, named[-1], again=self._attach)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")

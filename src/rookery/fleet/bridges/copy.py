@@ -4,10 +4,10 @@ vLLM loads them as it loads a model folder, so that every layout is served: weig
 several workers, quantised ones, experts.
 """
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+from rookery.concurrency import run_in_thread
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.bridges.update import BaseUpdate
 from rookery.fleet.fleet import Fleet
@@ -31,14 +31,15 @@ class CopyBridge:
 
     async def replace_base(self, weights: ModelWeights, logprobs: Logprobs) -> ModelRef:
         """Serve these weights in place of the base model; `logprobs` computes with them."""
-        manifest = await asyncio.to_thread(self._write, weights)
-
-        async def give(replica: Replica) -> None:
-            await replica.client.call_workers("rookery_load", manifest=manifest)
-            await replica.client.reset_prefix_cache()
-
         ref = ModelRef(name=weights.name, version=weights.version)
         async with self._fleet.updating(), self._update.lock:
+            # Not before: a server that is started again meanwhile is given what is there.
+            manifest = await run_in_thread(self._write, weights)
+
+            async def give(replica: Replica) -> None:
+                await replica.client.call_workers("rookery_load", manifest=manifest)
+                await replica.client.reset_prefix_cache()
+
             await self._update.publish(give, logprobs, ref, again=give)
         return self._fleet.base
 

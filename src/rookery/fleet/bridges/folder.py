@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rookery.concurrency import run_in_thread
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.bridges.update import BaseUpdate, Give
 from rookery.fleet.fleet import Fleet
@@ -44,7 +45,7 @@ class FolderBridge:
         """Serve these weights in place of the base model; `logprobs` computes with them."""
         folder = self._folder / f"served-{weights.version}"
         if folder != self._newest:
-            await asyncio.to_thread(self._write_new, folder, weights)
+            await run_in_thread(self._write_new, folder, weights)
         ref = ModelRef(name=weights.name, version=weights.version)
         give = self._give_from(folder)
         async with self._fleet.updating(), self._update.lock:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
+from rookery.concurrency import run_in_thread
 from rookery.errors import FleetError
 from rookery.fleet.adapters.owner import claim_folder
 from rookery.fleet.adapters.staging import memory_folder
@@ -41,8 +42,6 @@ __all__ = [
     "update_weights",
 ]
 
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
 Model: TypeAlias = "torch.nn.Module"
 """A transformers model, with `save_pretrained`."""
 INSTALL = "pip install 'rookery[vllm]'"
@@ -80,7 +79,7 @@ async def update_weights(
     with claim_folder(fleet.config.adapter_folder or memory_folder()) as owner:
         folder = owner.folder / "weights"
         try:
-            digest = await _to_its_end(_save, model, folder)
+            digest = await run_in_thread(_save, model, folder)
             first = fleet.first_base
             ref = replace(first, version=f"{first.version}+{digest}")
             update = BaseUpdate(fleet, canary, can_renew=False)  # the folder is removed
@@ -89,23 +88,7 @@ async def update_weights(
                 assert gap is not None, "a server that is lost is an error here"
                 return gap
         finally:
-            await _to_its_end(shutil.rmtree, folder, ignore_errors=True)
-
-
-async def _to_its_end(
-    work: Callable[Params, Result], *args: Params.args, **options: Params.kwargs
-) -> Result:
-    """Run it in a thread; a caller that is cancelled waits for its end all the same."""
-    running = asyncio.create_task(asyncio.to_thread(work, *args, **options))
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return running.result()
+            await run_in_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 async def _refuse(replica: Replica) -> None:

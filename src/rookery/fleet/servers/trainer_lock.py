@@ -2,6 +2,7 @@
 
     lock = TrainerLock.take(url)          # FleetError when another process has it
     is_trained(url)                       # by whatever process of this machine
+    lock.release()
 
 The lock is a name of the kernel's (an abstract socket): it is free as soon as the process that took
 it has ended, however that was. Other systems than Linux have none, and nothing is locked there.
@@ -12,7 +13,6 @@ import os
 import socket
 import sys
 import time
-import weakref
 from urllib.parse import urlsplit
 
 from rookery.errors import FleetError
@@ -25,10 +25,20 @@ PAUSE_S = 0.01
 
 
 class TrainerLock:
-    """Held until nothing refers to it any more; taken twice by one process, it is the same one."""
+    """Held until it is released as often as it was taken: by one process, it is the same one."""
 
-    def __init__(self, descriptor: int) -> None:
-        weakref.finalize(self, os.close, descriptor)
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._name = name
+        self._descriptor = descriptor
+        self._num_taken = 0
+
+    def release(self) -> None:
+        """Called once by each who took it. An object that is no longer used may live on for long:
+        another process, whose server has the same port, must not wait for its end."""
+        self._num_taken -= 1
+        if self._num_taken == 0:
+            del _held[self._name]
+            os.close(self._descriptor)
 
     @classmethod
     def take(cls, url: str) -> "TrainerLock | None":
@@ -36,19 +46,23 @@ class TrainerLock:
         name = _name(url)
         if sys.platform != "linux":
             return None
-        if name in _held:
-            return _held[name]
-        for attempt in range(ATTEMPTS):
-            descriptor = _bind(name)
-            if descriptor is not None:
-                lock = _held[name] = cls(descriptor)
-                return lock
-            if attempt + 1 < ATTEMPTS:
-                time.sleep(PAUSE_S)
-        raise FleetError(
-            f"Another process trains the weights of {url}, and each would overwrite those of the "
-            "other: stop it, or start a server for each (`rookery fleet up`, or launch)."
-        )
+        lock = _held[name] = _held.get(name) or cls(name, _bound(name, url))
+        lock._num_taken += 1
+        return lock
+
+
+def _bound(name: str, url: str) -> int:
+    """The descriptor of the name; FleetError when another process has it."""
+    for attempt in range(ATTEMPTS):
+        descriptor = _bind(name)
+        if descriptor is not None:
+            return descriptor
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(PAUSE_S)
+    raise FleetError(
+        f"Another process trains the weights of {url}, and each would overwrite those of the "
+        "other: stop it, or start a server for each (`rookery fleet up`, or launch)."
+    )
 
 
 def is_trained(url: str) -> bool:
@@ -77,4 +91,4 @@ def _bind(name: str) -> int | None:
         return own.detach()
 
 
-_held: "weakref.WeakValueDictionary[str, TrainerLock]" = weakref.WeakValueDictionary()
+_held: dict[str, TrainerLock] = {}

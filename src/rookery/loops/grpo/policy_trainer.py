@@ -101,9 +101,11 @@ class PolicyTrainer:
 
     async def _completed(self, data: tuple[Datum, ...]) -> tuple[Datum, ...]:
         """The data with the log-probabilities that the loss needs, by the start or by the policy
-        before this step."""
+        before this step. Environments may have told those of the start, of some data or of all."""
         needs = self._config.loss.needs
-        if "reference_logprobs" in needs and not all(own.reference_logprobs for own in data):
+        if not all(own.reference_logprobs for own in data) and "reference_logprobs" not in needs:
+            data = _without_reference(data)
+        elif not all(own.reference_logprobs for own in data):
             found = await _logprobs(self._reference, REFERENCE, data)
             data = tuple(
                 datum if datum.reference_logprobs else replace(datum, reference_logprobs=own)
@@ -156,9 +158,14 @@ class PolicyTrainer:
 async def _logprobs(
     trainer: Trainer, trainee: str, data: Sequence[Datum]
 ) -> tuple[tuple[float, ...], ...]:
-    request = TrainRequest(trainee=trainee, data=tuple(data))
+    request = TrainRequest(trainee=trainee, data=_without_reference(data))
     [output] = _checked(await trainer.forward([request]))
     return output.logprobs
+
+
+def _without_reference(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    """All data of a request have the same columns."""
+    return tuple(replace(own, reference_logprobs=()) for own in data)
 
 
 def _at(positions: Sequence[int], logprobs: Sequence[float]) -> tuple[float, ...]:

@@ -10,9 +10,10 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.concurrency import together
@@ -21,6 +22,7 @@ from rookery.errors import TaskError
 from rookery.service.refusals import bad
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.openai import (
+    MAX_COUNT,
     ChatRequest,
     CompletionRequest,
     chat_choice,
@@ -38,6 +40,35 @@ MODEL = "policy"
 """What the policy is listed as."""
 DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
+CLIENT_CLOSED = 499
+
+
+class EngineRoute(JsonRoute):
+    """Ends what it computes when nobody waits for it: an environment that was killed, or lost
+    patience and asks again, would leave answers as long as the context to be drawn."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            await request.body()  # kept for the handler: what is received after it is the end
+            answering = asyncio.create_task(handler(request))
+            leaving = asyncio.create_task(_left(request))
+            try:
+                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                return await answering if answering.done() else Response(status_code=CLIENT_CLOSED)
+            finally:
+                answering.cancel()
+                leaving.cancel()
+                await asyncio.gather(answering, leaving, return_exceptions=True)
+
+        return handle
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Sampling(PenaltyOptions):
@@ -46,17 +77,17 @@ class Sampling(PenaltyOptions):
     model_config = ConfigDict(extra="ignore")
 
     n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: int | None = Field(default=DEFAULT_TOKENS, ge=1)
+    max_tokens: int | None = Field(default=DEFAULT_TOKENS, ge=1, le=MAX_COUNT)
     temperature: Finite = Field(default=1.0, ge=0)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, le=MAX_COUNT)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_COUNT)
 
     def params(self, *, max_tokens: int, top_logprobs: int = 0) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -99,7 +130,7 @@ class TokensRequest(BaseModel):
 
 
 def make_router(side: EngineSide) -> APIRouter:
-    router = APIRouter(tags=["engine"], route_class=JsonRoute)
+    router = APIRouter(tags=["engine"], route_class=EngineRoute)
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -27,6 +27,7 @@ from rookery.service.wire.requests import Finite, PenaltyOptions
 from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
 
 __all__ = [
+    "MAX_COUNT",
     "ChatRequest",
     "CompletionRequest",
     "chat_choice",
@@ -37,6 +38,8 @@ __all__ = [
     "text_choice",
 ]
 
+MAX_COUNT = 2**31 - 1
+"""Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -62,7 +65,7 @@ class _Options(PenaltyOptions):
     n: int = Field(default=1, ge=1, le=4096)
     temperature: Finite = Field(default=1.0, ge=0)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_COUNT)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
@@ -102,7 +105,7 @@ class CompletionRequest(_Options):
     """Prompts as texts or tokens."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=16, ge=1, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
@@ -117,8 +120,8 @@ class ChatRequest(_Options):
     """A chat to be continued."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     store: bool = False
     """Keep the answers by their `sequence_id`, to train on: /api/v1/sequences."""
