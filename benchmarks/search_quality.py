@@ -219,7 +219,10 @@ def show(outcomes: Sequence[Outcome]) -> None:
     randoms = {(o.variant, o.seed): o.means["evolved"] for o in outcomes}
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.variant == variant]
-        means = [statistics.fmean(o.means[row] for o in of) for row in ROWS]
+        means = [
+            statistics.fmean([o.means[row] for o in of if row in o.means] or [float("nan")])
+            for row in ROWS
+        ]
         line = f"{variant:15}{len(of):>9}" + "".join(f"{value:9.3f}" for value in means)
         for random in RANDOM.values():
             found = [
