@@ -2,9 +2,11 @@
 
 On the CPU oneDNN's packed product is up to twice as fast at the few rows of a decoding step, and
 each row's bits do not depend on how many rows are computed with it. For a row alone it takes twice
-the time of the plain product, whose bits differ, and is used all the same.
+the time of the plain product, whose bits differ, and is used all the same. The plain product of MKL
+has that property in its strict mode, which it reads when it is first called.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from rookery.slots.rows import SlotFactors, SlotRows
 from rookery.types import LoraFactors
 
 __all__ = ["ActiveRows", "LinearGroup", "SlottedLinear", "can_pack"]
+
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _PACK_ROWS = 32
 """The number of rows oneDNN is told to expect; measured: the hint changes nothing."""

@@ -14,6 +14,7 @@ from tiny import tiny_adapter
 from rookery.errors import AdapterError
 from rookery.slots import Attend, CausalAttend, Segment, SlotRows, SlottedModel, load_model
 from rookery.slots.attention import Heads, attend_heads, causal_mask
+from rookery.slots.linear import ActiveRows, SlottedLinear
 from rookery.slots.rows import SlotFactors
 from rookery.types import LoraFactors
 
@@ -254,3 +255,12 @@ def test_sequences_of_any_lengths_are_attended_as_each_alone(
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_of_a_plain_product_has_the_same_bits_among_any_number() -> None:
+    linear = SlottedLinear(torch.nn.Linear(64, 96), name="one", active=ActiveRows())
+    row = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    alone = linear.base(row)
+    for count in range(2, 40):
+        among = linear.base(row.expand(count, -1).contiguous())
+        assert torch.equal(among, alone.expand(count, -1)), count
