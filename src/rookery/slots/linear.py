@@ -26,6 +26,11 @@ _PACK_ROWS = 32
 """The number of rows oneDNN is told to expect; measured: the hint changes nothing."""
 
 
+_LEAST_RANK = 4
+"""Of slots: products of a few hundred numbers go through another kernel, with other bits, and the
+rank that is reserved depends on what was loaded before."""
+
+
 class ActiveRows(threading.local):
     """The rows of this thread's forward pass, for every slotted layer of one model.
 
@@ -86,7 +91,7 @@ class SlottedLinear(nn.Module):
 
     def reserve(self, *, num_slots: int, rank: int) -> None:
         """Make room for `num_slots` slots of `rank`; what is loaded stays where it is."""
-        rank = max(rank, 2)  # a rank of 1 goes through another kernel, with other bits
+        rank = max(rank, _LEAST_RANK)
         have_slots, have_rank = (0, 0) if self.a is None else tuple(self.a.shape[:2])
         if num_slots <= have_slots and rank <= have_rank:
             return

@@ -264,3 +264,22 @@ def test_a_row_of_a_plain_product_has_the_same_bits_among_any_number() -> None:
     for count in range(2, 40):
         among = linear.base(row.expand(count, -1).contiguous())
         assert torch.equal(among, alone.expand(count, -1)), count
+
+
+def test_an_adapter_has_the_same_bits_when_a_larger_one_was_loaded_before() -> None:
+    rows = SlotRows([Segment(slot=0, rows=range(4), block=4)], num_rows=4, device=CPU)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 32, generator=random)
+    a, b = torch.randn(2, 32, generator=random), torch.randn(32, 2, generator=random)
+    found = []
+    for reserved in (1, 2, 3, 8):
+        linear = SlottedLinear(torch.nn.Linear(32, 32), name="one", active=ActiveRows())
+        linear.reserve(num_slots=1, rank=reserved)
+        linear.reserve(num_slots=1, rank=2)
+        linear.put(0, LoraFactors(a=a, b=b, scale=1.0))
+        banks = linear.banks(rows)
+        assert banks is not None
+        out = torch.zeros(4, 32)
+        rows.add(out, rows.take(x), banks)
+        found.append(out)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
