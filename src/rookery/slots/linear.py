@@ -54,6 +54,8 @@ class _Packed:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            return self(torch.cat((x, x)))[:1]  # alone it gets other bits on some CPUs
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )

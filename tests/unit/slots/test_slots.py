@@ -257,9 +257,15 @@ def test_sequences_of_any_lengths_are_attended_as_each_alone(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_of_a_plain_product_has_the_same_bits_among_any_number() -> None:
-    linear = SlottedLinear(torch.nn.Linear(64, 96), name="one", active=ActiveRows())
-    row = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (1536, 576)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_number(
+    num_in: int, num_out: int, is_packed: bool
+) -> None:
+    linear = SlottedLinear(torch.nn.Linear(num_in, num_out), name="one", active=ActiveRows())
+    if is_packed:
+        linear.pack(keep_weight=False)
+    row = torch.randn(1, num_in, generator=torch.Generator().manual_seed(0))
     alone = linear.base(row)
     for count in range(2, 40):
         among = linear.base(row.expand(count, -1).contiguous())
