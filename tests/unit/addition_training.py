@@ -20,11 +20,11 @@ SPLITS = {"search": 0.5, "select": 0.4, "report": 0.1}
 
 @pytest.fixture(scope="session")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers about half of the tasks, and the tasks."""
+    """A model that answers a third to half of the tasks, by the kind of CPU, and the tasks."""
     make_addition = runpy.run_path(str(ROOT / "examples" / "addition.py"))["make_addition"]
     folder = tmp_path_factory.mktemp("addition")
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the start must be the same everywhere
+    torch.set_num_threads(1)  # the start must be the same with any number
     make_addition(folder, num_tasks=2000)
     torch.set_num_threads(num_threads)
     return folder
@@ -50,7 +50,7 @@ def train_addition(folder: Path, name: str, **values: object) -> GrpoReport:
 def select_gain(report: GrpoReport) -> float:
     """Of the last weights over the start, on tasks that were not trained on."""
     start, end = (checkpoint.mean for checkpoint in report.checkpoints)
-    assert start is not None and end is not None and start > 0.4
+    assert start is not None and end is not None and start > 0.3
     return end - start
 
 
