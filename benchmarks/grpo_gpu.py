@@ -58,7 +58,6 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NUM_NEW = 40
 """Adapters that come while another one answers."""
 LEARNED_STEPS = 30
-SEEDS = (0, 1, 2)
 
 
 def launch_config(options: argparse.Namespace, folder: Path, **changes: Any) -> LaunchConfig:
@@ -214,6 +213,7 @@ async def measure_slot(options: argparse.Namespace, folder: Path) -> None:
         syncs, answers = [], []
         for _ in range(NUM_PUBLISHED):
             await lora_step(trainer)
+            synchronise(shared.device)
             watch.begin()
             began = time.perf_counter()
             ref = await trainer.publish("policy")
@@ -312,7 +312,7 @@ def measure_learning(options: argparse.Namespace, scratch: Path) -> None:
     ).model_dump(
         exclude_unset=True, exclude=set() if options.gpu_share else {"gpu_memory_utilization"}
     )
-    for seed in SEEDS:
+    for seed in options.seeds:
         report = rookery.run_grpo(
             {
                 "engine": {"type": "fleet", "launch": launch},
@@ -372,6 +372,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=("alias", "slot", "learn"), default=["alias", "slot"]
     )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="to learn with")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         scratch = Path(made)

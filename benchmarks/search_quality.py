@@ -80,6 +80,8 @@ def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) 
 RANDOM_FIRST = {"type": "random", "count": 20}
 BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
+FEW_FIRST = {"type": "random", "count": 10}
+OFTEN = {"type": "surrogate", "generations": 8, "population": 5}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "shipped": {"finals": {"random_search": False}},
@@ -102,6 +104,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         RANDOM_FIRST, {**SURROGATE, "low": -0.5}, merit="log_certainty"
     ),
     "surrogate, certainty": searched(RANDOM_FIRST, SURROGATE),
+    "often, of sums": searched(FEW_FIRST, {**OFTEN, "unit": "model"}, merit="log_certainty"),
+    "often, to 2.5": searched(FEW_FIRST, {**OFTEN, "high": 2.5}, merit="log_certainty"),
     "both splits": searched(ga(LAYERS), evidence="both"),
     "es last": searched(ga(LAYERS, generations=3), ES),
     "cmaes first": searched(

@@ -36,6 +36,8 @@ pytestmark = [
 ]
 NEAR = 0.1
 """Between a trainer and a server in bfloat16, in nats."""
+LIBRARIES = 64 * 2**20
+"""What cuBLAS and a recorded pass take for themselves, whatever the model's size."""
 PROMPT = tuple(range(100, 140))
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 LAUNCH = {
@@ -64,7 +66,7 @@ async def test_trainer_and_server_have_one_copy(trained: Training) -> None:
     held = sum(weight.nbytes for weight in trained.model.weights.values())
     masters = sum(p.nbytes for p in trained.trainer.trainee(POLICY).parameters)
     own = torch.cuda.memory_allocated() - masters
-    assert own < 0.02 * held, "besides the float32 masters"
+    assert own < 0.02 * held + LIBRARIES, "besides the float32 masters"
     await trained.trainer.publish(POLICY)
     assert await trained.gap() < NEAR
     before = await draw(trained.fleet, trained.fleet.base)

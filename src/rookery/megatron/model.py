@@ -70,7 +70,8 @@ def _check(model: "ParallelModel", probe: Probe, expected: torch.Tensor) -> None
         hidden = model.layers(hidden, probe.positions.flatten(), attend=attend)
         got = model.logits(hidden)
     if not agree(got, expected, dtype=model.dtype):
-        raise ModelError(f"probe logits differ by {gap(got, expected):.3g} from transformers'.")
+        off = gap(got, expected, dtype=model.dtype)
+        raise ModelError(f"probe logits differ by {off:.3g} from transformers'.")
 
 
 class ParallelModel(SlottedModel):

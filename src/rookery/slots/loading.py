@@ -175,9 +175,10 @@ def _check_probe(
         hidden = model.layers(hidden, probe.positions.flatten(), attend=attend)
         got = model.logits(hidden)
     if not agree(got, expected, dtype=model.dtype):
+        off = gap(got, expected, dtype=model.dtype)
         raise ModelError(
             f"{folder}: this architecture's forward pass does more than the embedded engine "
-            f"drives (probe logits differ by {gap(got, expected):.3g}). Serve this model with vLLM."
+            f"drives (probe logits differ by {off:.3g}). Serve this model with vLLM."
         )
     return attend.heads
 
