@@ -196,6 +196,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16, help="mean of each tenant")
+    parser.add_argument("--pass-tokens", type=int, help="of a pass at most; by default all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rounding", action="store_true", help="also the CPU beside a GPU")
     return parser.parse_args()
@@ -205,7 +206,7 @@ async def measure_passes(options: argparse.Namespace) -> bool:
     """All tenants in a pass, beside one after another."""
     folder: Path = resolve_model(options.model).path
     model = load_model(folder, device=options.device, dtype="float32")
-    pass_tokens = max(1024, 2 * options.tenants * options.tokens)
+    pass_tokens = options.pass_tokens or max(1024, 2 * options.tenants * options.tokens)
     tenants = [make_tenant(model, i, tokens=options.tokens) for i in range(options.tenants)]
     gap = await compare(model, tenants, pass_tokens)
     if options.rounding:

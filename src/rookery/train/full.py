@@ -13,8 +13,10 @@ publishing is a new name for the same memory.
 import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -135,6 +137,8 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         self._sharing: SharingEngine | None = None
         self._shared_as: ModelRef | None = None
         """What the engine that shares the weights calls them; None: something else."""
+        self._publish_s = 0.0
+        """How long it took the engine that shares the weights to have the last ones."""
         self._cut = _first_layer(config, num_layers=model.shape.num_layers)
         self._trains_all = config.layers == "all"
         self.trunk = Trunk(model, cache_bytes=int(config.trunk_cache_gib * 2**30))
@@ -154,14 +158,21 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
         trainee.waits_to_write = trainee.is_apart
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        """`train/publish_s` of its metrics: of the step, what an engine took that shares the
+        weights to have the new ones."""
+        if self._sharing is None:
+            return await super().optim_step(steps)
         if not self.trainees[self._name].waits_to_write:
             async with self._changing():
-                return await super().optim_step(steps)
-        # The engine goes on while the masters change, and waits only for the cast.
-        self._shared_as = None
-        outputs = await super().optim_step(steps)
-        async with self._changing():
-            return outputs
+                outputs = await super().optim_step(steps)
+        else:
+            # The engine goes on while the masters change, and waits only for the cast.
+            self._shared_as = None
+            outputs = await super().optim_step(steps)
+            async with self._changing():
+                pass
+        spent = {"train/publish_s": self._publish_s}
+        return [replace(output, metrics={**output.metrics, **spent}) for output in outputs]
 
     async def load(self, trainee: str, path: Path) -> None:
         async with self._changing():
@@ -184,12 +195,16 @@ class FullTrainer(SlottedTrainer[FullTrainee]):
             yield
             return
         self._shared_as = None
+        began = time.perf_counter()
         async with self._sharing.changing_base() as rename:
+            entered = time.perf_counter()
             try:
                 yield
             finally:
+                inside_s = time.perf_counter() - entered
                 # A call that was cancelled runs to its end in the worker.
                 rename(await self._in_turn(self._write_shared))
+        self._publish_s = time.perf_counter() - began - inside_s
         self._shared_as = self._ref()
 
     def _write_shared(self) -> ModelRef:

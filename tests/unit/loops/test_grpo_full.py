@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rookery.errors import RunError
 from rookery.loops.grpo import Step, Watcher
+from rookery.loops.grpo.policy_trainer import PolicyTrainer
 from rookery.runs import Run
 from rookery.slots import SlottedModel
 
@@ -81,6 +82,25 @@ async def test_a_run_trains_the_model_itself(
     # Shared weights are never handed over; only what the report compares is.
     num_published = 0 if "share" in changes else 6
     assert replacements.names == ["policy"] * (num_published + 1) + ["base"]
+
+
+async def test_what_a_step_spends_on_publishing_is_counted_as_that(
+    grpo_inputs: Inputs, plain_model: SlottedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that the engine shares are published with the optimizer step."""
+    apply = PolicyTrainer.apply
+    steps: list[Step] = []
+
+    async def apply_slowly(own: PolicyTrainer, step: int) -> dict[str, float]:
+        return await apply(own, step) | {"train/publish_s": 1000.0}
+
+    monkeypatch.setattr(PolicyTrainer, "apply", apply_slowly)
+    with make_run(tmp_path) as run:
+        watcher = Watcher(on_step=steps.append)
+        await run_training(run, grpo_inputs, model=plain_model, watcher=watcher, **SHARED)
+    assert all(step.metrics["time/publish_s"] > 999 for step in steps) and len(steps) == 5
+    assert all(step.metrics["time/train_s"] < 0 for step in steps), "of which so much was counted"
+    assert not any("train/publish_s" in step.metrics for step in steps)
 
 
 async def test_checkpoints_are_folders_that_transformers_loads(

@@ -197,3 +197,34 @@ async def test_an_engine_waits_for_the_cast_alone(tiny_folder: Path) -> None:
     assert not all(map(torch.equal, before, at_end))
     assert [ref.version for ref in engine.refs] == ["step-1"]
     assert await trainer.publish("policy") == engine.refs[0] and len(engine.refs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+async def test_a_step_says_what_the_engine_that_shares_its_weights_took(
+    tiny_folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pausing and proving, by a clock that only they move; not the step itself."""
+    now = [0.0]
+    monkeypatch.setattr("rookery.train.full.time.perf_counter", lambda: now[0])
+
+    class SlowEngine:
+        @asynccontextmanager
+        async def changing_base(self) -> AsyncIterator[Callable[[ModelRef], None]]:
+            now[0] += 2
+            yield lambda _: None
+            now[0] += 3
+
+    model = load_model(tiny_folder, dtype=dtype)
+    trainer = FullTrainer(model, name="policy", config=FullConfig(), like=tiny_folder)
+    trainer.share_with(SlowEngine())
+    step_of = trainer.trainee("policy").step
+
+    def step_slowly(asked: OptimStep) -> float:
+        now[0] += 7
+        return step_of(asked)
+
+    monkeypatch.setattr(trainer.trainee("policy"), "step", step_slowly)
+    await train(trainer, make_batch())
+    [output] = await trainer.optim_step([OptimStep(trainee="policy", learning_rate=1e-3)])
+    assert output.metrics["train/publish_s"] == 5 and now[0] == 12

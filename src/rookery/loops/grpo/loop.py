@@ -201,6 +201,8 @@ async def _train_and_draw(
     if batch.groups:
         with seconds.spent_on("train"):
             trained |= await parts.trainer.apply(step)
+        # An engine that computes with the trainer's memory has the new weights with the step.
+        seconds.move(trained.pop("train/publish_s", 0.0), "train", "publish")
     return trained, ahead
 
 
@@ -225,9 +227,17 @@ class _Seconds:
     def spent_on(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        key = f"time/{stage}_s"
-        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - began
+        self._add(stage, time.perf_counter() - began)
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """They were spent on another stage than they were counted for."""
+        self._add(source, -seconds)
+        self._add(target, seconds)
 
     def take(self) -> dict[str, float]:
         spent, self._spent = self._spent, {}
         return spent
+
+    def _add(self, stage: str, seconds: float) -> None:
+        key = f"time/{stage}_s"
+        self._spent[key] = self._spent.get(key, 0.0) + seconds
