@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -109,6 +110,15 @@ def test_batches_are_whole_packs_in_the_order_they_came() -> None:
     assert pick_batch([(0, 4), (0, 2), (0, 2), (0, 4)], num_sequences=8) == [0, 1, 2]
     assert pick_batch([(0, 4), (0, 2)], num_sequences=8) == []
     assert pick_batch([], num_sequences=8) == []
+
+
+@pytest.mark.parametrize("minimums", [None, {0: 0.4, 1: 0.4}])
+def test_batches_of_many_groups_are_dealt_at_once(minimums: dict[int, float] | None) -> None:
+    """The gateway answers nobody meanwhile, and looks again after every group."""
+    queue = [(place % 3, 8) for place in range(20_000)]
+    began_s = time.monotonic()
+    assert len(pick_batch(queue, num_sequences=8 * 15_000, minimums=minimums)) == 15_000
+    assert time.monotonic() - began_s < 1.0
 
 
 @pytest.mark.parametrize(
