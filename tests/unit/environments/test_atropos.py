@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from environments.groups import make_document, make_group
+from fleet.stub import until
 from pydantic import ValidationError
 from service.tenants import WordCodec
 
@@ -644,3 +646,34 @@ async def test_an_environment_that_could_not_be_written_has_no_number(
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
         assert [own.name for own in gateway.registry.environments] == ["a_0", "b_0", "c_0"]
         assert [group.env_id for group in gateway.queue.groups] == [2]
+
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_program_is_ended_also_when_its_end_is_cancelled(tmp_path: Path) -> None:
+    """A second Ctrl-C while programs are asked to end must not leave one that does not listen."""
+    command = EnvironmentCommand(command=(sys.executable, "-c", DEAF), folder=tmp_path)
+    pids: list[int] = []
+
+    async def play() -> None:
+        async with running([command], words={}, logs=tmp_path) as programs:
+            log = tmp_path / "environment-0.log"
+            await until(lambda: log.exists() and "deaf" in log.read_text())
+            pids.extend(programs.pids.values())
+            await asyncio.Event().wait()
+
+    playing = asyncio.create_task(play())
+    await until(lambda: pids)
+    playing.cancel()
+    await asyncio.sleep(0.1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await until(lambda: not Path(f"/proc/{pids[0]}").exists())
+    await asyncio.sleep(0.1)  # asyncio closes what it had of it
