@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from service.tenants import WordCodec
 
 from rookery.environments.atropos import draw_book
+from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
-from rookery.environments.atropos.feed import GatewayFeed
+from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import running
@@ -677,3 +678,14 @@ async def test_a_program_is_ended_also_when_its_end_is_cancelled(tmp_path: Path)
         await playing
     await until(lambda: not Path(f"/proc/{pids[0]}").exists())
     await asyncio.sleep(0.1)  # asyncio closes what it had of it
+
+
+async def test_a_sequence_that_a_run_api_passed_on_is_not_too_long_for_the_trainer() -> None:
+    class RunApi:
+        async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
+            return after + 1, [make_group()]
+
+    client = cast(GatewayClient, RunApi())
+    feed = ClientFeed(client, vocab_size=97, max_tokens=3, limit_s=5)
+    batch = await feed.take(0, after=0)
+    assert ["takes 3 at most" in group.error for group in batch.groups] == [True]
