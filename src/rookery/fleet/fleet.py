@@ -22,6 +22,7 @@ from uuid import uuid4
 import aiohttp
 from pydantic import Field, model_validator
 
+from rookery.concurrency import run_to_end
 from rookery.config import Config
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
@@ -340,7 +341,7 @@ async def open_fleet(
             async with fleet.pool.running():
                 yield fleet
         finally:
-            await asyncio.gather(*(replica.leave() for replica in replicas))
+            await run_to_end(_leave(replicas))
 
 
 async def _open_replicas(
@@ -382,6 +383,10 @@ async def _open_replicas(
         servers = await stack.enter_async_context(started)
         replicas += [make(s.url, s.config.api_key, launched, s) for s in servers]
     return replicas
+
+
+async def _leave(replicas: Sequence[Replica]) -> None:
+    await asyncio.gather(*(replica.leave() for replica in replicas))
 
 
 async def _connect(replicas: Sequence[Replica]) -> None:
