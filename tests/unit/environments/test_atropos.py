@@ -35,6 +35,7 @@ from rookery.environments.atropos.registry import (
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
+from rookery.service.atropos import make_atropos_app
 from rookery.testing import FakeSampler
 from rookery.types import (
     Completion,
@@ -689,3 +690,26 @@ async def test_a_sequence_that_a_run_api_passed_on_is_not_too_long_for_the_train
     feed = ClientFeed(client, vocab_size=97, max_tokens=3, limit_s=5)
     batch = await feed.take(0, after=0)
     assert ["takes 3 at most" in group.error for group in batch.groups] == [True]
+
+
+async def test_half_a_group_of_who_has_gone_is_not_refused(tmp_path: Path) -> None:
+    """A run says what was refused when no batch comes: this was nothing wrong."""
+    scope = {
+        "type": "http", "method": "POST", "path": "/scored_data", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    received = [
+        {"type": "http.request", "body": b'{"tokens": [[5,', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return received.pop(0) if len(received) > 1 else received[0]
+
+    async def send(_: Any) -> None: ...
+
+    with new_run(tmp_path / "run") as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        app = make_atropos_app(gateway, delivery=None, side=None, key="", limit_bytes=10**6)
+        await app(scope, receive, send)
+    assert gateway.num_refused == 0
