@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from rookery.errors import RookeryError
 
-__all__ = ["run_in_thread", "task_group", "together"]
+__all__ = ["run_in_thread", "run_to_end", "task_group", "together"]
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -43,7 +43,16 @@ async def run_in_thread(
     thread that writes must not go on writing into what the caller then closes."""
     context = contextvars.copy_context()
     call = functools.partial(context.run, function, *args, **kwargs)
-    work = asyncio.get_running_loop().run_in_executor(None, call)
+    return await _ended(asyncio.get_running_loop().run_in_executor(None, call))
+
+
+async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """What cleans up: who is cancelled, however often, waits for its end all the same. It has a
+    limit of its own."""
+    return await _ended(asyncio.ensure_future(work))
+
+
+async def _ended(work: "asyncio.Future[Result]") -> Result:
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

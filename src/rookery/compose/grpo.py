@@ -254,8 +254,8 @@ async def _open_drawer(
     from rookery.compose.grpo_atropos import open_feed  # needs the extra `serve`
 
     assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
-    vocab_size = opened.model.shape.vocab_size
-    async with open_feed(config, files, engine=engine, vocab_size=vocab_size, run=run) as feed:
+    shape = opened.model.shape
+    async with open_feed(config, files, engine=engine, shape=shape, run=run) as feed:
         yield feed
 
 

@@ -22,6 +22,7 @@ from rookery.fleet import Fleet
 from rookery.loops.grpo import GrpoConfig
 from rookery.runs import Run
 from rookery.service.atropos import make_atropos_app
+from rookery.slots.model import ModelShape
 
 __all__ = ["PORT_REMEDY", "gateway_key", "open_feed"]
 
@@ -40,20 +41,24 @@ def gateway_key(config: AtroposConfig) -> str:
 
 @asynccontextmanager
 async def open_feed(
-    config: GrpoConfig, files: GrpoFiles, *, engine: ServingEngine, vocab_size: int, run: Run
+    config: GrpoConfig, files: GrpoFiles, *, engine: ServingEngine, shape: ModelShape, run: Run
 ) -> AsyncIterator[Feed]:
-    """Where the batches of the run come from, while the block runs."""
+    """Where the batches of the run come from, while the block runs. `shape` is the trainer's."""
     own = config.atropos
     assert own is not None
-    registration = _registration(config, own, run)
+    # What the trainer cannot read would end the run again and again: a batch is durable.
+    longest = min(own.max_token_len, shape.context_tokens)
+    registration = _registration(config, run, longest=longest)
     key = gateway_key(own)
     if own.url:
         async with open_client(own.url, key=key) as client:
             await client.register(registration)
-            yield ClientFeed(client, vocab_size=vocab_size, limit_s=own.batch_s)
+            yield ClientFeed(
+                client, vocab_size=shape.vocab_size, max_tokens=longest, limit_s=own.batch_s
+            )
         return
     gateway = await Gateway.open(
-        run, trainer=registration, vocab_size=vocab_size, trained=trained_groups(run)
+        run, trainer=registration, vocab_size=shape.vocab_size, trained=trained_groups(run)
     )
     num_kept = engine.capabilities.max_logprobs if isinstance(engine, Fleet) else None
     codec = TemplateCodec(files.template)
@@ -84,12 +89,12 @@ def _with_key(url: str, key: str) -> str:
     return url.replace("://", f"://any:{quote(key, safe='')}@", 1) if key else url
 
 
-def _registration(config: GrpoConfig, own: AtroposConfig, run: Run) -> TrainerRegistration:
+def _registration(config: GrpoConfig, run: Run, *, longest: int) -> TrainerRegistration:
     return TrainerRegistration(
         wandb_group=run.name,
         wandb_project="rookery",
         batch_size=config.groups_per_step * config.group_size,
-        max_token_len=own.max_token_len,
+        max_token_len=longest,
         checkpoint_dir=str(run.path / "checkpoints"),
         save_checkpoint_interval=config.save_every,
         starting_step=0,

@@ -274,12 +274,9 @@ def _whole_models(opened: Opened, fleet: Fleet, *, canary: Canary, like: Path) -
 
 
 def _canary(fleet: Fleet, model: SlottedModel) -> Canary:
-    launch = fleet.config.launch
-    served = "auto" if launch is None else launch.dtype
-    is_plain = served == "float32" or (launch is not None and launch.is_on_cpu and served == "auto")
     return Canary.of(
         fleet.capabilities,
-        is_float32=is_plain and model.dtype == torch.float32,
+        is_float32=fleet.capabilities.is_float32 and model.dtype == torch.float32,
         vocab_size=model.shape.vocab_size,
     )
 

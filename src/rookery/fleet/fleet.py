@@ -22,6 +22,7 @@ from uuid import uuid4
 import aiohttp
 from pydantic import Field, model_validator
 
+from rookery.concurrency import run_to_end
 from rookery.config import Config
 from rookery.errors import ConfigError, FleetError, RookeryError, boundary
 from rookery.fleet.adapters.fit import Fit, base_names, check_fit, read_head, read_shapes
@@ -340,7 +341,7 @@ async def open_fleet(
             async with fleet.pool.running():
                 yield fleet
         finally:
-            await asyncio.gather(*(replica.leave() for replica in replicas))
+            await run_to_end(_leave(replicas))
 
 
 async def _open_replicas(
@@ -362,21 +363,30 @@ async def _open_replicas(
         is_by_folder=config.peft_folders,
     )
 
-    def make(url: str, api_key: str, local: LocalServer | None = None) -> Replica:
-        client = Client(url, session=session, config=config.client, api_key=api_key)
-        return Replica(client, settings=settings, staging=staging, local=local)
-
-    replicas = [make(url, os.environ.get(config.api_key_env, "")) for url in config.urls]
     launch = config.launch
+    launched = settings if launch is None else replace(settings, dtype=launch.served_dtype)
+
+    def make(
+        url: str, api_key: str, own: ReplicaSettings, local: LocalServer | None = None
+    ) -> Replica:
+        client = Client(url, session=session, config=config.client, api_key=api_key)
+        return Replica(client, settings=own, staging=staging, local=local)
+
+    key = os.environ.get(config.api_key_env, "")
+    replicas = [make(url, key, settings) for url in config.urls]
     if launch is not None and launch.placement == "ray":
         cluster = place_on_ray(launch, num=launch.replicas or 1, address=launch.ray_address)
         placed = await stack.enter_async_context(cluster)
-        replicas += [make(url, placed.api_key) for url in placed.urls]
+        replicas += [make(url, placed.api_key, launched) for url in placed.urls]
     elif launch is not None:
         started = open_servers(launch, progress=progress, adapters=staging.root)
         servers = await stack.enter_async_context(started)
-        replicas += [make(server.url, server.config.api_key, server) for server in servers]
+        replicas += [make(s.url, s.config.api_key, launched, s) for s in servers]
     return replicas
+
+
+async def _leave(replicas: Sequence[Replica]) -> None:
+    await asyncio.gather(*(replica.leave() for replica in replicas))
 
 
 async def _connect(replicas: Sequence[Replica]) -> None:

@@ -302,6 +302,25 @@ async def test_a_second_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.M
         assert (await client.batch(after=0))[0] == 1
 
 
+async def test_a_batch_is_asked_for_again_when_its_gateway_was_killed_while_it_sent_it() -> None:
+    answers = [b'{"uuid": 5}', b'{"batch": [', json.dumps({"batch": [make_document()]}).encode()]
+    lengths = [len(answers[0]), len(answers[2]), len(answers[2])]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+        writer.write(head.format(lengths.pop(0)).encode() + answers.pop(0))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, open_client(f"http://127.0.0.1:{port}") as client:
+        await client.register(TrainerRegistration.model_validate(REGISTRATION))
+        number, [group] = await client.batch(after=0)
+    assert number == 1 and group.tokens == make_document()["tokens"]
+
+
 async def test_a_trainer_that_is_gone_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +457,12 @@ async def test_a_training_takes_batches_from_a_gateway_elsewhere(tmp_path: Path)
                 run_grpo, config, runs_dir=tmp_path / "runs", name="client", progress=False
             )
         )
+        while (await ask(session, "GET", "/info"))["max_token_len"] == -1:  # noqa: ASYNC110 - polled
+            await asyncio.sleep(0.05)
+        columns = ("tokens", "masks", "inference_logprobs")
+        long = {name: [row * 33 for row in make_document(4)[name]] for name in columns}
+        refused = await ask(session, "POST", "/scored_data", make_document(4, **long))
+        assert "has 132 tokens and the trainer takes 128" in refused["error"], "its context"
         while not training.done():
             status = await ask(session, "GET", "/status")
             if status["queue_size"] < 8:

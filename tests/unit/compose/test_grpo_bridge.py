@@ -8,16 +8,19 @@ from typing import Any
 import aiohttp
 import pytest
 from fleet.sharing import SharingStub
-from fleet.stub import serve, until
-from tiny import write_tiny_model, write_tokenizer
+from fleet.stub import Stub, serve, until
+from tiny import tiny_adapter, write_tiny_model, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
+from rookery.compose.grpo_bridge import adapter_publisher, bridged_engine, choose_bridge
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.servers.trainer_lock import is_trained
 from rookery.loops.grpo import GrpoConfig
+from rookery.loops.grpo.policy_weights import POLICY
+from rookery.slots.loading import load_model
+from rookery.train import LoraTrainer, TrainerConfig
 
 TASKS = [{"type": "jsonl", "path": "none.jsonl", "scorer": {"type": "exact"}}]
 
@@ -61,6 +64,21 @@ async def test_a_weight_that_servers_lack_is_the_reason_for_another_bridge(tmp_p
             assert bridge.name == "reload" and "model.embed_tokens.weight" in bridge.why
             with pytest.raises(FleetError, match=r"no weight that is model\.embed_tokens\.weight"):
                 await choose_bridge(config_of(stub, bridge="alias"), fleet, folder=folder)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", "0.001"), ("bfloat16", "0.5")])
+async def test_servers_by_url_tell_how_closely_they_are_judged(
+    tmp_path: Path, dtype: str, limit: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    model = load_model(folder, device="cpu", dtype="float32")
+    trainer = LoraTrainer(model, config=TrainerConfig())
+    trainer.add(POLICY, tiny_adapter("tiny"))
+    stub = Stub(root=str(folder), dtype=dtype)
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        trainer.publish_to(adapter_publisher(fleet, trainer, model=model))
+        with pytest.raises(FleetError, match=f"nats, more than {limit}"):
+            await trainer.publish(POLICY)
 
 
 async def test_several_processes_have_no_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

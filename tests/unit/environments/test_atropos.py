@@ -4,21 +4,25 @@ import asyncio
 import itertools
 import math
 import random
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from environments.groups import make_document, make_group
+from fleet.stub import until
 from pydantic import ValidationError
 from service.tenants import WordCodec
 
 from rookery.environments.atropos import draw_book
+from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
 from rookery.environments.atropos.draw_book import DrawBook, Drawn
 from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
-from rookery.environments.atropos.feed import GatewayFeed
+from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
 from rookery.environments.atropos.programs import running
@@ -31,6 +35,7 @@ from rookery.environments.atropos.registry import (
 from rookery.environments.atropos.scored_group import ScoredGroup, check_group, drawn_sequences
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.runs import Run
+from rookery.service.atropos import make_atropos_app
 from rookery.testing import FakeSampler
 from rookery.types import (
     Completion,
@@ -109,6 +114,15 @@ def test_batches_are_whole_packs_in_the_order_they_came() -> None:
     assert pick_batch([(0, 4), (0, 2), (0, 2), (0, 4)], num_sequences=8) == [0, 1, 2]
     assert pick_batch([(0, 4), (0, 2)], num_sequences=8) == []
     assert pick_batch([], num_sequences=8) == []
+
+
+@pytest.mark.parametrize("minimums", [None, {0: 0.4, 1: 0.4}])
+def test_batches_of_many_groups_are_dealt_at_once(minimums: dict[int, float] | None) -> None:
+    """The gateway answers nobody meanwhile, and looks again after every group."""
+    queue = [(place % 3, 8) for place in range(20_000)]
+    began_s = time.monotonic()
+    assert len(pick_batch(queue, num_sequences=8 * 15_000, minimums=minimums)) == 15_000
+    assert time.monotonic() - began_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -634,3 +648,68 @@ async def test_an_environment_that_could_not_be_written_has_no_number(
         gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
         assert [own.name for own in gateway.registry.environments] == ["a_0", "b_0", "c_0"]
         assert [group.env_id for group in gateway.queue.groups] == [2]
+
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_program_is_ended_also_when_its_end_is_cancelled(tmp_path: Path) -> None:
+    """A second Ctrl-C while programs are asked to end must not leave one that does not listen."""
+    command = EnvironmentCommand(command=(sys.executable, "-c", DEAF), folder=tmp_path)
+    pids: list[int] = []
+
+    async def play() -> None:
+        async with running([command], words={}, logs=tmp_path) as programs:
+            log = tmp_path / "environment-0.log"
+            await until(lambda: log.exists() and "deaf" in log.read_text())
+            pids.extend(programs.pids.values())
+            await asyncio.Event().wait()
+
+    playing = asyncio.create_task(play())
+    await until(lambda: pids)
+    playing.cancel()
+    await asyncio.sleep(0.1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await until(lambda: not Path(f"/proc/{pids[0]}").exists())
+    await asyncio.sleep(0.1)  # asyncio closes what it had of it
+
+
+async def test_a_sequence_that_a_run_api_passed_on_is_not_too_long_for_the_trainer() -> None:
+    class RunApi:
+        async def batch(self, *, after: int) -> tuple[int, Sequence[ScoredGroup]]:
+            return after + 1, [make_group()]
+
+    client = cast(GatewayClient, RunApi())
+    feed = ClientFeed(client, vocab_size=97, max_tokens=3, limit_s=5)
+    batch = await feed.take(0, after=0)
+    assert ["takes 3 at most" in group.error for group in batch.groups] == [True]
+
+
+async def test_half_a_group_of_who_has_gone_is_not_refused(tmp_path: Path) -> None:
+    """A run says what was refused when no batch comes: this was nothing wrong."""
+    scope = {
+        "type": "http", "method": "POST", "path": "/scored_data", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    received = [
+        {"type": "http.request", "body": b'{"tokens": [[5,', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return received.pop(0) if len(received) > 1 else received[0]
+
+    async def send(_: Any) -> None: ...
+
+    with new_run(tmp_path / "run") as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        app = make_atropos_app(gateway, delivery=None, side=None, key="", limit_bytes=10**6)
+        await app(scope, receive, send)
+    assert gateway.num_refused == 0

@@ -96,6 +96,9 @@ class Stub:
     has_met: bool = False
     """The base model and an adapter were in flight at once."""
     device: str = "cuda"
+    dtype: str = "bfloat16"
+    logprobs_off: float = 0.0
+    """How far its log-probabilities of new tokens are from the right ones."""
     version: str = "0.0-stub"
     cpu_space: str = ""
     """What it reports of its cache on the CPU, if it does."""
@@ -246,7 +249,8 @@ class Stub:
             "lora_config": lora, "scheduler_config": {"max_num_seqs": 64},
             "device_config": {"device": self.device},
         }  # fmt: skip
-        return web.json_response({"vllm_config": {**config, "model_config": {"max_logprobs": 20}}})
+        model = {"max_logprobs": 20, "dtype": f"torch.{self.dtype}"}
+        return web.json_response({"vllm_config": {**config, "model_config": model}})
 
     async def _reset(self, _: web.Request) -> web.Response:
         self.num_resets += 1
@@ -389,7 +393,7 @@ class Stub:
             token = order[drawn if temperature else 0]
             ids = body.get("logprob_token_ids") if "logprob_token_ids" in self.fields else None
             reported = [token, *(ids or order[: body.get("logprobs") or 0])]
-            tops.append({f"token_id:{t}": row[t] for t in reported})
+            tops.append({f"token_id:{t}": row[t] - self.logprobs_off for t in reported})
             tokens.append(token)
         rows: list[dict[str, Any] | None] | None = None
         if body.get("prompt_logprobs") is not None:

@@ -116,6 +116,27 @@ async def test_a_publication_that_is_cancelled_leaves_no_server_paused() -> None
         assert await ask(fleet, await trainer.step())
 
 
+async def test_a_publication_that_is_cancelled_twice_leaves_no_server_paused() -> None:
+    """As by a second Ctrl-C, while the server is told to go on."""
+    stub = SharingStub()
+    async with serve(stub), open_fleet(fleet_of(stub)) as fleet, training(fleet) as trainer:
+        is_changing = asyncio.Event()
+
+        async def publish() -> None:
+            async with trainer.bridge.changing_base():
+                is_changing.set()
+                await asyncio.Event().wait()
+
+        publishing = asyncio.create_task(publish())
+        await is_changing.wait()
+        for _ in range(2):
+            publishing.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert not stub.is_paused
+
+
 @pytest.mark.parametrize(
     ("stub", "said"),
     [

@@ -215,3 +215,28 @@ def _in_flight(fleet: Fleet) -> list[Call]:
 
 def _is_down(fleet: Fleet) -> bool:
     return not any(r.load.is_open or r.load.in_flight for r in fleet.pool.replicas)
+
+
+async def test_a_fleet_that_is_cancelled_twice_leaves_no_adapters_on_servers() -> None:
+    """As by a second Ctrl-C, while servers are told to forget them."""
+    stub, is_used = Stub(), asyncio.Event()
+
+    async def use() -> None:
+        async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+            for seed in range(5):
+                ref = await fleet.load(make_small(f"a{seed}", seed))
+                params = SamplingParams(max_tokens=1)
+                await fleet.sample([SampleRequest(model=ref, prompt=(1, 2), params=params)])
+            is_used.set()
+            await asyncio.Event().wait()
+
+    async with serve(stub):
+        using = asyncio.create_task(use())
+        await is_used.wait()
+        using.cancel()
+        while not stub.unloads:  # noqa: ASYNC110 - while the first is told
+            await asyncio.sleep(0)
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        assert len(stub.unloads) == 5 and not stub.adapters

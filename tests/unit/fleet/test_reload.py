@@ -191,6 +191,19 @@ async def test_weights_that_did_not_arrive_are_noticed_and_keep_the_server_out()
             await fleet.sample(ask(first))
 
 
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "bfloat16")])
+async def test_a_server_of_float32_is_judged_by_float32(dtypes: tuple[str, ...]) -> None:
+    """What half precision rounds by are other weights where all is float32, as servers tell."""
+    stubs = [Stub(routes=ROUTES, dtype=dtype, logprobs_off=0.01) for dtype in dtypes]
+    async with serve(*stubs), open_fleet(FleetConfig(urls=tuple(s.url for s in stubs))) as fleet:
+        if "bfloat16" in dtypes:
+            await update_weights(fleet, Model("new"))
+            return
+        await update_weights(fleet, Model("new").to(torch.bfloat16))
+        with pytest.raises(FleetError, match=r"off by 0.01 nats, more than 0.001"):
+            await update_weights(fleet, Model("newer"))
+
+
 @pytest.mark.parametrize("started_s", [2.0, None])
 async def test_a_server_that_was_started_again_does_not_rejoin_with_old_weights(
     started_s: float | None,

@@ -2,17 +2,20 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from environments.groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rookery.embedded import EngineConfig
-from rookery.errors import TrainError
+from rookery.environments.atropos.feed import FedBatch, FedGroup
+from rookery.errors import TaskError, TrainError
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.advantages import ADVANTAGES, is_equal
 from rookery.loops.grpo.batch import (
@@ -23,8 +26,11 @@ from rookery.loops.grpo.batch import (
     decode_batch,
     encode_batch,
 )
+from rookery.loops.grpo.batch_drawer import Policy
 from rookery.loops.grpo.data import make_data, mean_gap
+from rookery.loops.grpo.fed_source import FedSource
 from rookery.loops.grpo.task_order import TaskOrder
+from rookery.runs import Run
 from rookery.seeding import stream
 from rookery.types import KeptTokens, ModelRef, Task, TokenSequence
 
@@ -208,3 +214,36 @@ def test_paths_are_taken_from_the_folder_of_the_file(tmp_path: Path) -> None:
     assert config.init_from == tmp_path / "winner"
     assert config.engine == EngineConfig(model=str(tmp_path / "model"))
     assert make_config().from_folder(tmp_path).engine == EngineConfig()
+
+
+class RunApi:
+    """A feed of one batch, of which some groups cannot be trained on."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        groups = [
+            FedGroup(number=i, environment="", group=make_group(), draws=(None, None), error=error)
+            for i, error in enumerate(errors)
+        ]
+        self._batch = FedBatch(number=1, groups=tuple(groups))
+
+    def use(self, ref: ModelRef, *, step: int) -> None: ...
+
+    async def take(self, step: int, *, after: int) -> FedBatch:
+        return self._batch
+
+    async def acknowledge(self, batch: FedBatch) -> None: ...
+
+
+async def test_groups_of_environments_that_cannot_be_trained_on_stop_the_run(
+    tmp_path: Path,
+) -> None:
+    """An environment with another tokenizer: all steps would pass, and nothing be trained."""
+    config = GrpoConfig.model_validate({"environment": {"type": "atropos"}})
+    policy = Policy(ModelRef(name="policy", version="0"), step=0)
+    with Run.create(tmp_path, kind="grpo", name="fed", config={}) as run:
+        bad = FedSource(RunApi(["", "token 99", "token 98"]), config=config, run=run)
+        with pytest.raises(TaskError, match=r"4 of 6 rollouts failed.*The first error: token 99"):
+            await bad.batch(0, policy=policy)
+        good = FedSource(RunApi(["", "", "", "", "token 99"]), config=config, run=run)
+        batch = await good.batch(0, policy=policy)
+    assert len(batch.groups) == 4 and batch.counts.num_failed == 2

@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pyrage
 import pytest
 from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
+from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.routes.openai import CompletionRequest
 from rookery.types import SampleRequest
@@ -362,3 +365,43 @@ def test_openai_options_of_vllm_reach_the_engine() -> None:
     body = CompletionRequest(model="fake", prompt=[5], ignore_eos=True, stop_token_ids=[7])
     params = body.params(max_tokens=4, seed=0, top_logprobs=0)
     assert (params.ignore_eos, params.stop_tokens) == (True, (7,))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "fake", "prompt": [5]}),
+        ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "5"}]}),
+        ("/api/v1/sample", {"prompts": ["5"]}),
+    ],
+)
+async def test_nothing_is_drawn_for_a_client_that_has_gone(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    backend, begun, ended = fake_backend(), asyncio.Event(), asyncio.Event()
+
+    async def draw_for_ever(requests: Sequence[SampleRequest]) -> Any:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    backend.engine.sample = draw_for_ever  # type: ignore[method-assign]
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"x-api-key", b"tml-any")],
+    }  # fmt: skip
+    received = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if received:
+            return received.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
+        await make_app(served.service, keys=None)(scope, receive, send)
+        assert ended.is_set()

@@ -30,6 +30,8 @@ RETRY_S = 60.0
 POLL_S = 0.2
 ALIVE_S = 5.0
 """How often a gateway hears of a trainer, whose steps may take long: it refuses a second one."""
+_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
+"""What a gateway that is killed leaves of a question, before its answer or in the middle of it."""
 _GROUPS = TypeAdapter(list[ScoredGroup])
 
 
@@ -90,9 +92,7 @@ class GatewayClient:
         return await self._ask("GET", f"/batch?after={after}&trainer={self._number}", None)
 
     async def _ask(self, method: str, path: str, document: Any) -> dict[str, Any]:
-        async for attempt in stamina.retry_context(
-            on=(aiohttp.ClientConnectionError, TimeoutError), attempts=None, timeout=RETRY_S
-        ):
+        async for attempt in stamina.retry_context(on=_LOST, attempts=None, timeout=RETRY_S):
             with attempt:
                 return await self._once(method, path, document)
         raise AssertionError("the retry loop ends by returning or raising")

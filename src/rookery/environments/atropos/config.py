@@ -43,7 +43,7 @@ class AtroposConfig(Config):
     """Programs that are started with the run, watched, and stopped with it. When all have ended the
     run goes on as long as others play at its gateway."""
     max_token_len: int = Field(default=2048, ge=2)
-    """The longest sequence, prompt and answers."""
+    """The longest sequence, prompt and answers; at most what the model reads."""
     batch_s: float = Field(default=3600.0, gt=0)
     """How long a batch may take to come together."""
     body_mib: float = Field(default=64.0, gt=0)

@@ -144,9 +144,13 @@ class GatewayFeed:
 class ClientFeed:
     """A gateway or a `run-api` elsewhere. The next question acknowledges a batch."""
 
-    def __init__(self, client: GatewayClient, *, vocab_size: int, limit_s: float) -> None:
+    def __init__(
+        self, client: GatewayClient, *, vocab_size: int, max_tokens: int, limit_s: float
+    ) -> None:
+        """`max_tokens`: of a sequence. A `run-api` passes on what is longer."""
         self._client = client
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
         self._limit_s = limit_s
 
     def use(self, ref: ModelRef, *, step: int) -> None:
@@ -167,7 +171,7 @@ class ClientFeed:
     def _fed(self, number: int, group: ScoredGroup) -> FedGroup:
         error = ""
         try:
-            check_group(group, vocab_size=self._vocab_size, max_tokens=0)
+            check_group(group, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
         except TaskError as refused:
             error = str(refused)
         name = "" if group.env_id is None else f"environment_{group.env_id}"

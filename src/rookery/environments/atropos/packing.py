@@ -20,8 +20,10 @@ def pick_batch(
 ) -> list[int]:
     """The places of the groups that make a batch, empty when there is none yet.
 
-    Groups of sizes 4 2 4 2 and batches of 8: places 0, 1, 3 (a pack of two groups of 2).
+    Groups of sizes 4 2 2 4 and batches of 8: places 0, 1, 2 (a pack of two groups of 2).
     """
+    if sum(size for _, size in queue) < num_sequences:
+        return []
     for has_others in (True, False):
         packed = _packed(queue, by_environment=bool(minimums), has_others=has_others)
         if places := _picked(queue, packed, num_sequences=num_sequences, minimums=minimums):
@@ -41,15 +43,19 @@ def _picked(
     needed = _needed(minimums, num_sequences=num_sequences, queue=queue, packed=packed)
     if needed is None:
         return []
+    places: defaultdict[int | None, list[int]] = defaultdict(list)
+    for place in packed:
+        places[queue[place][0]].append(place)
     first: list[int] = []
+    total = 0
     for environment, least in needed.items():
         taken = 0
-        for place in packed:
-            own, size = queue[place]
-            fits = taken < least and _total(first, queue) + size <= num_sequences
-            if own == environment and fits:
+        for place in places[environment]:
+            size = queue[place][1]
+            if taken < least and total + size <= num_sequences:
                 first.append(place)
                 taken += size
+                total += size
     return _fill(first, sorted(packed), queue, num_sequences)
 
 
@@ -57,18 +63,21 @@ def _fill(
     first: Sequence[int], packed: Sequence[int], queue: Sequence[Sized], num_sequences: int
 ) -> list[int]:
     """More groups up to the whole batch; empty when it cannot be made exactly."""
-    chosen = list(first)
-    total = _total(chosen, queue)
-    for place in packed:
+    begun = sum(queue[place][1] for place in first)
+    taken = set(first)
+    others = [place for place in packed if place not in taken]
+    chosen, total = list(first), begun
+    for place in others:
+        if total == num_sequences:
+            break
         size = queue[place][1]
-        if place not in chosen and total + size <= num_sequences:
+        if total + size <= num_sequences:
             chosen.append(place)
             total += size
-        if total == num_sequences:
-            return chosen
+    if total == num_sequences:
+        return chosen
     # Sizes that do not divide a batch: others of them may.
-    left = num_sequences - _total(first, queue)
-    others = [place for place in packed if place not in first]
+    left = num_sequences - begun
     found = complete_groups([queue[place][1] for place in others], left)
     return [*first, *(others[place] for place in found)] if found else []
 
@@ -141,7 +150,3 @@ def complete_groups(sizes: Sequence[int], target: int) -> list[int]:
             chosen.append(place)
             target -= sizes[place]
     return chosen[::-1]
-
-
-def _total(places: Sequence[int], queue: Sequence[Sized]) -> int:
-    return sum(queue[place][1] for place in places)

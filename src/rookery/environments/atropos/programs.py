@@ -147,12 +147,14 @@ def _guarded(words: Sequence[str]) -> list[str]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask the whole group to end, wait, and make it."""
+    """Ask the whole group to end, wait, and make it; at once when this is cancelled again."""
     _signal(process.pid, signal.SIGTERM)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    _signal(process.pid, signal.SIGKILL)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+    finally:
+        _signal(process.pid, signal.SIGKILL)
     await process.wait()
 
 

@@ -83,7 +83,7 @@ def check_group(group: ScoredGroup, *, vocab_size: int, max_tokens: int) -> None
         if max_tokens and len(tokens) > max_tokens:
             raise TaskError(
                 f"Sequence {row} has {len(tokens)} tokens and the trainer takes {max_tokens} at "
-                "most: shorten it, or raise max_token_len."
+                "most: shorten it, or raise max_token_len up to what the model reads."
             )
         _check_drawn(row, mask, group)
     _check_numbers(group)

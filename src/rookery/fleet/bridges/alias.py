@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rookery.concurrency import run_to_end
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.bridges.aliases import alias_weights, fused_name
 from rookery.fleet.bridges.canary import Canary, Logprobs
@@ -134,9 +135,13 @@ class AliasBridge:
                 give = partial(self._name_and_resume, named[-1])
                 await self._update.publish(give, self._logprobs, named[-1], again=self._attach)
             except BaseException:  # weights may have changed in part: the servers stay out
-                await self._update.forget_asked()
-                await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
+                await run_to_end(self._give_up(replicas))
                 raise
+
+    async def _give_up(self, replicas: Sequence[Replica]) -> None:
+        """What waits at the servers, of others too, goes on."""
+        await self._update.forget_asked()
+        await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")

@@ -70,7 +70,11 @@ async def update_weights(
     if give_from is reload_from:
         require_updates(fleet)
         require_seen_folder(fleet)
-    canary = Canary.of(fleet.capabilities, is_float32=False, vocab_size=_vocab_size(model))
+    canary = Canary.of(
+        fleet.capabilities,
+        is_float32=fleet.capabilities.is_float32 and _is_float32(model),
+        vocab_size=_vocab_size(model),
+    )
     expected = await asyncio.to_thread(_logprobs, model, canary)
 
     async def logprobs(_: Canary) -> list[float]:
@@ -151,6 +155,12 @@ def _digest(folder: Path) -> str:
 def _file_digest(file: Path) -> bytes:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "blake2b").digest()
+
+
+def _is_float32(model: Model) -> bool:
+    import torch
+
+    return all(own.dtype == torch.float32 for own in model.parameters())
 
 
 def _vocab_size(model: Model) -> int:

@@ -57,6 +57,13 @@ class Capabilities:
     without the worker extension."""
     is_on_cpu: bool | None = None
     """As the server reports, as it was launched, or as the config says; None: unknown."""
+    dtype: str | None = None
+    """What it computes in, such as `float32`, as it reports or was launched; None: unknown."""
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether it is known to compute in float32, adapters too."""
+        return self.dtype == "float32" and self.lora_dtype in (None, "float32")
 
     @property
     def has_lora_loading(self) -> bool:
@@ -86,6 +93,7 @@ def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
         has_prefix_cache=all(c.has_prefix_cache for c in capabilities),
         block_tokens=max(c.block_tokens for c in capabilities),
         max_lora_rank=_least(c.max_lora_rank for c in capabilities),
+        dtype=first.dtype if all(c.dtype == first.dtype for c in capabilities) else None,
     )
 
 

@@ -103,6 +103,7 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
         max_lora_rank=_whole(lora.get("max_lora_rank")),
         lora_dtype=_text(lora.get("lora_dtype")),
         is_on_cpu=is_on_cpu,
+        dtype=_text(model.get("dtype")),
     )
 
 

@@ -54,6 +54,8 @@ class ReplicaSettings:
     """They search it for adapters by name."""
     is_by_folder: bool = False
     """Adapters go as PEFT folders, though servers could take them from memory."""
+    dtype: str | None = None
+    """What they were told to compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class Replica:
             lora_dtype=report.get("lora_dtype", probed.lora_dtype),
             has_wrong_head=bool(is_on_cpu) and not report.get("output_layer", False),
             is_on_cpu=is_on_cpu,
+            dtype=probed.dtype or self._settings.dtype,
         )
         if self.local is not None and self.local.config.has_whole_graphs:
             await self._check_steps()

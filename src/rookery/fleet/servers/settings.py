@@ -190,6 +190,13 @@ class LaunchConfig(Config):
         return self.device == "cpu" or (self.device == "auto" and not visible_gpus())
 
     @property
+    def served_dtype(self) -> str | None:
+        """What servers compute in; None: the model's own type."""
+        if self.dtype == "auto":
+            return "float32" if self.is_on_cpu else None
+        return self.dtype
+
+    @property
     def has_whole_graphs(self) -> bool:
         return self.cuda_graphs == "full" and not self.enforce_eager and not self.is_on_cpu
 
@@ -206,7 +213,7 @@ def command_line(config: LaunchConfig, *, port: int) -> list[str]:
         "--model": config.model,
         "--host": config.host,
         "--port": port,
-        "--dtype": "float32" if config.dtype == "auto" and config.is_on_cpu else config.dtype,
+        "--dtype": config.served_dtype or "auto",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": config.max_logprobs,
         # A line per request costs the API process more than the request is worth.

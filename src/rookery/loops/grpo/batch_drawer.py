@@ -24,7 +24,7 @@ from rookery.ports import GroupDrawer
 from rookery.seeding import stream_seed
 from rookery.types import Draw, Group, ModelRef, Rollout, Task
 
-__all__ = ["BatchDrawer", "Policy"]
+__all__ = ["BatchDrawer", "Policy", "check_failures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class BatchDrawer:
             ]
             position += num
             drawn += groups
-            self._check_failures(step, drawn)
+            check_failures(step, _count(drawn), max_share=self._config.max_failed_share)
         counts = _count(drawn)
         if step == 0 and not useful:
             raise _nothing_to_learn(len(drawn), counts)
@@ -81,8 +81,9 @@ class BatchDrawer:
             if any(_teaches(_drawn(0, group)) for group in groups):
                 return
             drawn += groups
-        self._check_failures(0, drawn)
-        raise _nothing_to_learn(len(drawn), _count(drawn))
+        counts = _count(drawn)
+        check_failures(0, counts, max_share=self._config.max_failed_share)
+        raise _nothing_to_learn(len(drawn), counts)
 
     async def _draw_from(self, position: int, num: int, model: ModelRef) -> list[Group]:
         return await self._drawer.draw(model, [self._draw_at(position + i) for i in range(num)])
@@ -91,16 +92,14 @@ class BatchDrawer:
         seed = stream_seed(self._config.seed, "grpo-draw", position)
         return Draw(task=self._order[position], seed=seed)
 
-    def _check_failures(self, step: int, drawn: Sequence[Group]) -> None:
-        """Stop before the batch is recorded: once the cause is removed, a resumed run draws it."""
-        rollouts = [rollout for group in drawn for rollout in group.rollouts]
-        errors = [rollout.error for rollout in rollouts if rollout.error]
-        if len(errors) > self._config.max_failed_share * len(rollouts):
-            raise TaskError(
-                f"Step {step}: {len(errors)} of {len(rollouts)} rollouts failed, more than "
-                f"max_failed_share ({self._config.max_failed_share:g}) allows. The first error: "
-                f"{errors[0]}"
-            )
+
+def check_failures(step: int, counts: BatchCounts, *, max_share: float) -> None:
+    """Stop before the batch is recorded: once the cause is removed, a resumed run draws it."""
+    if counts.num_failed > max_share * counts.num_rollouts:
+        raise TaskError(
+            f"Step {step}: {counts.num_failed} of {counts.num_rollouts} rollouts failed, more than "
+            f"max_failed_share ({max_share:g}) allows. The first error: {counts.first_error}"
+        )
 
 
 def _drawn(position: int, group: Group) -> DrawnGroup:

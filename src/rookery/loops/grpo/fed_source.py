@@ -20,7 +20,7 @@ from rookery.environments.atropos.feed import FedBatch, FedGroup, Feed
 from rookery.environments.atropos.scored_group import ScoredGroup, drawn_sequences
 from rookery.loops.grpo.advantages import is_equal
 from rookery.loops.grpo.batch import Batch, BatchCounts, DrawnGroup, DrawnRollout
-from rookery.loops.grpo.batch_drawer import Policy
+from rookery.loops.grpo.batch_drawer import Policy, check_failures
 from rookery.loops.grpo.batch_store import BatchStore
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.runs import Run
@@ -50,6 +50,7 @@ class FedSource:
         after = 0 if before is None else int(before.payload["batch_id"])
         fed = await self._feed.take(step, after=after)
         batch = self._made(step, fed, policy)
+        check_failures(step, batch.counts, max_share=self._config.max_failed_share)
         numbers = [group.number for group in fed.groups]
         await self._store.write(batch, groups=numbers, batch_id=fed.number)
         await self._feed.acknowledge(fed)

@@ -62,6 +62,8 @@ class Passage:
         try:
             self._check_key(headers)
             body = await self._body(receive)
+            if body is None:
+                return
             if "gzip" in headers.get("content-encoding", ""):
                 body = await asyncio.to_thread(self._inflate, body)
                 changed = MutableHeaders(scope=scope)
@@ -91,11 +93,14 @@ class Passage:
                 "address as http://any:KEY@HOST:PORT.",
             )
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, receive: Receive) -> bytes | None:
+        """None: the client has gone before all of it came."""
         parts: list[bytes] = []
         size = 0
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._limit_bytes:

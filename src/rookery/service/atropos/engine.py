@@ -10,17 +10,16 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.concurrency import together
 from rookery.environments.atropos.engine_side import EngineSide
 from rookery.errors import TaskError
 from rookery.service.refusals import bad
-from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.openai import (
     MAX_COUNT,
     ChatRequest,
@@ -40,35 +39,6 @@ MODEL = "policy"
 """What the policy is listed as."""
 DEFAULT_TOKENS = 16
 """As many as vLLM draws for a request that does not say."""
-CLIENT_CLOSED = 499
-
-
-class EngineRoute(JsonRoute):
-    """Ends what it computes when nobody waits for it: an environment that was killed, or lost
-    patience and asks again, would leave answers as long as the context to be drawn."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            await request.body()  # kept for the handler: what is received after it is the end
-            answering = asyncio.create_task(handler(request))
-            leaving = asyncio.create_task(_left(request))
-            try:
-                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                return await answering if answering.done() else Response(status_code=CLIENT_CLOSED)
-            finally:
-                answering.cancel()
-                leaving.cancel()
-                await asyncio.gather(answering, leaving, return_exceptions=True)
-
-        return handle
-
-
-async def _left(request: Request) -> None:
-    """Wait until the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Sampling(PenaltyOptions):
@@ -130,7 +100,7 @@ class TokensRequest(BaseModel):
 
 
 def make_router(side: EngineSide) -> APIRouter:
-    router = APIRouter(tags=["engine"], route_class=EngineRoute)
+    router = APIRouter(tags=["engine"], route_class=DrawingRoute)
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -19,8 +19,8 @@ from rookery.seeding import stream_seed
 from rookery.service.commands import StoreSequence
 from rookery.service.drawing import Draw
 from rookery.service.refusals import bad
+from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.gate import Gate, Tenant
-from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source, model_names
 from rookery.service.service import new_id
 from rookery.service.wire.requests import Finite, PenaltyOptions
@@ -129,7 +129,7 @@ class ChatRequest(_Options):
 
 
 def make_router(gate: Gate) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["openai"], route_class=JsonRoute)
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=DrawingRoute)
 
     @router.get("/models")
     async def models(tenant: Tenant) -> dict[str, Any]:

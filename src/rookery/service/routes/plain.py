@@ -22,6 +22,7 @@ from rookery.service.commands import AdapterId, NewAdapter
 from rookery.service.drawing import Draw
 from rookery.service.peft_config import read_shape
 from rookery.service.refusals import Refusal, bad
+from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
@@ -85,6 +86,26 @@ class AdapterUpload(BaseModel):
 
 def make_router(gate: Gate) -> APIRouter:
     router = APIRouter(prefix="/api/v1", tags=["plain"], route_class=JsonRoute)
+    router.include_router(_sample_router(gate))
+
+    @router.post("/adapters", status_code=201)
+    async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
+        return await register_adapter(gate, tenant, body)
+
+    @router.get("/adapters")
+    async def adapters(tenant: Tenant) -> list[dict[str, str]]:
+        return [one.document() for one in gate.state.adapters.values() if one.tenant == tenant]
+
+    @router.delete("/adapters/{adapter_id}", status_code=204)
+    async def unregister(adapter_id: str, tenant: Tenant) -> Response:
+        await gate.service.change("remove_adapter", tenant, AdapterId(adapter_id=adapter_id))
+        return Response(status_code=204)
+
+    return router
+
+
+def _sample_router(gate: Gate) -> APIRouter:
+    router = APIRouter(route_class=DrawingRoute)
 
     @router.post("/sample")
     async def sample(body: PlainSample, tenant: Tenant) -> dict[str, Any]:
@@ -109,19 +130,6 @@ def make_router(gate: Gate) -> APIRouter:
         gate.service.check_draws(tenant, num=len(draws))
         answers = await together(gate.service.drawing.draw(draw) for draw in draws)
         return _answer(answers)
-
-    @router.post("/adapters", status_code=201)
-    async def register(body: AdapterUpload, tenant: Tenant) -> dict[str, Any]:
-        return await register_adapter(gate, tenant, body)
-
-    @router.get("/adapters")
-    async def adapters(tenant: Tenant) -> list[dict[str, str]]:
-        return [one.document() for one in gate.state.adapters.values() if one.tenant == tenant]
-
-    @router.delete("/adapters/{adapter_id}", status_code=204)
-    async def unregister(adapter_id: str, tenant: Tenant) -> Response:
-        await gate.service.change("remove_adapter", tenant, AdapterId(adapter_id=adapter_id))
-        return Response(status_code=204)
 
     return router
 
