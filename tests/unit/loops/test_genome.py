@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,13 @@ from transformers import AutoModelForCausalLM
 from rookery.compose.genome import most_rollouts
 from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
-from rookery.loops.genome import GenomeConfig, Watcher, rebuild
+from rookery.loops.genome import (
+    GenomeConfig,
+    Watcher,
+    adapter_builder,
+    rebuild,
+    search_evaluator,
+)
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.reports import GenerationRecord, parse_genome_report
@@ -41,7 +48,7 @@ from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
 from rookery.weights import read_adapter
 from rookery.weights.merge import merge
-from rookery.weights.perturb import spread
+from rookery.weights.perturb import spread, unrounded
 
 
 class Here:
@@ -313,6 +320,34 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
     assert len(lineage["candidates"]) > 2
     for node in result.report.lineage:
         assert len(node.weights) == len(node.parents)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"type": "es", "steps": 8, "num_pairs": 1},
+        {"type": "ga", "generations": 9, "population": {"size": 2, "children": {
+            "count": 4, "operators": [{"type": "es", "share": 3, "patience": 99},
+                                      {"type": "mutation", "name": "gaussian"}]}}},
+    ],
+    ids=["stage", "operator"],
+)  # fmt: skip
+async def test_centres_are_made_once_in_generations_of_several_cohorts(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any]
+) -> None:
+    num_updates = []
+
+    def counted(*args: Any, seeds: Sequence[Any], amounts: Sequence[float]) -> Any:
+        num_updates.append(len(seeds))
+        return unrounded(*args, seeds=seeds, amounts=amounts)
+
+    monkeypatch.setattr(search_evaluator, "COHORT", 2)
+    monkeypatch.setattr(adapter_builder, "unrounded", counted)
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=[stage], finals={"random_search": False})).report
+    num_steps = sum(node.operator == "es" for node in report.lineage)
+    assert num_steps > 20
+    assert len(num_updates) <= 1.5 * num_steps, "at the end the winner's chain is made once more"
 
 
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
