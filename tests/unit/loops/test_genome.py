@@ -16,6 +16,7 @@ from fleet.stub import Stub, serve
 from loops.evolution import Genome, Inputs, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
+from tiny import tiny_adapter
 from transformers import AutoModelForCausalLM
 
 from rookery.compose.genome import most_rollouts
@@ -46,7 +47,7 @@ from rookery.search.population import PopulationConfig
 from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
-from rookery.weights import read_adapter
+from rookery.weights import read_adapter, write_adapter
 from rookery.weights.merge import merge
 from rookery.weights.perturb import spread, unrounded
 
@@ -508,9 +509,9 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     seen: list[tuple[int, int]] = []
 
     class Spy(Surrogate):
-        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+        def __init__(self, points: Any, certainties: Any, **options: Any) -> None:
             seen.append(points.shape)
-            super().__init__(points, certainties, num_blocks=num_blocks)
+            super().__init__(points, certainties, **options)
 
     monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
     with _run(tmp_path, "a") as run:
@@ -531,6 +532,27 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     assert [size for _, size in seen] == [num_founders, *blocks, *blocks]
 
 
+async def test_a_surrogate_leaves_alone_what_a_founder_does_not_adapt(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """Two founders of different blocks: of four coefficients two change something, and a box of
+    three values each holds nine sums."""
+    for name, layers in (("f0", range(2, 3)), ("f1", range(3, 4))):
+        adapter = tiny_adapter(name, seed=layers.start, layers=layers)
+        write_adapter(adapter, tmp_path / "founders" / name)
+    stage = {"type": "surrogate", "generations": 1, "population": 20, "low": 0.0, "high": 2e-4}
+    with _run(tmp_path, "a") as run:
+        found = await genome(
+            run,
+            init={"type": "file", "path": str(tmp_path / "founders")},
+            stages=[stage],
+            finals={"random_search": False},
+        )
+        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
+    assert 2 < len(lineage) <= 9
+    assert found.report.num_candidates == 2 + len(lineage), "no two have the same weights"
+
+
 async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_from(
     genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -547,9 +569,9 @@ async def test_a_surrogate_tells_rewards_beyond_one_apart(
     seen: list[Any] = []
 
     class Spy(Surrogate):
-        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+        def __init__(self, points: Any, certainties: Any, **options: Any) -> None:
             seen.append(certainties)
-            super().__init__(points, certainties, num_blocks=num_blocks)
+            super().__init__(points, certainties, **options)
 
     monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
     scorer = tmp_path / "scorer.py"
