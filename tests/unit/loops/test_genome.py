@@ -678,6 +678,8 @@ async def test_when_every_candidate_fails_the_run_says_why(
         ({"stages": [{"type": "surrogate", "high": 1e4}]}, "less than or equal to 100"),
         ({"stages": [{"type": "cmaes", "low": float("nan")}]}, "finite number"),
         ({"stages": [{"type": "cmaes", "sigma": float("inf")}]}, "finite number"),
+        ({"floors": {"label-kind": float("nan")}}, "finite number"),
+        ({"floors": {"label-kind": float("inf")}}, "finite number"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
         ({"stages": [{"type": "ga", "population": {"children": {"operators": [
