@@ -31,6 +31,8 @@ from rookery.loops.genome import (
 )
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.loops.genome.stages.random import RandomStage, run_random
+from rookery.loops.genome.stages.sums import measure_sums
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
@@ -793,6 +795,27 @@ async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_firs
             found = await genome(run, stages=[stage], race={"enabled": False}, wrap=wrap)
             reports.append(clockless(found.report))
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 2), (10, 5), (50, 25), (1000, 64)])
+async def test_a_race_of_many_sums_compares_each_with_a_bounded_number(
+    count: int, expected: int
+) -> None:
+    kept = []
+
+    async def measure(plans: Sequence[Any], *, keep: int, **_: Any) -> dict[str, Fitness]:
+        kept.append(keep)
+        return {plan.id: Fitness(score=0.5) for plan in plans}
+
+    builder = SimpleNamespace(founders=("f0", "f1"), keep=lambda names: None)
+    log = SimpleNamespace(generations=[])
+    context: Any = SimpleNamespace(
+        builder=builder, log=log, seed=0, index=0, prefix="", best=lambda: None, measure=measure
+    )
+    assert len(await run_random(RandomStage(count=count), context)) == count
+    points = [(0.5, 0.5)] * count
+    await measure_sums(context, points, stage="cmaes", letter="m", unit="model")
+    assert kept == [expected, expected]
 
 
 async def test_islands_race_apart() -> None:

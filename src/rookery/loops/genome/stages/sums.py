@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from rookery.loops.genome.stages.context import StageContext
+from rookery.loops.genome.stages.context import StageContext, num_survivors
 from rookery.search.candidate import BY_BLOCK, ChildPlan
 from rookery.search.fitness import Fitness
 from rookery.types import Adapter
@@ -51,7 +51,7 @@ async def measure_sums(
     ]
     best = context.best()
     fitness = await context.measure(
-        plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage=stage
+        plans, rivals=[best] if best else [], keep=num_survivors(len(plans)), stage=stage
     )
     context.builder.keep([best] if best else [])
     return {plan.id: fitness[plan.id] for plan in plans}
