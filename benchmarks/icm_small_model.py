@@ -36,6 +36,7 @@ from rookery.loops.icm.loop import open_problem
 from rookery.loops.icm.verdict import agree
 from rookery.reports import AgreementRecord
 from rookery.runs import Run
+from rookery.ui.icm import SENTENCES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLAIM = "Question: {{ question }}\nClaim: {{ choice }}\nI think this claim is"
@@ -189,7 +190,7 @@ async def label_by_search(config: IcmConfig, labeller: Labeller, folder: Path) -
           f"accepted {', '.join(str(chain.num_accepted) for chain in report.chains)}; "
           f"{report.tokens.computed:,} tokens of a plain loop's "
           f"{report.tokens.naive:,}, {time.perf_counter() - start:.0f} s")  # fmt: skip
-    print(f"  {report.verdict}: {' '.join(report.warnings)}", flush=True)
+    print(f"  {' '.join([SENTENCES[report.verdict], *report.warnings])}", flush=True)
 
 
 def print_row(

@@ -6,9 +6,10 @@ CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml
 `benchmarks/search_tasks.py` writes. Each variant in VARIANTS is that config with a few keys
 changed; every variant runs under every seed, `--parallel` at a time, on the config's engine or on
 the servers named. Peers are the best founder, the founders' average and the finalists' vote of each
-run, and variants: `random by certainty` and `random by reward` (as many sums of the founders, the
-winner chosen in the same two steps), `cmaes` (coefficients, one per founder) and `genome` (the
-published schedule). Every variant is compared with both random searches.
+run, and variants: `random by certainty`, `random by log_certainty` and `random by reward` (as many
+sums of the founders, the winner chosen in the same two steps, by the merit in its name), `cmaes`
+(coefficients, one per founder) and `genome` (the published schedule). Every variant is compared
+with all random searches: one of them chooses by the variant's own merit.
 
 The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
 changes the search and the random search, the report tasks stay the same. `--causes N` also says of
@@ -86,6 +87,7 @@ ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "shipped": {"finals": {"random_search": False}},
     "random by certainty": searched({"type": "random", "count": 50}),
+    "random by log_certainty": searched({"type": "random", "count": 50}, merit="log_certainty"),
     "random by reward": searched({"type": "random", "count": 50}, merit="reward"),
     "reward": searched(ga(LAYERS), merit="reward"),
     "certainty": searched(ga(LAYERS)),
@@ -132,7 +134,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Changes to the config, by name. All measure about as many candidates."""
-RANDOM = {merit: f"random by {merit}" for merit in ("certainty", "reward")}
+RANDOM = {merit: f"random by {merit}" for merit in ("certainty", "log_certainty", "reward")}
 """Variants that are random search, by the merit that their winner is chosen by."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)

@@ -187,6 +187,22 @@ async def test_a_model_that_allows_none_of_the_choices_has_failed(
     assert "gives none of the choices" in bad.errors["chosen/0"]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("second", ["w91", "w91 w92"])
+async def test_a_choice_that_is_nan_fails_the_task(
+    template: Template, second: str, place: int
+) -> None:
+    """Neither the first choice nor the last one may be taken because it is the only number."""
+    sampler = FakeSampler(
+        logprob=lambda model, prefix, token: math.nan if token == 90 + place else -float(token)
+    )
+    taskset = chosen("w90", second, num=2)
+    [found] = await evaluator(sampler, template, taskset).evaluate([BASE], taskset.tasks)
+    assert (found.rewards, found.certainties) == ({}, {})
+    assert list(found.errors) == [task.id for task in taskset.tasks]
+    assert "nan" in found.errors["chosen/0"]
+
+
 async def test_longer_choices_are_scored_whole(template: Template) -> None:
     sampler = Recorder()
     taskset = chosen("w90", "w91 w92", num=2)

@@ -93,7 +93,7 @@ class Asking:
     def pick(self, task: Task, requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> Answer:
         """The likeliest choice, as a completion, and how likely the right one is among all.
 
-        EngineError where every choice is impossible: then none was chosen.
+        EngineError where every choice is impossible, or one is NaN: then none was chosen.
         """
         logprobs = [score.logprobs for score in scores]
         tokens = [request.tokens[request.start :] for request in requests]
@@ -103,6 +103,11 @@ class Asking:
         totals = [sum(values) for values in logprobs]
         if self._normalize == "mean":
             totals = [total / len(values) for total, values in zip(totals, logprobs, strict=True)]
+        if any(math.isnan(total) for total in totals):
+            raise EngineError(
+                f"Task {task.id}: {scores[0].model.served_name} gives the choices "
+                f"{list(task.choices)} the log-probabilities {totals}: its weights overflow."
+            )
         best = max(range(len(totals)), key=totals.__getitem__)
         if not math.isfinite(totals[best]):
             raise EngineError(

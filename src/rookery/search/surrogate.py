@@ -81,9 +81,18 @@ class _Fit:
 class Surrogate:
     """Fitted to points [n, blocks * founders] and certainties [n, tasks]."""
 
-    def __init__(self, points: Array, certainties: Array, *, num_blocks: int) -> None:
+    def __init__(
+        self,
+        points: Array,
+        certainties: Array,
+        *,
+        num_blocks: int,
+        is_live: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Coefficients [blocks * founders] that are not live change nothing, and count as 0."""
         self.num_blocks = num_blocks
-        self._points = points
+        self.is_live = np.ones(points.shape[1], dtype=bool) if is_live is None else is_live
+        self._points = points * self.is_live
         self._num_tasks = certainties.shape[1]
         parts = list(_parts(certainties))
         some = parts[:: -(-len(parts) // MOST_PARTS) or 1]
@@ -164,15 +173,17 @@ def propose(
     rng: np.random.Generator,
 ) -> Array:
     """Points [count, d] to measure next, no two alike and none that the surrogate was fitted to;
-    fewer where the box holds no more. `starts` [n, d] are the best measured."""
-    blocks = surrogate.num_blocks
+    fewer where the box holds no more. `starts` [n, d] are the best measured. What is not live
+    is 0."""
+    blocks, is_live = surrogate.num_blocks, surrogate.is_live
     sums = box.low + (box.high - box.low) * rng.random((NUM_POINTS // 4, starts.shape[1] // blocks))
-    pool = np.concatenate([np.tile(sums, blocks), _around(starts, box, blocks, rng)])
+    pool = np.concatenate([np.tile(sums, blocks), _around(starts, box, blocks, rng)]) * is_live
     for _ in range(NUM_ROUNDS):
         value = _expected(worth, surrogate, pool)
         best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]
-        pool = np.concatenate([best, _around(np.concatenate([best, starts]), box, blocks, rng)])
-    rounded = np.clip(np.round(pool, DECIMALS), box.low, box.high)
+        near = _around(np.concatenate([best, starts]), box, blocks, rng)
+        pool = np.concatenate([best, near * is_live])
+    rounded = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
     points = [tuple(point) for point in rounded.tolist()]
     draws = islice(surrogate.draw(pool, rng=rng), count - 1)
     values = (worth(_probability(odds)) for odds in draws)

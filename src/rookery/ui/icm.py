@@ -9,7 +9,7 @@ from rookery.reports import IcmReport, IcmRow, TokensRecord
 from rookery.ui import wording
 from rookery.ui.page import render_template
 
-__all__ = ["COLUMNS", "icm_rows", "render_icm_page"]
+__all__ = ["COLUMNS", "SENTENCES", "icm_rows", "render_icm_page"]
 
 COLUMNS = ("method", "labelled", "balance", "broken", "utility", "true", "95 % interval")
 """Of the table: what fits 80 characters."""
@@ -19,7 +19,7 @@ LISTED_ITEMS = 500
 
 SENTENCES: dict[str, str] = {
     "coherent": "Coherent. Every item is labelled, no other labels that were found are as good, "
-    "and hardly an item disagrees with the others.",
+    "and the others predict at least three labels of four.",
     "partial": "Not finished: some items have no label.",
     "collapsed": "Collapsed: nearly all items of a batch have the same label. These labels say "
     "nothing.",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,23 @@ from fleet.stub import Stub, serve
 from loops.evolution import Genome, Inputs, clockless
 from peft import PeftModel
 from pydantic import TypeAdapter
+from tiny import tiny_adapter
 from transformers import AutoModelForCausalLM
 
 from rookery.compose.genome import most_rollouts
 from rookery.errors import AdapterError, ConfigError, RunError, TaskError
 from rookery.fleet import FleetConfig, open_fleet
-from rookery.loops.genome import GenomeConfig, Watcher, rebuild
+from rookery.loops.genome import (
+    GenomeConfig,
+    Watcher,
+    adapter_builder,
+    rebuild,
+    search_evaluator,
+)
 from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
+from rookery.loops.genome.stages.random import RandomStage, run_random
+from rookery.loops.genome.stages.sums import measure_sums
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
@@ -39,9 +49,9 @@ from rookery.search.population import PopulationConfig
 from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter
-from rookery.weights import read_adapter
+from rookery.weights import read_adapter, write_adapter
 from rookery.weights.merge import merge
-from rookery.weights.perturb import spread
+from rookery.weights.perturb import spread, unrounded
 
 
 class Here:
@@ -315,6 +325,34 @@ async def test_every_stage_runs_and_its_candidates_can_be_rebuilt(
         assert len(node.weights) == len(node.parents)
 
 
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"type": "es", "steps": 8, "num_pairs": 1},
+        {"type": "ga", "generations": 9, "population": {"size": 2, "children": {
+            "count": 4, "operators": [{"type": "es", "share": 3, "patience": 99},
+                                      {"type": "mutation", "name": "gaussian"}]}}},
+    ],
+    ids=["stage", "operator"],
+)  # fmt: skip
+async def test_centres_are_made_once_in_generations_of_several_cohorts(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any]
+) -> None:
+    num_updates = []
+
+    def counted(*args: Any, seeds: Sequence[Any], amounts: Sequence[float]) -> Any:
+        num_updates.append(len(seeds))
+        return unrounded(*args, seeds=seeds, amounts=amounts)
+
+    monkeypatch.setattr(search_evaluator, "COHORT", 2)
+    monkeypatch.setattr(adapter_builder, "unrounded", counted)
+    with _run(tmp_path, "a") as run:
+        report = (await genome(run, stages=[stage], finals={"random_search": False})).report
+    num_steps = sum(node.operator == "es" for node in report.lineage)
+    assert num_steps > 20
+    assert len(num_updates) <= 1.5 * num_steps, "at the end the winner's chain is made once more"
+
+
 async def test_stages_follow_one_another(genome: Genome, tmp_path: Path) -> None:
     ga = {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 2}}}
     with _run(tmp_path, "a") as run:
@@ -473,9 +511,9 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     seen: list[tuple[int, int]] = []
 
     class Spy(Surrogate):
-        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+        def __init__(self, points: Any, certainties: Any, **options: Any) -> None:
             seen.append(points.shape)
-            super().__init__(points, certainties, num_blocks=num_blocks)
+            super().__init__(points, certainties, **options)
 
     monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
     with _run(tmp_path, "a") as run:
@@ -496,6 +534,27 @@ async def test_a_surrogate_learns_from_founders_and_all_sums(
     assert [size for _, size in seen] == [num_founders, *blocks, *blocks]
 
 
+async def test_a_surrogate_leaves_alone_what_a_founder_does_not_adapt(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """Two founders of different blocks: of four coefficients two change something, and a box of
+    three values each holds nine sums."""
+    for name, layers in (("f0", range(2, 3)), ("f1", range(3, 4))):
+        adapter = tiny_adapter(name, seed=layers.start, layers=layers)
+        write_adapter(adapter, tmp_path / "founders" / name)
+    stage = {"type": "surrogate", "generations": 1, "population": 20, "low": 0.0, "high": 2e-4}
+    with _run(tmp_path, "a") as run:
+        found = await genome(
+            run,
+            init={"type": "file", "path": str(tmp_path / "founders")},
+            stages=[stage],
+            finals={"random_search": False},
+        )
+        lineage = json.loads((run.path / "lineage.json").read_text())["candidates"]
+    assert 2 < len(lineage) <= 9
+    assert found.report.num_candidates == 2 + len(lineage), "no two have the same weights"
+
+
 async def test_a_surrogate_learns_from_founders_that_the_search_does_not_start_from(
     genome: Genome, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -512,9 +571,9 @@ async def test_a_surrogate_tells_rewards_beyond_one_apart(
     seen: list[Any] = []
 
     class Spy(Surrogate):
-        def __init__(self, points: Any, certainties: Any, *, num_blocks: int) -> None:
+        def __init__(self, points: Any, certainties: Any, **options: Any) -> None:
             seen.append(certainties)
-            super().__init__(points, certainties, num_blocks=num_blocks)
+            super().__init__(points, certainties, **options)
 
     monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
     scorer = tmp_path / "scorer.py"
@@ -621,6 +680,8 @@ async def test_when_every_candidate_fails_the_run_says_why(
         ({"stages": [{"type": "surrogate", "high": 1e4}]}, "less than or equal to 100"),
         ({"stages": [{"type": "cmaes", "low": float("nan")}]}, "finite number"),
         ({"stages": [{"type": "cmaes", "sigma": float("inf")}]}, "finite number"),
+        ({"floors": {"label-kind": float("nan")}}, "finite number"),
+        ({"floors": {"label-kind": float("inf")}}, "finite number"),
         ({"tasksets": []}, "at least 1 item"),
         ({"populaton": 3}, "populaton"),
         ({"stages": [{"type": "ga", "population": {"children": {"operators": [
@@ -734,6 +795,27 @@ async def test_the_order_of_candidates_does_not_depend_on_which_island_ends_firs
             found = await genome(run, stages=[stage], race={"enabled": False}, wrap=wrap)
             reports.append(clockless(found.report))
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 2), (10, 5), (50, 25), (1000, 64)])
+async def test_a_race_of_many_sums_compares_each_with_a_bounded_number(
+    count: int, expected: int
+) -> None:
+    kept = []
+
+    async def measure(plans: Sequence[Any], *, keep: int, **_: Any) -> dict[str, Fitness]:
+        kept.append(keep)
+        return {plan.id: Fitness(score=0.5) for plan in plans}
+
+    builder = SimpleNamespace(founders=("f0", "f1"), keep=lambda names: None)
+    log = SimpleNamespace(generations=[])
+    context: Any = SimpleNamespace(
+        builder=builder, log=log, seed=0, index=0, prefix="", best=lambda: None, measure=measure
+    )
+    assert len(await run_random(RandomStage(count=count), context)) == count
+    points = [(0.5, 0.5)] * count
+    await measure_sums(context, points, stage="cmaes", letter="m", unit="model")
+    assert kept == [expected, expected]
 
 
 async def test_islands_race_apart() -> None:

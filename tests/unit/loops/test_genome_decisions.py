@@ -132,6 +132,20 @@ async def test_a_floor_of_a_founder_is_kept_by_whom_it_is_taken_from(
     assert report.floors["first"] == pytest.approx(best)
 
 
+async def test_a_floor_on_report_tasks_says_where_it_was_measured(
+    genome: Genome, tmp_path: Path
+) -> None:
+    """The founder itself may have less on the report tasks."""
+    with _run(tmp_path, "a") as run:
+        measured = (await genome(run, floors={"second": "founder"}, **FEW)).report
+    with _run(tmp_path, "b") as run:
+        given = (await genome(run, floors={"second": 0.99}, **FEW)).report
+    [of_founder] = [w for w in measured.warnings if "below the floor" in w]
+    assert of_founder.endswith("0.656, the best founder's mean on the search tasks.")
+    [of_config] = [w for w in given.warnings if "below the floor" in w]
+    assert of_config.endswith("below the floor of 0.990.")
+
+
 def _mean(report: GenomeReport, name: str, run: Run) -> float:
     """A founder's mean on the search tasks of the first taskset, from its answers."""
     version = {e.key: e.payload["version"] for e in run.events("candidate")}[name]

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ class Makers:
     def __init__(self, make: Callable[[str], Adapter] = make, slow: tuple[str, ...] = ()) -> None:
         self._make, self._slow = make, slow
         self.forgotten: list[str] = []
+        self.chained: set[str] = set()
 
     def effort(self, name: str) -> int:
         return 3 if name in self._slow else 2
@@ -52,7 +53,7 @@ class Makers:
     def learn(self, name: str, version: str | None) -> None:
         self.learned = {name: version}
 
-    def forget(self, names: list[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
         self.forgotten += names
 
 

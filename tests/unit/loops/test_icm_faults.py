@@ -228,6 +228,32 @@ async def test_a_baseline_that_labels_nothing_is_no_start_and_no_result(
     assert {chain["origin"] for chain in report["chains"]} == {"random labels"}
 
 
+class Poisoned(Faulty):
+    """Cannot answer contexts with the item #3, nor those with more demonstrations than `most`."""
+
+    most = 12
+
+    def fault(self, request: ScoreRequest) -> str:
+        is_poisoned = self._oracle.words.ids["#3"] in request.tokens
+        return "nan" if is_poisoned or len(request.tokens) > 4 * self.most + 2 else ""
+
+
+@pytest.mark.parametrize("most", [12, 0])
+async def test_a_search_begins_with_what_the_engine_answers(tmp_path: Path, most: int) -> None:
+    """All items would begin with labels, and one of them fails in every context."""
+    oracle, config = made(
+        tmp_path, seed=1, batch_size=12, search={"iterations": 100, "num_start": 12}
+    )
+    sampler = Poisoned(oracle, faults="nan", seed=1)
+    sampler.most = most
+    await run_icm(tmp_path / "a", config, oracle, sampler)
+    report = left_behind(tmp_path / "a")["report"]
+    assert report["verdict"] == "partial" and report["num_unanswered"] > 0
+    assert 6 < report["num_labelled"] < 12 if most else report["num_labelled"] == 1
+    unlabelled = [item["id"] for item in report["items"] if "label" not in item]
+    assert "i3" in unlabelled
+
+
 async def test_a_server_that_is_gone_leaves_no_failed_answers(tmp_path: Path) -> None:
     oracle, config = made(tmp_path, seed=3)
     with pytest.raises(EngineError, match="The server is gone"):

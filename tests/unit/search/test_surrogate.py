@@ -146,6 +146,28 @@ def test_proposals_differ_where_the_best_point_is_a_corner(founders: int) -> Non
     assert not (proposed == 1.5).all(axis=1).any()
 
 
+def test_coefficients_that_change_nothing_count_for_nothing() -> None:
+    base, slopes = make_world()
+    is_live = np.random.default_rng(3).random(BLOCKS * FOUNDERS) < 0.6
+    points = random_sums(12)
+    certainties = sigmoid(base + points * is_live @ slopes)
+    surrogate = Surrogate(points, certainties, num_blocks=BLOCKS, is_live=is_live)
+    without = Surrogate(points[:, is_live], certainties, num_blocks=BLOCKS)
+    others = random_sums(5, seed=4)
+    expected = without.mean(others[:, is_live])
+    assert surrogate.mean(others * is_live) == pytest.approx(expected, abs=1e-9)
+    found = propose(
+        surrogate,
+        starts=points[:3],
+        box=Box(0.5, 1.5),
+        worth=worth,
+        count=20,
+        rng=np.random.default_rng(5),
+    )
+    assert not found[:, ~is_live].any() and (found[:, is_live] >= 0.5).all()
+    assert len({tuple(point) for point in found[:, is_live].tolist()}) == 20
+
+
 def test_a_box_that_holds_fewer_points_gives_fewer() -> None:
     base, slopes = make_world()
     known = random_sums(12)

@@ -6,6 +6,7 @@ import pytest
 from ui.test_page import HOSTILE, Page, words
 
 from rookery.errors import RunError
+from rookery.loops.icm.verdict import MANY_FRUSTRATED
 from rookery.reports import parse_icm_report
 from rookery.ui import icm
 from rookery.ui.icm import COLUMNS
@@ -69,6 +70,13 @@ def made_report(**keys: Any) -> dict[str, Any]:
         "tokens": {"naive": 1000, "requested": 300, "computed": 100, "baselines": 50},
         "seconds": 12.0,
     } | keys
+
+
+def test_coherent_labels_are_said_to_agree_as_far_as_the_verdict_asks() -> None:
+    """A quarter of the items may disagree with the others."""
+    assert MANY_FRUSTRATED == 0.25
+    page = render_icm_page(made_report(verdict="coherent", num_frustrated=1))
+    assert "the others predict at least three labels of four" in page
 
 
 def test_the_page_says_what_the_report_says() -> None:

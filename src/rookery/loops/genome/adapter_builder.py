@@ -66,8 +66,8 @@ class AdapterBuilder:
         self._made: dict[str, Adapter] = {}
         self._unrounded: dict[str, Mapping[str, LoraFactors]] = {}
         """In float32, the ES steps that others are chained to."""
-        self._chained: set[str] = set()
-        """ES steps that others are chained to."""
+        self.chained: set[str] = set()
+        """ES steps that others are chained to. Without the last one all are made again."""
         self._versions = {name: adapter.version for name, adapter in founders.items()}
 
     @property
@@ -84,7 +84,7 @@ class AdapterBuilder:
         for recipe in recipes:
             self._recipes[recipe.id] = recipe
             if isinstance(recipe, EsStep) and recipe.is_chained:
-                self._chained.add(recipe.parent)
+                self.chained.add(recipe.parent)
 
     def adapter(self, candidate: str) -> Adapter:
         """The candidate's weights, named after it; made again if they were let go."""
@@ -131,7 +131,7 @@ class AdapterBuilder:
         return list(order)
 
     def _is_at_hand(self, name: str) -> bool:
-        is_made = name in self._made and (name not in self._chained or name in self._unrounded)
+        is_made = name in self._made and (name not in self.chained or name in self._unrounded)
         return is_made or name in self._founders
 
     def effort(self, candidate: str) -> int:
@@ -218,7 +218,7 @@ class AdapterBuilder:
         start = self._unrounded[recipe.parent] if recipe.is_chained else parent.factors
         seeds = [(seed,) for seed in recipe.seeds]
         moved = unrounded(start, seeds=seeds, amounts=recipe.amounts)
-        if recipe.id in self._chained:
+        if recipe.id in self.chained:
             self._unrounded[recipe.id] = moved
         return replace(rounded(moved, like=parent), name=recipe.id)
 

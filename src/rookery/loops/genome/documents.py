@@ -184,9 +184,11 @@ def _warn_of_winner(parts: RunParts, ending: Ending) -> list[str]:
     for source, floor in parts.search.floors.items():
         mean = ending.rows[0].by_source.get(source)
         if mean is not None and mean < floor:
+            is_measured = parts.config.floors[source] == "founder"
+            origin = ", the best founder's mean on the search tasks" if is_measured else ""
             warnings.append(
                 f"On the report tasks of {source} the winner has {mean:.3f}, below the floor of "
-                f"{floor:.3f}."
+                f"{floor:.3f}{origin}."
             )
     if winner in ending.choice.errors:
         warnings.append(

@@ -14,7 +14,7 @@ from rookery.loops.genome.adapter_builder import AdapterBuilder
 from rookery.loops.genome.loading import Arrivals, CandidateLoader, LoadFailure
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.search import racing
-from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of
+from rookery.search.fitness import FAILED, Fitness, find_violation, fitness_of, rank_key
 from rookery.search.merit import Merit, merits_of
 from rookery.search.racing import Race, RaceConfig
 from rookery.search.waves import Waves
@@ -125,8 +125,16 @@ class SearchEvaluator:
             await self._measure_cohort(cohort, rivals=before, seed=seed, keep=keep)
             before += [name for name in cohort if self.measured[name].is_complete]
             if len(candidates) > COHORT:
-                self._builder.forget(cohort)
+                self._forget(candidates[: first + COHORT], keep=min(keep, COHORT))
         return {name: self.measured[name] for name in candidates}
+
+    def _forget(self, candidates: Sequence[str], *, keep: int) -> None:
+        """Let go of these adapters, but for the best and the centres of ES: the next ones are made
+        of them, and to make one again takes all its ancestors that were let go."""
+        ranked = sorted(
+            candidates, key=lambda name: rank_key(self.measured[name].fitness), reverse=True
+        )
+        self._builder.forget(set(ranked[keep:]) - self._builder.chained)
 
     async def _measure_cohort(
         self, names: Sequence[str], *, rivals: Sequence[str], seed: int, keep: int

@@ -9,8 +9,9 @@ until all items are labelled and none is frustrated, or the iterations are used 
 A labelling for which the engine leaves a question unanswered has no utility and is not taken up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from rookery.errors import EngineError
 from rookery.loops.icm.label_scorer import Context, LabelScorer
@@ -28,12 +29,13 @@ from rookery.search.annealing import (
 )
 from rookery.search.constraints import Constraints
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
-from rookery.seeding import stream_seed
+from rookery.seeding import shuffled, stream, stream_seed
 
 __all__ = ["Chain", "ChainResult", "Problem", "Step"]
 
 NUM_STARTS = 8
-"""Random starts to try where the engine cannot answer for one of their items."""
+"""Random starts to try where the engine cannot answer for one of their items, then as many with
+half as many items, and so on. At last every item is tried alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +170,7 @@ class Chain:
         )
 
     async def _begin(self, start: Labels | None) -> tuple[Labels, Assessment]:
-        starts = [start] if start is not None else map(self._draw_start, range(NUM_STARTS))
-        for labels in starts:
+        for labels in self._draw_starts() if start is None else [start]:
             [found] = await self._problem.assess([labels])
             if found is not None:
                 return labels, found
@@ -178,12 +179,22 @@ class Chain:
             "events say why: rookery runs export."
         )
 
-    def _draw_start(self, attempt: int) -> Labels:
+    def _draw_starts(self) -> Iterator[Labels]:
+        attempts, num_start = count(), self._config.num_start
+        while num_start:
+            for _ in range(NUM_STARTS):
+                yield self._draw_start(num_start, next(attempts))
+            num_start = min(num_start, self._problem.num_items) // 2
+        blank = (UNLABELLED,) * self._problem.num_items
+        for item in shuffled(range(len(blank)), rng=stream(self._seed, "alone")):
+            yield from self._problem.constraints.repairs(blank, item=item, label=0)[:1]
+
+    def _draw_start(self, num_start: int, attempt: int) -> Labels:
         return start_labels(
             self._problem.constraints,
             num_items=self._problem.num_items,
             num_labels=self._problem.num_labels,
-            config=self._config,
+            config=self._config.model_copy(update={"num_start": num_start}),
             seed=stream_seed(self._seed, "start", attempt) if attempt else self._seed,
         )
 

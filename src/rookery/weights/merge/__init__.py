@@ -1,6 +1,6 @@
 """Operators that make children of adapters, each on delta W and on its two factors apart."""
 
-from rookery.weights.merge.by_block import block_names, merge_by_block
+from rookery.weights.merge.by_block import adapted_blocks, block_names, merge_by_block
 from rookery.weights.merge.children import change_rank, merge, merge_stack
 from rookery.weights.merge.cross import Cross, Space
 from rookery.weights.merge.dare import DareConfig
@@ -23,6 +23,7 @@ __all__ = [
     "SlerpConfig",
     "Space",
     "TiesConfig",
+    "adapted_blocks",
     "block_names",
     "change_rank",
     "check_operator",

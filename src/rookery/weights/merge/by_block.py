@@ -17,7 +17,7 @@ from rookery.weights.merge.layerwise import block_of
 from rookery.weights.merge.linear import LinearConfig
 from rookery.weights.version import make_adapter
 
-__all__ = ["block_names", "merge_by_block"]
+__all__ = ["adapted_blocks", "block_names", "merge_by_block"]
 
 _SUM = LinearConfig(normalise=False)
 
@@ -26,6 +26,15 @@ def block_names(parents: Sequence[Adapter]) -> tuple[str, ...]:
     """The blocks that any of them adapts, in the order of the model."""
     names = {block_of(layer) for parent in parents for layer in parent.factors}
     return tuple(sorted(names, key=_in_order))
+
+
+def adapted_blocks(parents: Sequence[Adapter]) -> tuple[bool, ...]:
+    """Of every block whether each of them changes it, in the order of the weights of a merge."""
+    blocks = [
+        {block_of(layer) for layer, own in parent.factors.items() if own.a.any() and own.b.any()}
+        for parent in parents
+    ]
+    return tuple(name in own for name in block_names(parents) for own in blocks)
 
 
 def merge_by_block(

@@ -11,7 +11,16 @@ from rookery.search.candidate import Recipe
 from rookery.search.fitness import Fitness, rank_key
 from rookery.seeding import stream_seed
 
-__all__ = ["StageContext"]
+__all__ = ["StageContext", "num_survivors"]
+
+MOST_SURVIVORS = 64
+"""Of a generation of sums: a race compares every candidate with twice as many rivals, and a
+thousand sums of which half survive would cost more than their answers."""
+
+
+def num_survivors(num_candidates: int) -> int:
+    """How many of the sums of one generation a race must leave: half of them."""
+    return min(max(2, num_candidates // 2), MOST_SURVIVORS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from rookery.config import Config
-from rookery.loops.genome.stages.context import StageContext
+from rookery.loops.genome.stages.context import StageContext, num_survivors
 from rookery.search.founders import random_plans
 from rookery.seeding import stream_seed
 from rookery.types import Adapter
@@ -44,7 +44,7 @@ async def run_random(config: RandomStage, context: StageContext) -> list[str]:
     ]
     best = context.best()
     fitness = await context.measure(
-        plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage="random"
+        plans, rivals=[best] if best else [], keep=num_survivors(len(plans)), stage="random"
     )
     alive = [plan.id for plan in plans if not fitness[plan.id].is_failed]
     context.builder.keep(alive)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from rookery.loops.genome.stages.context import StageContext
+from rookery.loops.genome.stages.context import StageContext, num_survivors
 from rookery.search.candidate import BY_BLOCK, ChildPlan
 from rookery.search.fitness import Fitness
 from rookery.types import Adapter
-from rookery.weights.merge import block_names
+from rookery.weights.merge import adapted_blocks, block_names
 
-__all__ = ["Unit", "count_blocks", "measure_sums"]
+__all__ = ["Unit", "count_blocks", "live_coefficients", "measure_sums"]
 
 Unit = Literal["block", "model"]
 """What has coefficients of its own: every block of the model, or the model as one."""
@@ -18,6 +18,11 @@ Unit = Literal["block", "model"]
 def count_blocks(unit: Unit, founders: Sequence[Adapter]) -> int:
     """How many times each founder has a coefficient."""
     return len(block_names(founders)) if unit == "block" else 1
+
+
+def live_coefficients(unit: Unit, founders: Sequence[Adapter]) -> tuple[bool, ...]:
+    """Of each coefficient whether it changes anything: a founder may not adapt every block."""
+    return adapted_blocks(founders) if unit == "block" else (True,) * len(founders)
 
 
 async def measure_sums(
@@ -46,7 +51,7 @@ async def measure_sums(
     ]
     best = context.best()
     fitness = await context.measure(
-        plans, rivals=[best] if best else [], keep=max(2, len(plans) // 2), stage=stage
+        plans, rivals=[best] if best else [], keep=num_survivors(len(plans)), stage=stage
     )
     context.builder.keep([best] if best else [])
     return {plan.id: fitness[plan.id] for plan in plans}

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.loops.genome.stages.context import StageContext
-from rookery.loops.genome.stages.sums import Unit, count_blocks, measure_sums
+from rookery.loops.genome.stages.sums import Unit, count_blocks, live_coefficients, measure_sums
 from rookery.search.fitness import rank_key, score_factors
 from rookery.search.merit import certainties_of, merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
@@ -64,12 +64,10 @@ class SurrogateStage(Config):
 
 async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[str]:
     """Search the coefficients of the founders; the last generation is the population."""
-    founders = context.builder.founders
-    num_blocks = count_blocks(config.unit, [context.builder.adapter(f) for f in founders])
     population: list[str] = []
     for number in range(config.generations):
         rng = stream(context.seed, "surrogate", context.index, number)
-        points = await asyncio.to_thread(_propose, config, context, num_blocks, rng)
+        points = await asyncio.to_thread(_propose, config, context, rng)
         if not points:
             break
         fitness = await measure_sums(
@@ -80,8 +78,10 @@ async def run_surrogate(config: SurrogateStage, context: StageContext) -> list[s
 
 
 def _propose(
-    config: SurrogateStage, context: StageContext, num_blocks: int, rng: np.random.Generator
+    config: SurrogateStage, context: StageContext, rng: np.random.Generator
 ) -> list[tuple[float, ...]]:
+    founders = [context.builder.adapter(founder) for founder in context.builder.founders]
+    num_blocks = count_blocks(config.unit, founders)
     search, sums = context.search, _sums(context, num_blocks)
     points = np.array(list(sums.values()))
     merits = _merits(context, list(sums))
@@ -91,8 +91,9 @@ def _propose(
     certainties = certainties_of(
         (merits - low) / span, merit=search.merit, num_choices=_num_choices(search)
     )
+    is_live = np.array(live_coefficients(config.unit, founders))
     proposed = propose(
-        Surrogate(points, certainties, num_blocks=num_blocks),
+        Surrogate(points, certainties, num_blocks=num_blocks, is_live=is_live),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
         worth=_worth(search, low, span),
