@@ -20,6 +20,10 @@ from rookery.service.work import Command, Result, failed
 
 __all__ = ["Samples", "read_draw"]
 
+ANSWER_MIB = 256
+"""The most that one answer may have: the journal takes no entry of more than 500 MB, and what it
+cannot take ends the service."""
+
 
 class Samples:
     """The samples that wait or are drawn. The task group ends them with the service."""
@@ -64,6 +68,12 @@ class Samples:
             result = failed(str(error), "server")
         except RookeryError as error:
             result = failed(str(error), "user")
+        if len(result.payload) > ANSWER_MIB * 2**20:
+            result = failed(
+                f"The answer has {len(result.payload) / 2**20:.0f} MiB, of at most {ANSWER_MIB}: "
+                "ask for fewer samples or tokens in one request, or for less about each.",
+                "user",
+            )
         await self._finish(work, result)
 
     async def _draw(self, work: Command) -> Result:

@@ -22,6 +22,8 @@ from service.tenants import (
 )
 
 from rookery.errors import RunError
+from rookery.runs import journal
+from rookery.service import sampling
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.records import Checkpoint
 from rookery.service.state import State
@@ -115,6 +117,32 @@ async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, pa
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         assert "metrics" in await ada.result(await ada.step(model, 1))
+
+
+async def test_an_answer_too_large_for_the_journal_is_a_failure_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service would end, and draw it again after every start."""
+    monkeypatch.setattr(journal, "ENTRY_BYTES", 3000)
+    monkeypatch.setattr(sampling, "ANSWER_MIB", 2000 / 2**20)
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        sampler = {
+            "session_id": await ada.session(),
+            "sampling_session_seq_id": 0,
+            "base_model": "fake",
+        }
+        sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+        sample = {
+            "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
+            "sampling_session_id": sampler_id,
+            "sampling_params": {"max_tokens": 4},
+        }
+        large = await ada.post("asample", {**sample, "num_samples": 200})
+        failure = await ada.result(large)
+        assert failure["category"] == "user"
+        assert "ask for fewer samples" in failure["error"]
+        assert (await ada.samples(await ada.post("asample", sample))).sequences
 
 
 async def test_a_request_that_never_comes_is_waited_for_no_longer_than_said(
