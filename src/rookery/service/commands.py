@@ -334,10 +334,11 @@ def _remove_adapter(state: State, command: Command, request: AdapterId) -> Reply
 
 
 def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
+    """With its checkpoint, which may have been deleted before, and the run it is listed under."""
     known = state.adapters.pop((tenant, adapter_id), None)
-    checkpoint = state.checkpoints.pop(known.tinker_path, None) if known is not None else None
-    if checkpoint is not None:
-        state.models.pop(checkpoint.model_id, None)
+    if known is not None and known.tinker_path:
+        state.checkpoints.pop(known.tinker_path, None)
+        state.models.pop(known.tinker_path.split("/")[2], None)
 
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:

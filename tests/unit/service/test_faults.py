@@ -406,3 +406,17 @@ async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path
         service.desk.state.models[model].base_model = "gone"
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
+
+
+async def test_an_adapter_without_its_checkpoint_leaves_no_run(tmp_path: Path) -> None:
+    upload = {"adapter_id": "poet", "adapter_config": {"r": 4}, "adapter_model": "AAAA"}
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        for _ in range(2):  # under the same name again, then removed
+            path = (await ada.post("adapters", upload, status=201))["tinker_path"]
+            _, _, run, kind, name = path.split("/")
+            item = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+            assert (await ada.send("DELETE", item)).status_code == 204
+        assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
+        runs = (await ada.send("GET", "/api/v1/training_runs")).json()
+        assert runs["training_runs"] == []
