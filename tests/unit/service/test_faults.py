@@ -420,3 +420,44 @@ async def test_an_adapter_without_its_checkpoint_leaves_no_run(tmp_path: Path) -
         assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
         runs = (await ada.send("GET", "/api/v1/training_runs")).json()
         assert runs["training_runs"] == []
+
+
+async def test_models_that_ended_and_saved_nothing_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.service.service.KEPT_RUNS", 2)
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        models = [await ada.model(session, seq) for seq in range(5)]
+        save = {"model_id": models[0], "seq_id": 1, "path": "ck"}
+        await ada.result(await ada.post("save_weights", save))
+        for model in models[:4]:
+            await ada.result(await ada.post("unload_model", {"model_id": model}))
+        await served.service.clean_up()
+        assert await _runs(ada) == {*models} - {models[1]}
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    backend = fake_backend()
+    async with serve(killed, backend=backend) as served:
+        ada = served.client()
+        assert await _runs(ada) == {*models} - {models[1]}
+        await ada.result(await ada.step(models[4], 1))
+        assert set(backend.trainer.trainees) == {"unused", models[4]}  # type: ignore[attr-defined]
+
+
+async def _runs(client: Client) -> set[str]:
+    runs = (await client.send("GET", "/api/v1/training_runs")).json()["training_runs"]
+    return {run["training_run_id"] for run in runs}
+
+
+async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path) -> None:
+    """However often a client sends it."""
+    async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
+        ada, futures = served.client(), served.service.desk.futures
+        model = await ada.model(await ada.session())
+        futures.drop_fetched(older_s=0)
+        for _ in range(3):
+            await ada.post("unload_model", {"model_id": model})
+        assert len(futures) == 3
+        futures.drop_fetched(older_s=0)
+        assert not len(futures)

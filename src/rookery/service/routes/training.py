@@ -82,6 +82,7 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
     @router.post("/unload_model")
     async def unload_model(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
         """End the training of a model; its checkpoints stay."""
+        gate.service.admission.check_rate(tenant)
         return await gate.service.change("unload_model", tenant, body)
 
     @router.post("/weights_info")
