@@ -128,7 +128,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         status = error.status
     elif isinstance(error, EngineDownError | FleetDownError | RunError):
         status = 503
-    if status not in (429, 503):  # those are sent again
+    if status not in (401, 429, 503):  # of nobody, or sent again
         await fill_gap(request, str(error))
     headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
     return JSONResponse(_document(str(error)), status_code=status, headers=headers)

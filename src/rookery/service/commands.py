@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointTtl",
     "EndSampler",
     "EndSession",
+    "ForgetModels",
     "NewAdapter",
     "SequenceId",
     "StoreSequence",
@@ -65,6 +66,12 @@ class EndSampler(BaseModel):
     """A sampling session that nobody draws from any more."""
 
     sampling_session_id: str
+
+
+class ForgetModels(BaseModel):
+    """Models that ended long ago and saved nothing."""
+
+    model_ids: list[str]
 
 
 class CheckpointPath(BaseModel):
@@ -169,6 +176,14 @@ def _forget_ended(state: State, tenant: str) -> None:
 def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
     state.run(command.tenant, request.model_id).is_live = False
     return {"type": "unload_model", "model_id": request.model_id}
+
+
+def _forget_models(state: State, _: Command, request: ForgetModels) -> Reply:
+    """But for those that a checkpoint was copied to meanwhile."""
+    saved = {found.model_id for found in state.checkpoints.values()}
+    for model_id in set(request.model_ids) - saved:
+        state.models.pop(model_id, None)
+    return {}
 
 
 def _end_sampler(state: State, command: Command, request: EndSampler) -> Reply:
@@ -334,10 +349,11 @@ def _remove_adapter(state: State, command: Command, request: AdapterId) -> Reply
 
 
 def _forget_adapter(state: State, tenant: str, adapter_id: str) -> None:
+    """With its checkpoint, which may have been deleted before, and the run it is listed under."""
     known = state.adapters.pop((tenant, adapter_id), None)
-    checkpoint = state.checkpoints.pop(known.tinker_path, None) if known is not None else None
-    if checkpoint is not None:
-        state.models.pop(checkpoint.model_id, None)
+    if known is not None and known.tinker_path:
+        state.checkpoints.pop(known.tinker_path, None)
+        state.models.pop(known.tinker_path.split("/")[2], None)
 
 
 def _store_sequence(state: State, command: Command, request: StoreSequence) -> Reply:
@@ -367,6 +383,7 @@ _CHANGES = {
     "create_session": _Change(CreateSession, _create_session),
     "end_session": _Change(EndSession, _end_session),
     "unload_model": _Change(GetInfo, _end_model),
+    "forget_models": _Change(ForgetModels, _forget_models),
     "end_sampler": _Change(EndSampler, _end_sampler),
     "create_sampling_session": _Change(CreateSamplingSession, _create_sampler),
     "create_custom_loss": _Change(CreateCustomLoss, _create_loss),

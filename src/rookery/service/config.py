@@ -12,8 +12,8 @@ __all__ = ["Limits", "ServiceConfig"]
 class Limits(Config):
     """What one tenant, or one request, may take."""
 
-    body_mib: float = Field(default=64.0, gt=0)
-    """The largest request body, after decompression."""
+    body_mib: float = Field(default=64.0, gt=0, le=400)
+    """The largest request body, after decompression. The journal takes no entry of over 500 MB."""
     waiting: int = Field(default=4096, ge=1)
     """Requests of one tenant that wait or run; more are answered with 429."""
     waiting_mib: float = Field(default=512.0, gt=0)

@@ -40,6 +40,8 @@ class Future:
     """Set when the journal has it; before that nobody may be told of it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
+    storing: Result | None = None
+    """Its result on the way to the journal: a snapshot holds it, and nobody may fetch it yet."""
     fetched: float | None = None
     """When it was first fetched, or nobody could fetch it any more, by the monotonic clock."""
 
@@ -110,12 +112,17 @@ class Futures:
     def known(self, future_id: str) -> Future | None:
         return self._futures.get(future_id)
 
+    def is_storing(self, future_id: str) -> bool:
+        """Whether its result is on the way to the journal."""
+        future = self._futures.get(future_id)
+        return future is not None and future.storing is not None
+
     def finish(self, future_id: str, result: Result) -> None:
         """Give it its result and wake those who wait; nothing when it was dropped meanwhile."""
         future = self._futures.get(future_id)
         if future is None or future.result is not None:
             return
-        future.result = result
+        future.result, future.storing = result, None
         future.done.set()
         if future.fetched is None:
             self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
@@ -190,7 +197,7 @@ class Futures:
         their futures, but for those whose answer may have been lost on its way."""
         limit = time.monotonic() - LOST_S
         values = [
-            (future.fetched is not None, future.result, _kept(future))
+            (future.fetched is not None, future.result or future.storing, _kept(future))
             for future in self._futures.values()
             if future.fetched is None or future.fetched > limit
         ]

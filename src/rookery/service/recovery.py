@@ -34,7 +34,9 @@ async def take_snapshot(desk: Desk) -> set[str]:
         if _has_weights(model) and model.snapshot_seq != model.next_seq:
             model.snapshot, model.snapshot_bytes = await _save(desk, model)
             model.snapshot_seq = model.next_seq
-    pending, blobs = [work.id for work in desk.pending], set(desk.state.blobs())
+    # A result on the way to the journal has its entry before the snapshot's: it is done.
+    pending = [work.id for work in desk.pending if not desk.futures.is_storing(work.id)]
+    blobs = set(desk.state.blobs())
     document = {
         "state": desk.state.read(),
         "futures": desk.futures.read(),

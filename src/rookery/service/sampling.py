@@ -20,6 +20,10 @@ from rookery.service.work import Command, Result, failed
 
 __all__ = ["Samples", "read_draw"]
 
+ANSWER_MIB = 256
+"""The most that one answer may have: the journal takes no entry of more than 500 MB, and what it
+cannot take ends the service."""
+
 
 class Samples:
     """The samples that wait or are drawn. The task group ends them with the service."""
@@ -28,8 +32,6 @@ class Samples:
         self._desk = desk
         self._drawing = drawing
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._storing: set[str] = set()
-        """Works whose result is on its way to the disk."""
 
     def add(self, work: Command, group: asyncio.TaskGroup) -> None:
         task = group.create_task(self._answer(work), name=work.id)
@@ -42,7 +44,7 @@ class Samples:
 
     async def cancel(self, work: Command) -> None:
         """Give a sample up: its result says so, unless it has one."""
-        if work.id in self._storing:
+        if self._desk.futures.is_storing(work.id):
             return
         if (task := self._tasks.get(work.id)) is not None:
             task.cancel()
@@ -66,6 +68,12 @@ class Samples:
             result = failed(str(error), "server")
         except RookeryError as error:
             result = failed(str(error), "user")
+        if len(result.payload) > ANSWER_MIB * 2**20:
+            result = failed(
+                f"The answer has {len(result.payload) / 2**20:.0f} MiB, of at most {ANSWER_MIB}: "
+                "ask for fewer samples or tokens in one request, or for less about each.",
+                "user",
+            )
         await self._finish(work, result)
 
     async def _draw(self, work: Command) -> Result:
@@ -91,9 +99,11 @@ class Samples:
     async def _finish(self, work: Command, result: Result) -> None:
         """Once: who comes second, the drawing or the cancelling, changes nothing. It is pending
         until the journal has its result: a snapshot has the one or the other."""
-        if work.id in self._storing or work.id not in self._desk.pending:
+        futures = self._desk.futures
+        if futures.is_storing(work.id) or work.id not in self._desk.pending:
             return
-        self._storing.add(work.id)
+        if (future := futures.known(work.id)) is not None:
+            future.storing = result
         header = {
             "entry": "answer",
             "id": work.id,
@@ -106,7 +116,6 @@ class Samples:
         await asyncio.shield(stored)
 
     def _stored(self, work: Command, result: Result, done: "asyncio.Future[list[int]]") -> None:
-        self._storing.discard(work.id)
         if not done.cancelled() and done.exception() is None:
             self._desk.pending.remove(work.id)
             self._desk.futures.finish(work.id, result)

@@ -25,7 +25,13 @@ from pydantic import BaseModel
 from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
 from rookery.service.backend import Backend
-from rookery.service.commands import CheckpointPath, EndSampler, EndSession, apply
+from rookery.service.commands import (
+    CheckpointPath,
+    EndSampler,
+    EndSession,
+    ForgetModels,
+    apply,
+)
 from rookery.service.config import ServiceConfig
 from rookery.service.desk import Desk
 from rookery.service.drawing import Drawing
@@ -49,6 +55,8 @@ __all__ = ["Service", "new_id", "open_service"]
 HOUSEKEEPING_S = 10.0
 KEPT_SAMPLERS = 8
 """Of a session, of weights saved without a name, however long nobody draws from them."""
+KEPT_RUNS = 1000
+"""Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -77,7 +85,7 @@ class Service:
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""
-        self._ended: list[str] = []
+        self._ended: list[Model] = []
         """Models whose end was repeated: their last passes are still to be."""
         self._seen: dict[str, float] = {}
 
@@ -101,11 +109,12 @@ class Service:
             return self._finish_at_once(command, apply(self.desk.state, command), owner=session_id)
         if command.kind == "unload_model":
             model_id = GetInfo.model_validate_json(command.body).model_id
-            is_live = self.desk.state.run(command.tenant, model_id).is_live
+            model = self.desk.state.run(command.tenant, model_id)
+            is_live = model.is_live
             reply = apply(self.desk.state, command)
             if is_live:  # not when it is sent again
                 self.desk.futures.end_owners({model_id})
-                self._end_model(model_id)
+                self._end_model(model)
             return self._finish_at_once(command, reply, owner=model_id)
         if command.kind == "end_sampler":
             reply = apply(self.desk.state, command)
@@ -124,7 +133,14 @@ class Service:
     ) -> dict[str, Any]:
         """The reply of a change as a result, for clients that ask for one."""
         future = Future(
-            id=command.id, tenant=command.tenant, key="", digest="", owner=owner, reply=reply
+            id=command.id,
+            tenant=command.tenant,
+            key="",
+            digest="",
+            owner=owner,
+            reply=reply,
+            # A model that has ended does not end again, and its results with it.
+            fetched=time.monotonic() if command.kind == "unload_model" else None,
         )
         self.desk.futures.add(future)
         self.desk.futures.finish(command.id, finished(reply))
@@ -175,8 +191,8 @@ class Service:
     def go_on(self) -> None:
         """Do what was accepted before a restart, now that it is known what is done."""
         self._is_open = True
-        for model_id in self._ended:
-            self._end_model(model_id)
+        for model in self._ended:
+            self._end_model(model)
         for work in self.desk.pending:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
@@ -229,6 +245,7 @@ class Service:
                 path = CheckpointPath(path=found.path)
                 await self.change("delete_checkpoint", found.tenant, path)
         await self._end_idle_samplers()
+        await self._forget_ended_models()
         self.training.give_up_gaps(before=now - self.desk.config.gap_s)
         self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
         if self.training.is_snapshot_due:
@@ -263,23 +280,31 @@ class Service:
                 ended = EndSampler(sampling_session_id=sampler.id)
                 await self.change("end_sampler", sampler.tenant, ended)
 
+    async def _forget_ended_models(self) -> None:
+        """Those that saved nothing and of which no request waits. The newest of a tenant stay."""
+        busy = {work.owner for work in self.desk.pending}
+        for tenant, model_ids in self.desk.state.unsaved_runs().items():
+            oldest = [model_id for model_id in model_ids[:-KEPT_RUNS] if model_id not in busy]
+            if oldest:
+                await self.change("forget_models", tenant, ForgetModels(model_ids=oldest))
+
     def _end_session(self, session_id: str, samplers: Sequence[str]) -> None:
-        models = [model.id for model in self.desk.state.models_of(session_id)]
+        models = self.desk.state.models_of(session_id)
         for name in (session_id, *samplers):
             self._seen.pop(name, None)
-        self.desk.futures.end_owners({session_id, *samplers, *models})
-        for model_id in models:
-            self._end_model(model_id)
+        self.desk.futures.end_owners({session_id, *samplers, *(model.id for model in models)})
+        for model in models:
+            self._end_model(model)
 
     def _end_sampler(self, sampler_id: str) -> None:
         self._seen.pop(sampler_id, None)
         self.desk.futures.end_owners({sampler_id})
 
-    def _end_model(self, model_id: str) -> None:
+    def _end_model(self, model: Model) -> None:
         if not self._is_open:
-            self._ended.append(model_id)
+            self._ended.append(model)
             return
-        for work in self.training.end_model(model_id):
+        for work in self.training.end_model(model):
             self.desk.pending.remove(work.id)
             sentence = "The session ended before an earlier request of this model came."
             self.desk.futures.finish(work.id, failed(sentence, "user"))

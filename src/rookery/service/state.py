@@ -135,6 +135,15 @@ class State:
     def models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session_id == session_id]
 
+    def unsaved_runs(self) -> dict[str, list[str]]:
+        """By tenant: models that ended without a checkpoint, the oldest first."""
+        saved = {checkpoint.model_id for checkpoint in self.checkpoints.values()}
+        runs: dict[str, list[str]] = {}
+        for model in self.models.values():
+            if not model.is_live and model.id not in saved:
+                runs.setdefault(model.tenant, []).append(model.id)
+        return runs
+
     def blobs(self) -> Iterator[str]:
         """The digests that are in use."""
         for model in self.models.values():

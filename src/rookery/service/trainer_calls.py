@@ -1,7 +1,6 @@
 """Works of one kind as one call of the trainer, and its outputs as outcomes."""
 
 import asyncio
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rookery.service.outcomes import Outcome, PassRecord
 from rookery.service.provenance import drawn_logprobs
 from rookery.service.records import Model
 from rookery.service.refusals import Refusal
+from rookery.service.wire.json_slices import load_json
 from rookery.service.wire.losses import LOSSES, output_arrays, output_metrics, train_request
 from rookery.service.wire.records import RecordCall, output_document
 from rookery.service.wire.requests import (
@@ -56,7 +56,7 @@ def read_call(work: Command) -> TrainCall | RecordCall:
     """The forward_backward or forward of a work."""
     if work.form == "proto":
         return read_train_proto(work.body)[0]
-    return read_train_json(json.loads(work.body))
+    return read_train_json(load_json(work.body))
 
 
 class TrainerCalls:

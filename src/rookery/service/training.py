@@ -21,6 +21,7 @@ from rookery.service.fair_queue import FairQueue
 from rookery.service.ordering import Lane
 from rookery.service.outcomes import Outcome, PassRecord, finish_pass
 from rookery.service.passes import stages
+from rookery.service.records import Model
 from rookery.service.throughput import Throughput
 from rookery.service.trainer_calls import TrainerCalls
 from rookery.service.work import Command
@@ -48,7 +49,7 @@ class TrainingLoop:
         # Filled by `add`, drained by `run`; bounded by the limits that are looked at before.
         self._queue: FairQueue[str] = FairQueue()
         self._changed = asyncio.Event()
-        self._removals: list[str] = []
+        self._removals: list[Model] = []
         self._overdue: list[Command] = []
         self._running: frozenset[str] = frozenset()
         self._is_stopping = False
@@ -84,13 +85,13 @@ class TrainingLoop:
                 self._overdue += lost
                 self._put(ready)
 
-    def end_model(self, model_id: str) -> list[Command]:
+    def end_model(self, model: Model) -> list[Command]:
         """Forget a model; the works that wait for numbers that never came are returned."""
-        self._removals.append(model_id)
+        self._removals.append(model)
         self._changed.set()
-        lane = self._lanes.pop(model_id, None)
-        given_up = [work for work in self._overdue if work.owner == model_id]
-        self._overdue = [work for work in self._overdue if work.owner != model_id]
+        lane = self._lanes.pop(model.id, None)
+        given_up = [work for work in self._overdue if work.owner == model.id]
+        self._overdue = [work for work in self._overdue if work.owner != model.id]
         return [*given_up, *(lane.clear() if lane is not None else [])]
 
     async def run(self, snapshot: Callable[[], Awaitable[None]]) -> None:
@@ -238,7 +239,7 @@ class TrainingLoop:
 
     async def _remove_models(self) -> None:
         while self._removals:
-            model = self._desk.state.models[self._removals.pop()]
+            model = self._removals.pop()
             # One that was never made may be of a base model that is not served any more.
             if (backend := self._desk.backends.get(model.base_model)) is not None:
                 await backend.trainees.remove(model.id)

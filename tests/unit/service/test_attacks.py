@@ -2,6 +2,7 @@
 is a sentence, never a 500."""
 
 import base64
+import errno
 import json
 import pickle
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import zstandard
 from service.tenants import PROTO, Client, crashed_copy, serve, train_body
+
+from rookery.service.config import ServiceConfig
+from rookery.service.routes.plain import FILES
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 UPLOAD = {
@@ -122,9 +126,30 @@ async def test_links_are_good_after_a_restart_and_cannot_be_forged(tmp_path: Pat
             "--",
         ):
             assert (await ada.send("GET", link.replace(token, forged))).status_code == 404
-        for file in ("../state", "..%2fstate", "%2e%2e/state", "/etc/passwd", "adapter"):
+        above = ("../state", "..%2fstate", "%2e%2e/state", "/etc/passwd", "adapter")
+        for file in (*above, "a%00b", "x" * 300, "a/" * 3000):
             answer = await ada.send("GET", link.replace("value.json", file))
             assert answer.status_code == 404, file
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000, "locked"])
+async def test_a_path_that_cannot_be_read_is_refused_with_a_sentence(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "adapters"
+    (folder / "locked").mkdir(parents=True)
+    for file in FILES:
+        (folder / "locked" / file).write_bytes(b"{}")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    config = ServiceConfig(adapter_folders=(folder,))
+    async with serve(tmp_path / "run", config=config) as served:
+        upload = {"adapter_id": "poet", "lora_path": str(folder / name)}
+        answer = await served.client().post("adapters", upload, status=400)
+        assert "cannot be read" in answer["error"]
 
 
 @pytest.mark.parametrize(

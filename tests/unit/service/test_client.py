@@ -1,13 +1,16 @@
 """The client of a service, beside answers that are lost on their way."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
+import pytest
 from service.tenants import fake_backend
 
 from rookery.compose.serve import ServeConfig, serving
-from rookery.service.client import ServiceTrainer
+from rookery.service.client import ServiceTrainer, connection
 from rookery.service.client.connection import (
     Answer,
     ServiceClientConfig,
@@ -50,3 +53,23 @@ async def test_what_is_ended_with_a_lost_answer_is_ended(tmp_path: Path) -> None
         assert list((tmp_path / "exported").iterdir())
         await trainer.remove("poet")
     assert not lost, "all of them were asked for, twice"
+
+
+async def test_weights_over_a_slow_line_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds a wait is silence, not how long a download takes."""
+    monkeypatch.setattr(connection, "POLL_S", 0.5)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\nconnection: close\r\n\r\n")
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            writer.write(b"w")
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, aiohttp.ClientSession() as http:
+        own = connection.Connection(http, ServiceClientConfig(url=url, away_s=1.0))
+        assert (await own.request("GET", f"{url}/weights")).content == b"w" * 8

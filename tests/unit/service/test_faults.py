@@ -22,6 +22,8 @@ from service.tenants import (
 )
 
 from rookery.errors import RunError
+from rookery.runs import journal
+from rookery.service import sampling
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.records import Checkpoint
 from rookery.service.state import State
@@ -115,6 +117,32 @@ async def test_a_full_disk_is_no_refusal_and_ends_the_service(tmp_path: Path, pa
     async with serve(tmp_path / "run") as served:
         ada = served.client()
         assert "metrics" in await ada.result(await ada.step(model, 1))
+
+
+async def test_an_answer_too_large_for_the_journal_is_a_failure_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service would end, and draw it again after every start."""
+    monkeypatch.setattr(journal, "ENTRY_BYTES", 3000)
+    monkeypatch.setattr(sampling, "ANSWER_MIB", 2000 / 2**20)
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        sampler = {
+            "session_id": await ada.session(),
+            "sampling_session_seq_id": 0,
+            "base_model": "fake",
+        }
+        sampler_id = (await ada.post("create_sampling_session", sampler))["sampling_session_id"]
+        sample = {
+            "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
+            "sampling_session_id": sampler_id,
+            "sampling_params": {"max_tokens": 4},
+        }
+        large = await ada.post("asample", {**sample, "num_samples": 200})
+        failure = await ada.result(large)
+        assert failure["category"] == "user"
+        assert "ask for fewer samples" in failure["error"]
+        assert (await ada.samples(await ada.post("asample", sample))).sequences
 
 
 async def test_a_request_that_never_comes_is_waited_for_no_longer_than_said(
@@ -378,3 +406,58 @@ async def test_a_model_of_a_base_that_is_not_served_any_more_ends(tmp_path: Path
         service.desk.state.models[model].base_model = "gone"
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         assert "metrics" in await ada.result(await ada.step(other, 1)), "the loop goes on"
+
+
+async def test_an_adapter_without_its_checkpoint_leaves_no_run(tmp_path: Path) -> None:
+    upload = {"adapter_id": "poet", "adapter_config": {"r": 4}, "adapter_model": "AAAA"}
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        for _ in range(2):  # under the same name again, then removed
+            path = (await ada.post("adapters", upload, status=201))["tinker_path"]
+            _, _, run, kind, name = path.split("/")
+            item = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+            assert (await ada.send("DELETE", item)).status_code == 204
+        assert (await ada.send("DELETE", "/api/v1/adapters/poet")).status_code == 204
+        runs = (await ada.send("GET", "/api/v1/training_runs")).json()
+        assert runs["training_runs"] == []
+
+
+async def test_models_that_ended_and_saved_nothing_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.service.service.KEPT_RUNS", 2)
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        session = await ada.session()
+        models = [await ada.model(session, seq) for seq in range(5)]
+        save = {"model_id": models[0], "seq_id": 1, "path": "ck"}
+        await ada.result(await ada.post("save_weights", save))
+        for model in models[:4]:
+            await ada.result(await ada.post("unload_model", {"model_id": model}))
+        await served.service.clean_up()
+        assert await _runs(ada) == {*models} - {models[1]}
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+    backend = fake_backend()
+    async with serve(killed, backend=backend) as served:
+        ada = served.client()
+        assert await _runs(ada) == {*models} - {models[1]}
+        await ada.result(await ada.step(models[4], 1))
+        assert set(backend.trainer.trainees) == {"unused", models[4]}  # type: ignore[attr-defined]
+
+
+async def _runs(client: Client) -> set[str]:
+    runs = (await client.send("GET", "/api/v1/training_runs")).json()["training_runs"]
+    return {run["training_run_id"] for run in runs}
+
+
+async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path) -> None:
+    """However often a client sends it."""
+    async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
+        ada, futures = served.client(), served.service.desk.futures
+        model = await ada.model(await ada.session())
+        futures.drop_fetched(older_s=0)
+        for _ in range(3):
+            await ada.post("unload_model", {"model_id": model})
+        assert len(futures) == 3
+        futures.drop_fetched(older_s=0)
+        assert not len(futures)

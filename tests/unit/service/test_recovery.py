@@ -8,6 +8,7 @@ from typing import Any
 from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
 
 from rookery.service.config import ServiceConfig
+from rookery.service.wal import Wal
 
 SAMPLE = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
@@ -170,25 +171,31 @@ async def test_a_journal_that_was_not_cut_counts_after_a_kill(tmp_path: Path) ->
         assert served.service.desk.wal.num_bytes == written > 0
 
 
+def hold_answers(wal: Wal) -> tuple[asyncio.Event, asyncio.Event]:
+    """Answers are stored, which sets the first event, and told of when the second one is set."""
+    append, stored, may_tell = wal.append, asyncio.Event(), asyncio.Event()
+
+    def append_and_wait(header: Mapping[str, Any], body: bytes = b"") -> Any:
+        done = append(header, body)
+
+        async def tell() -> list[int]:
+            numbers = await done
+            stored.set()
+            await may_tell.wait()
+            return numbers
+
+        return asyncio.ensure_future(tell()) if header["entry"] == "answer" else done
+
+    wal.append = append_and_wait  # type: ignore[method-assign]
+    return stored, may_tell
+
+
 async def test_a_sample_that_is_being_stored_beside_a_snapshot_is_not_lost(tmp_path: Path) -> None:
-    """Its answer is in the journal before the snapshot, and not in the document."""
+    """Its answer is in the journal before the snapshot, and nobody was told of it."""
     async with serve(tmp_path / "run") as served:
-        ada, wal = served.client(), served.service.desk.wal
+        ada = served.client()
         sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
-        append, stored, may_tell = wal.append, asyncio.Event(), asyncio.Event()
-
-        def append_and_wait(header: Mapping[str, Any], body: bytes = b"") -> Any:
-            done = append(header, body)
-
-            async def tell() -> list[int]:
-                numbers = await done
-                stored.set()
-                await may_tell.wait()
-                return numbers
-
-            return asyncio.ensure_future(tell()) if header["entry"] == "answer" else done
-
-        wal.append = append_and_wait  # type: ignore[method-assign]
+        stored, may_tell = hold_answers(served.service.desk.wal)
         sample = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
         await stored.wait()
         assert (await ada.send("POST", "/api/v1/cancel_future", json=sample)).status_code == 204
@@ -196,8 +203,36 @@ async def test_a_sample_that_is_being_stored_beside_a_snapshot_is_not_lost(tmp_p
         killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
         may_tell.set()
         drawn = await ada.samples(sample)
+    await _check_drawn_once(killed, sample, drawn)
+
+
+async def test_a_sample_that_is_stored_within_a_snapshot_is_not_lost(tmp_path: Path) -> None:
+    """The journal is cut behind the snapshot, and its answer with it."""
+    async with serve(tmp_path / "run") as served:
+        ada, wal = served.client(), served.service.desk.wal
+        sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
+        stored, may_tell = hold_answers(wal)
+        begin = wal.begin_snapshot
+
+        async def begin_and_tell() -> int:
+            seq = await begin()
+            may_tell.set()
+            await ada.samples(sample)
+            return seq
+
+        wal.begin_snapshot = begin_and_tell  # type: ignore[method-assign]
+        sample = await ada.post("asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
+        await stored.wait()
+        await served.service.snapshot()
+        killed = crashed_copy(tmp_path / "run", tmp_path / "killed")
+        drawn = await ada.samples(sample)
+        wal.begin_snapshot = begin  # type: ignore[method-assign]
+    await _check_drawn_once(killed, sample, drawn)
+
+
+async def _check_drawn_once(killed: Path, sample: dict[str, Any], drawn: Any) -> None:
     backend = fake_backend()
-    async with serve(killed, backend=backend) as served:
+    async with serve(killed, backend=backend, config=ServiceConfig(poll_s=2.0)) as served:
         assert await served.client().samples(sample) == drawn
         assert backend.engine.num_samples == 0, "it is not drawn again"  # type: ignore[attr-defined]
         assert not len(served.service.desk.pending)

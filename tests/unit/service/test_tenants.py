@@ -1,7 +1,7 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,26 @@ async def test_without_a_known_key_nothing_is_served(tmp_path: Path) -> None:
         refused = await stranger.post("create_session", {}, status=401)
         assert "rookery keys add" in refused["error"]
         assert (await stranger.send("GET", "/api/v1/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["sample", "optim_step", "forward_backward", "telemetry"])
+async def test_without_a_known_key_the_body_is_not_read(tmp_path: Path, path: str) -> None:
+    """To parse a large one takes seconds, in which nobody is served."""
+    read: list[bytes] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append(b"{")
+        yield b"{"
+        read.append(b"}")
+        yield b"}"
+
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        stranger = served.client("ada")
+        stranger._key = "tml-made-up"
+        headers = {"content-type": "application/json"}
+        answer = await stranger.send("POST", f"/api/v1/{path}", content=body(), headers=headers)
+        assert answer.status_code == 401
+        assert not read
 
 
 async def test_what_another_tenant_has_looks_as_if_it_did_not_exist(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
 POLL_S = 60.0
-"""How long a poll may take; the service answers within 45 s."""
+"""How long the service may be silent; it answers a poll within 45 s. Weights take as long as they
+take."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _AGAIN = frozenset({408, 429})
 
@@ -136,7 +137,7 @@ class Connection:
 
     async def _send(self, method: str, url: str, body: bytes | None, accept: str) -> Answer:
         headers = {"content-type": "application/json", "accept": accept or "application/json"}
-        timeout = aiohttp.ClientTimeout(total=POLL_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=POLL_S, sock_read=POLL_S)
         try:
             async with self._http.request(
                 method, url, data=body, headers=headers, timeout=timeout

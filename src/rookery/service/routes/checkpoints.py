@@ -119,11 +119,10 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
         checkpoint = found(tenant, run_id, kind, name)
         folder = gate.service.desk.wal.run.blobs.path(checkpoint.blob) / ADAPTER
         expires = int(time.time()) + URL_S
-        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         signed = {
             file: str(request.url_for("download", token=links.sign(checkpoint.blob, expires)))
             + f"/{file}"
-            for file in sorted(names)
+            for file in sorted(_files(folder))
         }
         return {"urls": signed, "expires": _iso(expires)}
 
@@ -152,9 +151,8 @@ def _add_downloads(router: APIRouter, gate: Gate, links: "Links") -> None:
 
     @router.get("/download/{token}/{file:path}")
     async def download_file(token: str, file: str) -> Response:
-        folder = linked(token).resolve()
-        path = (folder / file).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
+        path = _files(linked(token)).get(file)
+        if path is None:
             raise missing("file", file)
         return FileResponse(path)
 
@@ -180,6 +178,11 @@ class Links:
 
     def _signature(self, blob: str, expires: str) -> str:
         return hmac.new(self._secret, f"{blob}-{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """All files by their names: the disk is never asked for a name that a client sent."""
+    return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
 
 
 def _archive(folder: Path) -> Path:

@@ -5,7 +5,6 @@ a refusal: without an entry for the refused one, the service would wait for it f
 """
 
 import asyncio
-import json
 from contextlib import suppress
 
 from fastapi import Request
@@ -14,6 +13,7 @@ from google.protobuf.message import DecodeError
 from rookery.service.refusals import Refusal
 from rookery.service.routes.gate import Body, Gate, digest_of, tenant_of
 from rookery.service.wire.body import PROTOBUF, inflate
+from rookery.service.wire.json_slices import load_json
 from rookery.service.wire.schema import ForwardBackwardRequest
 
 __all__ = ["fill_gap"]
@@ -59,7 +59,7 @@ def _number(raw: bytes, request: Request, limit_bytes: int) -> tuple[str, int] |
             message = ForwardBackwardRequest.FromString(body)
             model_id, seq = message.model_id, message.seq_id
         else:
-            document = json.loads(body)
+            document = load_json(body)
             model_id, seq = document["model_id"], document["seq_id"]
     except (Refusal, DecodeError, ValueError, TypeError, LookupError, RecursionError):
         return None

@@ -1,12 +1,17 @@
-"""Routes that take JSON: text that can be neither stored nor tokenized does not reach them."""
+"""Routes that take JSON: bodies without a known key are not read, and text that can be neither
+stored nor tokenized does not reach them. Large bodies are parsed beside the event loop."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Message
 
+from rookery.service.routes.gate import tenant_of
 from rookery.service.wire.body import PROTOBUF, refuse_half_characters
+from rookery.service.wire.json_slices import LARGE_BYTES, load_json
 
 __all__ = ["JsonRoute"]
 
@@ -16,10 +21,31 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        needs_key = any(one.call is tenant_of for one in self.dependant.dependencies)
 
         async def handle(request: Request) -> Response:
-            if not request.headers.get("content-type", "").startswith(PROTOBUF):
-                refuse_half_characters(await request.body())
-            return await handler(request)
+            if needs_key:  # before the body, which the framework parses first
+                tenant_of(request)
+            if request.headers.get("content-type", "").startswith(PROTOBUF):
+                return await handler(request)
+            body = await request.body()
+            if len(body) <= LARGE_BYTES:
+                refuse_half_characters(body)
+                return await handler(request)
+            await asyncio.to_thread(refuse_half_characters, body)
+            return await handler(_LargeRequest(request, body))
 
         return handle
+
+
+class _LargeRequest(Request):
+    """A request whose body was read before, and is parsed in a thread."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        super().__init__(request.scope, receive)
+
+    async def json(self) -> Any:
+        return await asyncio.to_thread(load_json, await self.body())

@@ -237,12 +237,17 @@ def _read_path(gate: Gate, lora_path: str) -> dict[str, bytes]:
             f"Adapters may be read from the folders that the operator lists ({roots}): upload the "
             "files as adapter_config and adapter_model, or ask for adapter_folders to be set."
         )
-    if not folder.exists():
-        raise bad(f"LoRA path does not exist: {lora_path}")
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise bad(f"{lora_path} has no {missing[0]}: save the adapter with PEFT's save_pretrained.")
-    return {name: (folder / name).read_bytes() for name in FILES}
+    try:
+        if not folder.exists():
+            raise bad(f"LoRA path does not exist: {lora_path}")
+        missing = [name for name in FILES if not (folder / name).is_file()]
+        if missing:
+            raise bad(
+                f"{lora_path} has no {missing[0]}: save the adapter with PEFT's save_pretrained."
+            )
+        return {name: (folder / name).read_bytes() for name in FILES}
+    except OSError as error:  # a name too long, or not readable
+        raise bad(f"{lora_path!r:.300} cannot be read: {error.strerror}.") from error
 
 
 def _read_upload(body: AdapterUpload) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from rookery.service.refusals import bad
 from rookery.service.routes.gate import Body, Gate, Tenant, digest_of
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.wire.body import PROTOBUF, as_json, inflate, parse_json
+from rookery.service.wire.json_slices import LARGE_BYTES
 from rookery.service.wire.losses import train_request
 from rookery.service.wire.records import CheckLoss, RecordCall
 from rookery.service.wire.requests import (
@@ -31,9 +32,6 @@ from rookery.service.wire.training import TrainCall, read_train_json, read_train
 from rookery.types import Json
 
 __all__ = ["make_router"]
-
-INLINE_BYTES = 1 << 15
-"""Larger bodies are read in a thread."""
 
 
 def make_router(gate: Gate) -> APIRouter:
@@ -82,6 +80,7 @@ def _add_models(router: APIRouter, gate: Gate) -> None:
     @router.post("/unload_model")
     async def unload_model(body: GetInfo, tenant: Tenant) -> dict[str, Any]:
         """End the training of a model; its checkpoints stay."""
+        gate.service.admission.check_rate(tenant)
         return await gate.service.change("unload_model", tenant, body)
 
     @router.post("/weights_info")
@@ -141,7 +140,7 @@ def _add_gradients(router: APIRouter, gate: Gate) -> None:
             )
             return call, content
 
-        is_short = len(raw) <= INLINE_BYTES and not encoding
+        is_short = len(raw) <= LARGE_BYTES and not encoding
         call, content = read() if is_short else await asyncio.to_thread(read)
         if isinstance(call, RecordCall):
             await _check_loss(gate, call.request.loss, call.request.loss_options)

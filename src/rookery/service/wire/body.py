@@ -1,7 +1,7 @@
 """Raw request bodies: their size, their compression, and which format a client speaks."""
 
 import io
-import json
+from collections.abc import Iterator
 from typing import Any
 
 import zstandard
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from rookery.service.refusals import Refusal, bad
+from rookery.service.wire.json_slices import load_json
 
 __all__ = [
     "PROTOBUF",
@@ -63,7 +64,7 @@ def accepts_protobuf(accept: str) -> bool:
 def parse_json(body: bytes) -> Any:
     """The document, or a refusal. NaN and Infinity are not JSON."""
     try:
-        document = json.loads(body, parse_constant=_refuse_constant)
+        document = load_json(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(422, f"The body is not JSON: {str(error) or 'nested too deeply'}.") from error
     refuse_half_characters(body)
@@ -76,14 +77,30 @@ def refuse_half_characters(body: bytes) -> None:
     if b"\\ud" not in body and b"\\uD" not in body and b"\xed" not in body:
         return  # neither escaped nor as bytes
     try:
-        document = json.loads(body)
+        document = load_json(body)
     except (ValueError, RecursionError):
         return
-    try:
-        json.dumps(document, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start : error.end])
-        raise Refusal(422, f"The body holds {half}, half of a character: send UTF-8.") from error
+    for text in _texts(document):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start : error.end])
+            sentence = f"The body holds {half}, half of a character: send UTF-8."
+            raise Refusal(422, sentence) from error
+
+
+def _texts(document: Any) -> Iterator[str]:
+    """All keys and values that are texts."""
+    rest = [document]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
 
 
 def as_json(request: BaseModel, *, exclude_none: bool = True) -> bytes:

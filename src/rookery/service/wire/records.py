@@ -10,7 +10,7 @@ from, columns of the trainer) nor the trainer's own losses.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -41,6 +41,7 @@ __all__ = [
 KEY = "train_request"
 """Where a forward_backward has its TrainRequest."""
 Floats = tuple[float, ...]
+Valid = TypeVar("Valid", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -68,7 +69,8 @@ class _DatumBody(_Body):
 
 
 class _RequestBody(_Body):
-    data: list[_DatumBody] = Field(min_length=1)
+    data: list[Any] = Field(min_length=1)
+    """Each a `_DatumBody`, validated by itself: all at once would hold the interpreter."""
     loss: str = "cross_entropy"
     loss_options: dict[str, Any] = {}
 
@@ -127,16 +129,15 @@ class RecordCall:
 
 def read_record_call(document: Mapping[str, Any]) -> RecordCall:
     """A body that has a TrainRequest, or a refusal that says where it is wrong."""
-    try:
-        body = _CallBody.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise Refusal(422, f"{place}: {first['msg']}.") from error
+    body = _valid(_CallBody, document, place=())
     own = body.train_request
+    data = [
+        _valid(_DatumBody, datum, place=(KEY, "data", number))
+        for number, datum in enumerate(own.data)
+    ]
     request = TrainRequest(
         trainee=body.model_id,
-        data=tuple(datum.datum() for datum in own.data),
+        data=tuple(datum.datum() for datum in data),
         loss=own.loss,
         loss_options=own.loss_options,
     )
@@ -146,6 +147,15 @@ def read_record_call(document: Mapping[str, Any]) -> RecordCall:
         forward_only=body.forward_only,
         request=request,
     )
+
+
+def _valid(kind: type[Valid], document: Any, *, place: tuple[str | int, ...]) -> Valid:
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (*place, *first["loc"])))
+        raise Refusal(422, f"{where}: {first['msg']}.") from error
 
 
 def train_document(
