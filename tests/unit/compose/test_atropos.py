@@ -461,7 +461,7 @@ async def test_a_training_takes_batches_from_a_gateway_elsewhere(tmp_path: Path)
             await asyncio.sleep(0.05)
         columns = ("tokens", "masks", "inference_logprobs")
         long = {name: [row * 33 for row in make_document(4)[name]] for name in columns}
-        refused = await ask(session, "POST", "/scored_data", make_document(4, **long))
+        refused = await ask(session, "POST", "/scored_data", make_document(4) | long)
         assert "has 132 tokens and the trainer takes 128" in refused["error"], "its context"
         while not training.done():
             status = await ask(session, "GET", "/status")

@@ -698,7 +698,7 @@ async def test_half_a_group_of_who_has_gone_is_not_refused(tmp_path: Path) -> No
         "type": "http", "method": "POST", "path": "/scored_data", "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }  # fmt: skip
-    received = [
+    received: list[dict[str, Any]] = [
         {"type": "http.request", "body": b'{"tokens": [[5,', "more_body": True},
         {"type": "http.disconnect"},
     ]
