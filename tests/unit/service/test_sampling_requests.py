@@ -15,6 +15,7 @@ from service.tenants import Client, crashed_copy, fake_backend, serve, train_bod
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.routes.openai import CompletionRequest
+from rookery.service.wire.json_slices import LARGE_BYTES
 from rookery.types import SampleRequest
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -373,7 +374,9 @@ def test_openai_options_of_vllm_reach_the_engine() -> None:
         ("/v1/completions", {"model": "fake", "prompt": [5]}),
         ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "5"}]}),
         ("/api/v1/sample", {"prompts": ["5"]}),
+        ("/api/v1/sample", {"prompts": ["5"], "padding": "x" * LARGE_BYTES}),
     ],
+    ids=["completions", "chat", "sample", "large"],
 )
 async def test_nothing_is_drawn_for_a_client_that_has_gone(
     tmp_path: Path, path: str, body: dict[str, Any]

@@ -1,12 +1,10 @@
 """Routes that draw while their client waits: what nobody waits for is not drawn to its end."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from fastapi import Request, Response
 
-from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.json_route import Handler, JsonRoute
 
 __all__ = ["DrawingRoute"]
 
@@ -17,9 +15,7 @@ class DrawingRoute(JsonRoute):
     """Ends what it computes when nobody waits for it: a client that was killed, or lost patience
     and asks again, would leave answers as long as the context to be drawn."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
+    def answering(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
             await request.body()  # kept for the handler: what is received after it is the end
             answering = asyncio.create_task(handler(request))

@@ -13,14 +13,21 @@ from rookery.service.routes.gate import tenant_of
 from rookery.service.wire.body import PROTOBUF, refuse_half_characters
 from rookery.service.wire.json_slices import LARGE_BYTES, load_json
 
-__all__ = ["JsonRoute"]
+__all__ = ["Handler", "JsonRoute"]
+
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
     """What `APIRouter(route_class=JsonRoute)` makes."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
+    def answering(self, handler: Handler) -> Handler:
+        """What answers requests whose body was read."""
+        return handler
+
+    def get_route_handler(self) -> Handler:
+        handler = self.answering(super().get_route_handler())
         needs_key = any(one.call is tenant_of for one in self.dependant.dependencies)
 
         async def handle(request: Request) -> Response:
@@ -42,8 +49,10 @@ class _LargeRequest(Request):
     """A request whose body was read before, and is parsed in a thread."""
 
     def __init__(self, request: Request, body: bytes) -> None:
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
         async def receive() -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
+            return messages.pop() if messages else await request.receive()
 
         super().__init__(request.scope, receive)
 
