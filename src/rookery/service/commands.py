@@ -180,8 +180,7 @@ def _end_model(state: State, command: Command, request: GetInfo) -> Reply:
 
 def _forget_models(state: State, _: Command, request: ForgetModels) -> Reply:
     """But for those that a checkpoint was copied to meanwhile."""
-    saved = {found.model_id for found in state.checkpoints.values()}
-    for model_id in set(request.model_ids) - saved:
+    for model_id in set(request.model_ids) - {own.model_id for own in state.checkpoints.values()}:
         state.models.pop(model_id, None)
     return {}
 
