@@ -34,8 +34,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(1500),
 ]
-NEAR = 0.1
-"""Between a trainer and a server in bfloat16, in nats."""
+NEAR = 0.25
+"""Between a trainer and a server in bfloat16, in nats: a rounded logit of the likeliest token."""
 LIBRARIES = 64 * 2**20
 """What cuBLAS and a recorded pass take for themselves, whatever the model's size."""
 PROMPT = tuple(range(100, 140))

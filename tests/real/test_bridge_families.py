@@ -14,6 +14,7 @@ from typing import Any
 import bridge_training
 import pytest
 from bridge_training import training
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 
 from rookery.compose.grpo_bridge import bridged_engine, choose_bridge
@@ -77,6 +78,9 @@ async def test_a_weight_that_the_server_lacks_is_named(tmp_path: Path) -> None:
     """vLLM's Gemma 2 takes its embeddings for the output layer, whatever the config says."""
     untied = {"head_dim": 32, "tie_word_embeddings": False}
     folder = write_tiny_model(tmp_path / "tiny", "Gemma2", **SIZES, **untied)
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]  # it refuses to load one
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = config_of(folder)
     async with open_engine(bridged_engine(config)) as engine:
         bridge = await choose_bridge(config, engine, folder=folder)
