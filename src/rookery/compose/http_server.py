@@ -73,7 +73,7 @@ async def answering(
     try:
         await server.ready.wait()
         host, port = listeners[0].getsockname()[:2]
-        yield f"http://{host}:{port}"
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         server.should_exit = True
         release()
