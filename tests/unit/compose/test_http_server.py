@@ -28,3 +28,11 @@ async def test_the_address_is_one_that_clients_reach(host: str) -> None:
             session.get(f"{url}/openapi.json") as answer,
         ):
             assert answer.status == 200
+
+
+def test_a_port_that_is_named_twice_is_taken_once() -> None:
+    """As by an engine port that is the gateway's own."""
+    with listen_all("127.0.0.1", [0], remedy="") as [listener]:
+        port = listener.getsockname()[1]
+    with listen_all("127.0.0.1", [port, port], remedy="") as listeners:
+        assert len(listeners) == 1
