@@ -175,7 +175,7 @@ async def attach(
     with: a server that ran before may have others."""
     model = await asyncio.to_thread(attach_model, folder.path, shared.find, names=folder.names)
     weights = await asyncio.to_thread(read_weights, start, dtype=model.dtype)
-    async with paused(fleet):
+    async with paused(fleet.pool.replicas):
         await run_in_thread(model.set_weights, weights)
     return model
 

@@ -2,7 +2,7 @@
 
     shared = await share_base(fleet)
     model = attach_model(folder, shared.find)            # the trainer's model: views of the memory
-    async with paused(fleet):                            # what training begins with
+    async with paused(fleet.pool.replicas):              # what training begins with
         model.set_weights(weights)
     bridge = AliasBridge(fleet, shared, canary=canary, logprobs=trainer_logprobs)
     trainer.share_with(bridge)
@@ -35,9 +35,10 @@ from rookery.types import ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PAUSE", "AliasBridge", "SharedBase", "paused", "share_base"]
+__all__ = ["PAUSE", "PAUSE_ROUTE", "AliasBridge", "SharedBase", "paused", "share_base"]
 
-PAUSE = "/pause?mode=keep"
+PAUSE_ROUTE = "/pause"
+PAUSE = f"{PAUSE_ROUTE}?mode=keep"
 """vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
 
 
@@ -111,10 +112,9 @@ async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def paused(fleet: Fleet) -> AsyncIterator[None]:
-    """No server computes inside the block, and what one has cached is forgotten: requests of others
-    may be in flight while the memory is written."""
-    replicas = fleet.pool.replicas
+async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
+    """None of these computes inside the block, and what one has cached is forgotten: requests of
+    others may be in flight while weights are written."""
     try:
         await together(replica.client.post(PAUSE, b"") for replica in replicas)
         yield
