@@ -82,7 +82,8 @@ async def training(
             if bridge.shared is None:
                 model = load_model(found.path, device=device)
             else:
-                model = await attach(found, bridge.shared, start=found.path)
+                assert isinstance(engine, Fleet)
+                model = await attach(found, engine, bridge.shared, start=found.path)
             opened = Opened(engine=engine, model=model, bridge=bridge, folder=folder)
             yield Training(opened, found, is_float32=device == "cpu")
         finally:

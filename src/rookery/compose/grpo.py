@@ -170,7 +170,8 @@ async def _open(config: GrpoConfig, files: GrpoFiles, on_launch: OnLaunch) -> As
                 if bridge.shared is None:
                     model = await load()
                 else:
-                    model = await attach(folder, bridge.shared, start=files.start)
+                    assert isinstance(engine, Fleet), "servers share their memory"
+                    model = await attach(folder, engine, bridge.shared, start=files.start)
                 yield Opened(engine=engine, model=model, bridge=bridge, folder=owner.folder)
             finally:
                 bridge.release()

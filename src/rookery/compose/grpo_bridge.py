@@ -30,7 +30,7 @@ from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge
-from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
+from rookery.fleet.bridges.alias import AliasBridge, SharedBase, paused, share_base
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.bridges.folder import FolderBridge
@@ -168,16 +168,16 @@ def _why_apart(config: GrpoConfig, fleet: Fleet) -> str:
     return "publish_every is above 1" if config.publish_every > 1 else ""
 
 
-async def attach(folder: ModelFolder, shared: SharedBase, *, start: Path) -> SlottedModel:
+async def attach(
+    folder: ModelFolder, fleet: Fleet, shared: SharedBase, *, start: Path
+) -> SlottedModel:
     """The trainer's model over the servers' memory, which gets the weights that training begins
     with: a server that ran before may have others."""
-
-    def make() -> SlottedModel:
-        model = attach_model(folder.path, shared.find, names=folder.names)
-        model.set_weights(read_weights(start, dtype=model.dtype))
-        return model
-
-    return await asyncio.to_thread(make)
+    model = await asyncio.to_thread(attach_model, folder.path, shared.find, names=folder.names)
+    weights = await asyncio.to_thread(read_weights, start, dtype=model.dtype)
+    async with paused(fleet.pool.replicas):
+        await run_in_thread(model.set_weights, weights)
+    return model
 
 
 def _choose_copy(fleet: Fleet, why: str) -> Bridge:

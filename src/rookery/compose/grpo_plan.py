@@ -170,14 +170,16 @@ def _lengths(config: GrpoConfig, files: GrpoFiles) -> Lengths:
 def _answer_tokens(config: GrpoConfig) -> int:
     """Tokens that follow the prompt. Of environments elsewhere the last answer: what comes before
     it counts as prompt."""
-    return config.max_drawn_tokens if config.atropos is None else config.drawing.max_tokens
+    if config.atropos is None:
+        return config.max_drawn_tokens
+    return min(config.drawing.max_tokens, config.atropos.max_token_len - 1)
 
 
 def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
     """The lengths of the prompts that are trained on; those of environments elsewhere are taken at
     their longest."""
     if config.atropos is not None:
-        longest = max(1, config.atropos.max_token_len - config.drawing.max_tokens)
+        longest = config.atropos.max_token_len - _answer_tokens(config)
         return [longest] * config.groups_per_step
     return _prompt_tokens(files, "search")
 

@@ -34,11 +34,11 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list[socket.socket]]:
-    """The ports, taken; `remedy` says what to write when one is not free."""
+    """The ports, taken, each once; `remedy` says what to write when one is not free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         listeners = []
-        for port in ports:
+        for port in dict.fromkeys(ports):
             try:
                 listener = socket.create_server((host, port), family=family, backlog=2048)
             except OSError as error:
@@ -73,7 +73,7 @@ async def answering(
     try:
         await server.ready.wait()
         host, port = listeners[0].getsockname()[:2]
-        yield f"http://{host}:{port}"
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         server.should_exit = True
         release()

@@ -305,7 +305,7 @@ class Fleet:
         """Remove an adapter, unless it was loaded again meanwhile."""
         async with self._served.changing(ref):
             if self._served.remove_unused(ref):
-                await self._remove(ref)
+                await run_to_end(self._remove(ref))  # nobody would try again
 
     async def _remove(self, ref: ModelRef) -> None:
         """From all servers, then what they read it from."""

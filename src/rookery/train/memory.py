@@ -51,8 +51,10 @@ class Lengths:
 
     def within(self, context_tokens: int) -> "Lengths":
         """As far as a model reads."""
-        room = max(1, context_tokens - self.prompt_tokens)
-        return replace(self, answer_tokens=min(self.answer_tokens, room))
+        prompt = min(self.prompt_tokens, max(1, context_tokens - 1))
+        room = max(1, context_tokens - prompt)
+        answer = min(self.answer_tokens, room)
+        return replace(self, prompt_tokens=prompt, answer_tokens=answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

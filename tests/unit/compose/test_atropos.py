@@ -25,6 +25,7 @@ from rookery.compose.resuming import resume
 from rookery.environments.atropos import client as client_module
 from rookery.environments.atropos import registry
 from rookery.environments.atropos.client import open_client
+from rookery.environments.atropos.feed import ClientFeed
 from rookery.environments.atropos.registry import TrainerRegistration
 from rookery.errors import ConfigError, RunError, TaskError
 from rookery.loops.grpo import GrpoConfig
@@ -319,6 +320,26 @@ async def test_a_batch_is_asked_for_again_when_its_gateway_was_killed_while_it_s
         await client.register(TrainerRegistration.model_validate(REGISTRATION))
         number, [group] = await client.batch(after=0)
     assert number == 1 and group.tokens == make_document()["tokens"]
+
+
+async def test_a_gateway_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the environments that take too long."""
+    monkeypatch.setattr(client_module, "REQUEST_S", 0.1)
+    monkeypatch.setattr(client_module, "RETRY_S", 0.01)
+
+    async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        with pytest.raises(TaskError, match=rf"The gateway at {url} does not answer: nothing came"):
+            async with open_client(url) as client:
+                feed = ClientFeed(client, vocab_size=97, max_tokens=9, limit_s=3600)
+                await feed.take(0, after=0)
+        for writer in writers:
+            writer.close()
 
 
 async def test_a_trainer_that_is_gone_is_followed_by_another(

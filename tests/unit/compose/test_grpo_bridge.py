@@ -7,18 +7,23 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleet.sharing import SharingStub
+import torch
+from aiohttp import web
+from fleet.sharing import SharingStub, said_of
 from fleet.stub import Stub, serve, until
 from tiny import tiny_adapter, write_tiny_model, write_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from rookery.compose.grpo import run_grpo
-from rookery.compose.grpo_bridge import adapter_publisher, bridged_engine, choose_bridge
+from rookery.compose.grpo_bridge import adapter_publisher, attach, bridged_engine, choose_bridge
+from rookery.embedded.folders import resolve_model
 from rookery.errors import ConfigError, FleetError, ModelError
 from rookery.fleet import FleetConfig, open_fleet
+from rookery.fleet.bridges.alias import share_base
 from rookery.fleet.servers.trainer_lock import is_trained
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.policy_weights import POLICY
+from rookery.slots.attaching import read_weights
 from rookery.slots.loading import load_model
 from rookery.train import LoraTrainer, TrainerConfig
 
@@ -145,6 +150,37 @@ async def open_and_choose(config: GrpoConfig) -> str:
         bridge = await choose_bridge(config, fleet)
         bridge.release()
         return bridge.name
+
+
+class _SlowPause(SharingStub):
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.is_pausing.set()
+        await self.may_pause.wait()
+        return await super()._pause(request)
+
+    async def start(self) -> None:
+        self.is_pausing, self.may_pause = asyncio.Event(), asyncio.Event()
+        await super().start()
+
+
+async def test_a_server_that_serves_is_paused_while_a_trainer_writes_its_start(
+    tmp_path: Path,
+) -> None:
+    """What others have in flight there would be computed with weights half written."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    start = read_weights(folder, dtype=torch.float32)
+    stub = _SlowPause(tensors={name: tensor + 1 for name, tensor in start.items()})
+    before = said_of(stub.tensors)
+    async with serve(stub), open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
+        shared = await share_base(fleet)
+        found = resolve_model(str(folder))
+        attaching = asyncio.create_task(attach(found, fleet, shared, start=folder))
+        await until(lambda: stub.is_pausing.is_set() or attaching.done())
+        assert said_of(stub.tensors) == before
+        stub.may_pause.set()
+        await attaching
+        assert said_of(stub.tensors) == said_of(start)
+        assert not stub.is_paused
 
 
 async def test_a_server_is_free_again_when_its_training_has_ended() -> None:

@@ -248,3 +248,24 @@ def test_a_trainer_computes_on_the_gpu_that_servers_leave(
         GrpoConfig.model_validate(
             {"engine": engine, "tasksets": tasksets, "full": True, "bridge": "alias"}
         )
+
+
+@pytest.mark.parametrize(
+    ("asked", "trained_on"), [((4096, 64), (512, 64)), ((128, 2048), (128, 127))]
+)
+def test_sequences_of_environments_are_planned_as_far_as_they_are_trained_on(
+    tmp_path: Path, asked: tuple[int, int], trained_on: tuple[int, int]
+) -> None:
+    """Up to what the model reads and `max_token_len`, whatever more is asked for."""
+    folder = write_tiny_model(tmp_path / "tiny", **SIZES)
+
+    def one_pass(longest: int, drawn: int) -> int:
+        document = {
+            "engine": {"type": "embedded", "model": str(folder), "device": "cpu"},
+            "environment": {"type": "atropos", "max_token_len": longest},
+            "drawing": {"max_tokens": drawn}, "groups_per_step": 1, "group_size": 2,
+        }  # fmt: skip
+        plan = plan_grpo(GrpoConfig.model_validate(document))
+        return next(row.num_bytes for row in plan.rows if row.name == "one pass")
+
+    assert one_pass(*asked) == pytest.approx(one_pass(*trained_on), rel=0.01)

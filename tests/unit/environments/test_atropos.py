@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from service.tenants import WordCodec
 
 from rookery.environments.atropos import draw_book
+from rookery.environments.atropos import programs as programs_module
 from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.environments.atropos.delivery import Delivery, trained_groups
@@ -25,7 +26,7 @@ from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
 from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
-from rookery.environments.atropos.programs import running
+from rookery.environments.atropos.programs import Programs, running
 from rookery.environments.atropos.registry import (
     SILENT_S,
     Registration,
@@ -489,6 +490,17 @@ async def test_who_leaves_no_longer_holds_up_who_waits_for_a_batch(tmp_path: Pat
         await gateway.disconnect_env(0)
         async with asyncio.timeout(10):
             assert [queued.seq for queued in await waiting] == [1, 2]
+
+
+async def test_a_program_that_fails_often_is_started_again_within_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs_module, "PAUSE_S", 1e-6)
+    command = EnvironmentCommand(command=("/nowhere",), folder=tmp_path, restarts=2000)
+    programs = Programs([command], words={}, logs=tmp_path / "nowhere")
+    async with asyncio.timeout(30):
+        await programs.keep(0)
+        assert "cannot be started" in await programs.ended()
 
 
 async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> None:

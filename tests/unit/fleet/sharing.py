@@ -121,7 +121,9 @@ class SharingStub(Stub):
         return await super()._resume(request)
 
     async def _reset(self, request: web.Request) -> web.Response:
-        if not self.keeps_prefixes:
+        """As in vLLM: nothing is forgotten while requests run, unless they may begin anew."""
+        can_reset = "reset_running_requests" in request.query or not any(self.in_flight.values())
+        if can_reset and not self.keeps_prefixes:
             self._prefixes.clear()
         return await super()._reset(request)
 

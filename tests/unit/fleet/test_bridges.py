@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
+import aiohttp
 import pytest
 import torch
 from fleet.sharing import (
+    ROUTES,
     SHAPES,
     SharingStub,
     ask,
@@ -22,6 +24,7 @@ from rookery.fleet import open_fleet
 from rookery.fleet.bridges.alias import SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.copy import CopyBridge
+from rookery.fleet.bridges.update import VERSION
 from rookery.types import ModelRef, ModelWeights
 
 
@@ -173,6 +176,35 @@ async def test_weights_are_copied_to_servers_and_proved() -> None:
         weights = ModelWeights(name="policy", tensors=tensors, version="last")
         with pytest.raises(FleetError, match=rf"1 of 2 servers .*{stubs[0].url}"):
             await bridge.replace_base(weights, logprobs)
+
+
+async def test_prefixes_are_forgotten_while_others_have_requests_in_flight() -> None:
+    """They are not waited for, and a server forgets nothing that runs unless it is told to."""
+    stub = SharingStub(routes=tuple(route for route in ROUTES if route != VERSION))
+    async with (
+        serve(stub),
+        open_fleet(fleet_of(stub)) as fleet,
+        aiohttp.ClientSession(stub.url) as session,
+    ):
+        bridge = CopyBridge(fleet, canary=Canary.of(fleet.capabilities, is_float32=True))
+
+        async def publish(value: float) -> None:
+            tensors = {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+            async def logprobs(canary: Canary) -> Sequence[float]:
+                return expected(tensors, canary)
+
+            weights = ModelWeights(name="policy", tensors=tensors, version=str(value))
+            await bridge.replace_base(weights, logprobs)
+
+        await publish(1.0)
+        stub.latency_s = 60.0
+        asking = asyncio.create_task(session.post("/v1/completions", json={"model": "tiny"}))
+        await stub.wait_in_flight(1)
+        stub.latency_s = 0.0
+        await publish(2.0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 def test_the_memory_of_a_server_that_died_is_not_opened() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from fleet.adapters import make_small, write_model
 from fleet.sharing import SharingStub, ask, fleet_of, training
 from fleet.stub import Stub, logprobs_after, serve, until
@@ -144,3 +145,42 @@ async def test_the_version_before_is_refused_at_once_and_leaves_meanwhile(tmp_pa
                     with pytest.raises(FleetError, match="is not loaded"):
                         await ask(fleet, old)
             await until(lambda: len(stub.adapters) == 1)
+
+
+class _SlowUnload(Stub):
+    async def _unload(self, request: web.Request) -> web.Response:
+        self.is_unloading.set()
+        await self.may_unload.wait()
+        return await super()._unload(request)
+
+    async def start(self) -> None:
+        self.is_unloading, self.may_unload = asyncio.Event(), asyncio.Event()
+        await super().start()
+
+
+async def test_a_publication_that_is_cancelled_twice_leaves_no_adapter(tmp_path: Path) -> None:
+    """As by a second Ctrl-C, while the server is told to forget it."""
+    stub = _SlowUnload(root=str(write_model(tmp_path / "tiny")))
+
+    async def logprobs(canary: Canary) -> Sequence[float]:
+        return [0.0] * len(canary.ids)
+
+    async with (
+        serve(stub),
+        open_fleet(FleetConfig(urls=(stub.url,), all_down_timeout_s=5, name="tiny")) as fleet,
+    ):
+        canary = Canary.of(fleet.capabilities, is_float32=True)
+        bridge = AdapterBridge(fleet, canary=canary, logprobs=logprobs)
+        stub.hang = True
+        publishing = asyncio.create_task(bridge.publish(make_small("policy", 0)))
+        await stub.wait_in_flight(1)
+        publishing.cancel()
+        await stub.is_unloading.wait()
+        stub.hang = False
+        publishing.cancel()
+        done, _ = await asyncio.wait({publishing}, timeout=0.1)
+        assert not done, "it waits for the server"
+        stub.may_unload.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert not stub.adapters and not fleet.loaded

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Server:
     backend: object = "nccl"
     fails_at: str = ""
     steps: list[str] = field(default_factory=list)
+    paused_steps: list[str] = field(default_factory=list)
     meeting: Meeting | None = None
     is_left: bool = False
     is_cut: bool = False
@@ -67,6 +69,8 @@ class Server:
     async def _answer(self, request: web.Request) -> web.Response:
         document = await request.json()
         self.steps.append(request.path)
+        if self.stub.is_paused:
+            self.paused_steps.append(request.path)
         if request.path == self.fails_at:
             return web.json_response({"error": {"message": "as asked"}}, status=500)
         if request.path == UPDATE:
@@ -120,6 +124,18 @@ async def test_weights_go_through_the_group_and_are_proved() -> None:
         assert server.steps == [INIT, *[START, UPDATE, FINISH] * 2]
         await transfer.close()
         assert server.is_left and server.steps[-1] == CLOSE
+
+
+@pytest.mark.parametrize("fails_at", ["", UPDATE])
+async def test_a_server_that_others_use_computes_nothing_while_weights_come(fails_at: str) -> None:
+    server = Server(fails_at=fails_at)
+    server.stub.routes += ("/pause", "/resume")
+    async with serve(server.stub), open_fleet(FleetConfig(urls=(server.stub.url,))) as fleet:
+        transfer = await open_transfer(fleet, server)
+        with pytest.raises(FleetError) if fails_at else nullcontext():
+            await update_weights(fleet, Saved("newer"), give_from=transfer.send_from)
+        assert server.paused_steps == ([START, UPDATE] if fails_at else [START, UPDATE, FINISH])
+        assert not server.stub.is_paused
 
 
 async def test_a_server_that_fails_ends_the_wait() -> None:

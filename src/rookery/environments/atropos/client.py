@@ -118,8 +118,9 @@ async def open_client(url: str, *, key: str = "") -> AsyncIterator[GatewayClient
         try:
             yield client
         except (aiohttp.ClientError, TimeoutError) as error:
+            why = str(error) or f"nothing came in {REQUEST_S:g} s"
             raise TaskError(
-                f"The gateway at {url} does not answer: {error}. Start it with `rookery grpo "
+                f"The gateway at {url} does not answer: {why}. Start it with `rookery grpo "
                 "gateway` or `run-api`, or correct environment.url."
             ) from error
         finally:

@@ -158,9 +158,11 @@ class ClientFeed:
 
     async def take(self, step: int, *, after: int) -> FedBatch:
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._limit_s) as limit:
                 number, groups = await self._client.batch(after=after)
         except TimeoutError:
+            if not limit.expired():  # the gateway's own: it does not answer
+                raise
             raise TaskError(
                 f"No batch came in {self._limit_s:g} s (environment.batch_s): look at the "
                 "environments of the gateway."

@@ -29,6 +29,8 @@ STOP_S = 10.0
 """Seconds between asking a program to end and making it."""
 PAUSE_S = 2.0
 """Before the first restart; twice as long each time."""
+MAX_DOUBLINGS = 5
+"""Up to a minute: a run would end for want of groups before a longer pause does."""
 SHOWN_LINES = 5
 _BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -59,7 +61,7 @@ class Programs:
         try:
             for attempt in range(command.restarts + 1):
                 if attempt:
-                    await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+                    await asyncio.sleep(PAUSE_S * 2 ** min(attempt - 1, MAX_DOUBLINGS))
                 if await self._is_over(place, command):
                     break
         finally:

@@ -2,6 +2,8 @@
 
     shared = await share_base(fleet)
     model = attach_model(folder, shared.find)            # the trainer's model: views of the memory
+    async with paused(fleet.pool.replicas):              # what training begins with
+        model.set_weights(weights)
     bridge = AliasBridge(fleet, shared, canary=canary, logprobs=trainer_logprobs)
     trainer.share_with(bridge)
 
@@ -20,7 +22,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rookery.concurrency import run_to_end
+from rookery.concurrency import run_to_end, together
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.bridges.aliases import alias_weights, fused_name
 from rookery.fleet.bridges.canary import Canary, Logprobs
@@ -33,9 +35,10 @@ from rookery.types import ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PAUSE", "AliasBridge", "SharedBase", "share_base"]
+__all__ = ["PAUSE", "PAUSE_ROUTE", "AliasBridge", "SharedBase", "paused", "share_base"]
 
-PAUSE = "/pause?mode=keep"
+PAUSE_ROUTE = "/pause"
+PAUSE = f"{PAUSE_ROUTE}?mode=keep"
 """vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
 
 
@@ -108,6 +111,27 @@ async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
     return manifest
 
 
+@asynccontextmanager
+async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
+    """None of these computes inside the block, and what one has cached is forgotten: requests of
+    others may be in flight while weights are written."""
+    try:
+        await together(replica.client.post(PAUSE, b"") for replica in replicas)
+        yield
+    except BaseException:  # whatever it was: what waits at the servers goes on
+        await run_to_end(_resume_all(replicas))
+        raise
+    for answer in await run_to_end(_resume_all(replicas)):
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+async def _resume_all(replicas: Sequence[Replica]) -> list[Any]:
+    """One that cannot be told does not keep the others."""
+    resuming = [replica.client.post("/resume", b"") for replica in replicas]
+    return await asyncio.gather(*resuming, return_exceptions=True)
+
+
 class AliasBridge:
     """What a trainer needs of an engine that shares its memory."""
 
@@ -141,7 +165,7 @@ class AliasBridge:
     async def _give_up(self, replicas: Sequence[Replica]) -> None:
         """What waits at the servers, of others too, goes on."""
         await self._update.forget_asked()
-        await asyncio.gather(*map(self._resume, replicas), return_exceptions=True)
+        await _resume_all(replicas)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from safetensors import safe_open
 
 from rookery.errors import FleetError, boundary
+from rookery.fleet.bridges.alias import PAUSE_ROUTE, paused
 from rookery.fleet.bridges.update import Give
 from rookery.fleet.routing.replica import Replica
 
@@ -94,11 +95,13 @@ class WeightTransfer:
 
         async def give(replica: Replica) -> None:
             info = await asyncio.to_thread(_describe, folder)
-            # The first is for versions that can also take weights as they lie in memory.
-            await _post(replica, START, {"is_checkpoint_format": True})
-            send = partial(self._broadcast, folder)
-            await _beside(replica, UPDATE, {"update_info": info}, send)
-            await _post(replica, FINISH, {})
+            # What others have in flight must not meet weights that are half there.
+            async with paused([replica] if PAUSE_ROUTE in replica.capabilities.routes else []):
+                # The first is for versions that can also take weights as they lie in memory.
+                await _post(replica, START, {"is_checkpoint_format": True})
+                send = partial(self._broadcast, folder)
+                await _beside(replica, UPDATE, {"update_info": info}, send)
+                await _post(replica, FINISH, {})
             await replica.client.reset_prefix_cache()
 
         return give

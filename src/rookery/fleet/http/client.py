@@ -229,8 +229,9 @@ class Client:
         return results
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; needed after the base weights change, not for new adapters."""
-        await self.post_json("/reset_prefix_cache", {})
+        """Forget cached prefixes; needed after the base weights change, not for new adapters. What
+        runs there, of others too, is computed anew from its prompt: else nothing is forgotten."""
+        await self.post_json("/reset_prefix_cache?reset_running_requests=true", {})
 
     async def _persist(self, send: Callable[[], Awaitable[Any]]) -> Any:
         """A request; a busy server is asked again when it says, or later and later."""
