@@ -21,7 +21,9 @@ pytestmark = [
 ]
 
 
-def test_a_policy_is_trained_on_a_taskset_of_verifiers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taskset", ["even_tokens", "failing_tokens"])
+def test_a_policy_is_trained_on_a_taskset_of_verifiers(taskset: str, tmp_path: Path) -> None:
+    """Rollouts that fail are drawn again: groups are whole."""
     folder = write_tiny_model(tmp_path / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -30,8 +32,8 @@ def test_a_policy_is_trained_on_a_taskset_of_verifiers(tmp_path: Path) -> None:
         {
             "engine": {"type": "embedded", "model": str(folder), "cache_gib": 0.01},
             "environment": {
-                "type": "verifiers", "python": PYTHON, "taskset": "even_tokens",
-                "folder": str(TASKS), "max_token_len": 64, "batch_s": 300,
+                "type": "verifiers", "python": PYTHON, "taskset": taskset,
+                "folder": str(TASKS), "max_token_len": 64, "batch_s": 120,
             },
             "steps": 3, "groups_per_step": 2, "group_size": 4, "drawing": {"max_tokens": 8},
             "learning_rate": 1e-2, "save_every": 3, "lora": {"rank": 4},

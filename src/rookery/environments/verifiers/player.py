@@ -69,17 +69,22 @@ def all_tasks(told: dict[str, Any]) -> Iterator[Any]:
             raise SystemExit(f"The taskset {told['taskset']['id']} has no tasks.")
 
 
-def scored_group(traces: list[Any]) -> dict[str, Any] | None:
-    """The group that these rollouts are; None when there is nothing to learn from it."""
-    rows = []
-    for trace in traces:
-        branches = [branch for branch in trace.branches if branch.trainable]
-        if not trace.ok or len(branches) != 1 or not any(branches[0].sampled_mask):
-            logger.warning("a rollout is left out: %s", trace.errors[:1] or "no single branch")
-            continue
-        rows.append((branches[0], float(trace.reward)))
-    if len({reward for _, reward in rows}) < 2:
-        return None
+async def draw_rollouts(agent: Any, task: Any, size: int) -> list[tuple[Any, float]]:
+    """Branches with their rewards. Those that failed are drawn once more: a gateway waits with
+    groups of another size than their environment's for others to make it up."""
+    rows: list[tuple[Any, float]] = []
+    for _ in range(2):
+        traces = await asyncio.gather(*[agent.run(task) for _ in range(size - len(rows))])
+        for trace in traces:
+            branches = [branch for branch in trace.branches if branch.trainable]
+            if trace.ok and len(branches) == 1 and any(branches[0].sampled_mask):
+                rows.append((branches[0], float(trace.reward)))
+            else:
+                logger.warning("a rollout is left out: %s", trace.errors[:1] or "no single branch")
+    return rows
+
+
+def scored_group(rows: list[tuple[Any, float]]) -> dict[str, Any]:
     group: dict[str, Any] = {"tokens": [], "masks": [], "inference_logprobs": [], "scores": []}
     for branch, reward in rows:
         drawn = branch.sampled_mask
@@ -104,9 +109,10 @@ async def play(
             await asyncio.sleep(POLL_S)
             continue
         task = next(tasks)
-        traces = await asyncio.gather(*[agent.run(task) for _ in range(size)])
-        group = await asyncio.to_thread(scored_group, traces)
-        if group is not None:
+        rows = await draw_rollouts(agent, task, size)
+        has_signal = len({reward for _, reward in rows}) > 1
+        if has_signal and len(rows) == size:
+            group = await asyncio.to_thread(scored_group, rows)
             answer = await http.post("/scored_data", json={**group, "env_id": env_id})
             if answer.status_code >= 400:
                 logger.warning("the gateway refused a group: %s", answer.text)
