@@ -183,20 +183,26 @@ def propose(
         best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]
         near = _around(np.concatenate([best, starts]), box, blocks, rng)
         pool = np.concatenate([best, near * is_live])
-    rounded = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
-    points = [tuple(point) for point in rounded.tolist()]
+    points = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
+    # Told apart as rounded: a limit with more decimals is what the points at it have.
+    names = _rounded(points)
     draws = islice(surrogate.draw(pool, rng=rng), count - 1)
     values = (worth(_probability(odds)) for odds in draws)
-    seen = {tuple(point) for point in np.round(surrogate.points, DECIMALS).tolist()}
-    chosen: list[tuple[float, ...]] = []
+    seen = set(_rounded(surrogate.points))
+    chosen: list[int] = []
     for value in chain([_expected(worth, surrogate, pool)], values):
         order = np.argsort(-value, kind="stable").tolist()
-        new = next((points[place] for place in order if points[place] not in seen), None)
+        new = next((place for place in order if names[place] not in seen), None)
         if new is None:
             break
-        seen.add(new)
+        seen.add(names[new])
         chosen.append(new)
-    return np.array(chosen).reshape(-1, pool.shape[1])
+    proposed: Array = points[chosen]
+    return proposed
+
+
+def _rounded(points: Array) -> list[tuple[float, ...]]:
+    return [tuple(point) for point in np.round(points, DECIMALS).tolist()]
 
 
 def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:

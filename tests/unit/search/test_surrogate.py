@@ -130,20 +130,21 @@ def test_proposals_beat_all_that_chance_finds() -> None:
     assert value(proposed).mean() > np.median(value(luck))
 
 
+@pytest.mark.parametrize("high", [1.5, 5 / 3], ids=["short", "long"])
 @pytest.mark.parametrize("founders", [1, 3])
-def test_proposals_differ_where_the_best_point_is_a_corner(founders: int) -> None:
+def test_proposals_differ_where_the_best_point_is_a_corner(founders: int, high: float) -> None:
     """Every founder helps with every task: the best sum has all of them at their limit, which is
-    measured only once."""
+    measured only once, also where it has more decimals than coefficients are rounded to."""
     rng = np.random.default_rng(0)
-    known = 1.5 * rng.random((20, founders))
-    known[0] = 1.5
+    known = high * rng.random((20, founders))
+    known[0] = high
     certainties = np.tile(sigmoid(known.sum(axis=1, keepdims=True) - 2.0), TASKS)
     surrogate = Surrogate(known, certainties, num_blocks=1)
-    proposed = propose(surrogate, starts=known[:5], box=Box(0.0, 1.5), worth=worth, count=10,
+    proposed = propose(surrogate, starts=known[:5], box=Box(0.0, high), worth=worth, count=10,
                        rng=np.random.default_rng(1))  # fmt: skip
     assert len(np.unique(proposed, axis=0)) == 10
-    assert np.array_equal(proposed, np.round(proposed, DECIMALS))
-    assert not (proposed == 1.5).all(axis=1).any()
+    assert np.array_equal(proposed, np.minimum(np.round(proposed, DECIMALS), high))
+    assert not (proposed == high).all(axis=1).any()
 
 
 def test_coefficients_that_change_nothing_count_for_nothing() -> None:
