@@ -1,6 +1,7 @@
 """The genome loop end to end on a tiny model: every start, operator and stage; resume; honesty."""
 
 import asyncio
+import importlib
 import json
 import threading
 from collections.abc import Sequence
@@ -228,6 +229,39 @@ async def test_a_run_whose_children_come_out_otherwise_is_refused_before_it_asks
         await genome(run)
     with Run.view(run.path) as view:
         assert view.counts()["rollout"] == num_rollouts, "nothing was asked"
+
+
+async def test_weights_and_intervals_are_computed_beside_the_event_loop(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[int]] = {}
+
+    def watch(path: str) -> None:
+        module, _, name = path.rpartition(".")
+        work = getattr(importlib.import_module(module), name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return work(*args, **options)
+
+        monkeypatch.setattr(path, watched)
+
+    loops = "rookery.loops"
+    for place in ("adapter_builder.merge", "adapter_builder.unrounded", "final_report.merge"):
+        watch(f"{loops}.genome.{place}")
+    watch(f"{loops}.comparison.bootstrap_mean")
+    watch(f"{loops}.genome.stages.context.spread")
+    stages = [
+        {"type": "random", "count": 2},
+        {"type": "cmaes", "generations": 1, "population": 2},
+        {"type": "es", "steps": 1, "num_pairs": 1},
+    ]
+    splits = {"search": 0.6, "select": 0.0, "report": 0.4}  # nothing is made for a select split
+    tasks = {"type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "splits": splits}
+    with _run(tmp_path, "a") as run:
+        await genome(run, stages=stages, tasksets=[tasks])
+    assert set(threads) == {"merge", "unrounded", "bootstrap_mean", "spread"}
+    assert threading.get_ident() not in set().union(*threads.values())
 
 
 @pytest.mark.parametrize(
