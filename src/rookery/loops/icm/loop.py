@@ -101,8 +101,9 @@ async def label(
     for round_items in _rounds(config, items):
         if batches:
             model = await _tune(config, batches, labeller)
+        own = replace(labeller, model=model)
         opened = [
-            _open_batch(config, index, part, labeller=replace(labeller, model=model), store=store)
+            await run_in_thread(_open_batch, config, index, part, labeller=own, store=store)
             for index, part in enumerate(round_items, start=len(batches))
         ]
         await _search(config, opened, run, store, on_step)
@@ -202,6 +203,13 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller)
     """A model trained on every label so far that is sure enough to be exported."""
     if labeller.tune is None:
         raise ConfigError("iterate needs an engine that adapters can be loaded into.")
+    data = await run_in_thread(_training_data, config, batches, labeller)
+    model = await labeller.tune(data)
+    logger.info("trained %s on %d labels", model.served_name, len(data))
+    return model
+
+
+def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> list[Datum]:
     records = label_records(batches)
     sure = [r for r in records if r.margin is not None and r.margin >= config.exports.min_margin]
     if not sure:
@@ -213,9 +221,7 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller)
         answer = prompts.label_tokens[record.label or 0]
         end = len(query) - 1
         data.append(Datum(tokens=query, positions=(end,), targets=(answer,), weights=(1.0,)))
-    model = await labeller.tune(data)
-    logger.info("trained %s on %d labels", model.served_name, len(data))
-    return model
+    return data
 
 
 async def _search(
