@@ -253,6 +253,7 @@ async def test_weights_and_intervals_are_computed_beside_the_event_loop(
         watch(f"{loops}.genome.{place}")
     watch(f"{loops}.comparison.bootstrap_mean")
     watch(f"{loops}.genome.stages.context.spread")
+    watch(f"{loops}.genome.loop.check_tasks")
     stages = [
         {"type": "random", "count": 2},
         {"type": "cmaes", "generations": 1, "population": 2},
@@ -262,7 +263,7 @@ async def test_weights_and_intervals_are_computed_beside_the_event_loop(
     tasks = {"type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "splits": splits}
     with _run(tmp_path, "a") as run:
         await genome(run, stages=stages, tasksets=[tasks])
-    assert set(threads) == {"merge", "unrounded", "bootstrap_mean", "spread"}
+    assert set(threads) == {"check_tasks", "merge", "unrounded", "bootstrap_mean", "spread"}
     assert threading.get_ident() not in set().union(*threads.values())
 
 

@@ -56,7 +56,8 @@ async def evolve(
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
     tasksets = join_splits(tasksets)
     check_inputs(config, founders=founders, tasksets=tasksets, engine=engine)
-    check_tasks(evaluator, tasksets, context_tokens=engine.context_tokens)
+    limit = engine.context_tokens
+    await run_in_thread(check_tasks, evaluator, tasksets, context_tokens=limit)
     parts = assemble(
         config,
         founders=founders,
