@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -284,6 +285,13 @@ async def test_fresh_founders_are_distinct(
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
         assert len(result.report.lineage) == 3 + 8
+
+
+def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path: Path) -> None:
+    """An adapter is built in a hidden folder beside its place, which a kill leaves behind."""
+    place = shutil.copytree(founders_folder, tmp_path / "founders")
+    shutil.copytree(place / "f0", place / ".f4.x1y2z3")
+    assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
