@@ -37,6 +37,9 @@ LEAST = 0.01
 MOST_PARTS = 256
 """Parts that curvature and noise are chosen by, evenly taken: fitting one takes as long for a task
 as for many, and after several races hardly two tasks were asked the same points."""
+FEW_POINTS = 64
+"""Of more points fewer parts do, in number squared: 256 points leave 16 parts, which is as many
+answers. A fit takes time in number cubed."""
 
 NUM_POINTS = 800
 NUM_ROUNDS = 4
@@ -95,7 +98,8 @@ class Surrogate:
         self._points = points * self.is_live
         self._num_tasks = certainties.shape[1]
         parts = list(_parts(certainties))
-        some = parts[:: -(-len(parts) // MOST_PARTS) or 1]
+        most = MOST_PARTS * FEW_POINTS**2 // max(FEW_POINTS, len(points)) ** 2 or 1
+        some = parts[:: -(-len(parts) // most) or 1]
         fits = {options: self._fit(some, *options) for options in product(CURVATURES, NOISES)}
         self._best = self._fit(parts, *max(fits, key=lambda own: fits[own].log_likelihood))
 
