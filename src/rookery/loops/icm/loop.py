@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
 from rookery.loops.icm.batch import Batch
@@ -268,21 +268,19 @@ async def _search(
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for batch in batches:
-                batch.tasks = [
-                    group.create_task(search(batch, chain)) for chain in range(config.num_chains)
-                ]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    store.part = "baselines"
-    for batch in batches:
-        batch.results = [task.result() for task in batch.tasks]
+    async def compare(batch: Batch) -> None:
+        async with room:
+            batch.results += await _better_baselines(config, batch)
+            if config.baselines.inverted:
+                await _search_inverted(config, batch, run)
+
+    chains = range(config.num_chains)
+    results = await together(search(batch, chain) for batch in batches for chain in chains)
+    for place, batch in enumerate(batches):
+        batch.results = results[place * len(chains) : (place + 1) * len(chains)]
         batch.naive_tokens = batch.scorer.naive_tokens
-        batch.results += await _better_baselines(config, batch)
-        if config.baselines.inverted:
-            await _search_inverted(config, batch, run)
+    store.part = "baselines"
+    await together(map(compare, batches))
     store.part = "search"
 
 
