@@ -3,8 +3,10 @@
     python benchmarks/search_causes.py runs/demo-0 [RUN ...]
 
 Asks every candidate of the run that saw all search tasks about the report tasks, which the run
-itself never does, on the engine of the run's config. For each run one line of JSON:
+itself never does, on the engine of the run's config. One that fails on a report task has no mean
+and is left out. For each run one line of JSON:
 
+    num_failed   candidates that are left out
     oracle       the best of all candidates on the report tasks: the ceiling of any choice
     correlation  of merit on the search tasks with the mean on the report tasks, over candidates
     overfit      the winner's mean reward on the search tasks minus that on the report tasks
@@ -25,10 +27,12 @@ from typing import Any
 import numpy as np
 
 from rookery.engines import model_folder, open_engine
+from rookery.errors import TaskError
 from rookery.loops.genome import GenomeConfig, rebuild
 from rookery.ports import Engine
 from rookery.rollout import TasksetEvaluator, mean_by_source
 from rookery.runs import Run
+from rookery.search.fitness import fitness_of
 from rookery.tasks.taskset import Taskset, join_splits, load_tasksets
 from rookery.tasks.template import load_template
 from rookery.types import Adapter, Task
@@ -62,8 +66,8 @@ async def find_causes(path: Path) -> dict[str, Any]:
     adapters = [by_name.get(key) or rebuild(lineage, founders, key) for key in complete]
     async with open_engine(config.engine) as engine:
         means = await measure(engine, config, tasksets, adapters)
-    on_report = dict(zip(complete, means, strict=True))
-    return {"run": name, **summarise(candidates, on_report, winner=winner, config=config)}
+    found = dict(zip(complete, means, strict=True))
+    return {"run": name, **summarise(candidates, found, winner=winner, config=config)}
 
 
 async def measure(
@@ -71,42 +75,55 @@ async def measure(
     config: GenomeConfig,
     tasksets: Sequence[Taskset],
     adapters: Sequence[Adapter],
-) -> list[float]:
-    """Each adapter's weighted mean reward on the report tasks."""
+) -> list[float | None]:
+    """Each adapter's weighted mean reward on the report tasks; None where an answer failed."""
     template = load_template(model_folder(config.engine, tokenizer=config.tokenizer))
     evaluator = TasksetEvaluator(engine, template=template, tasksets=tasksets)
     tasks: list[Task] = [task for taskset in tasksets for task in taskset.split("report")]
     weights = {taskset.name: taskset.weight for taskset in tasksets}
-    means: list[float] = []
+    means: list[float | None] = []
     for first in range(0, len(adapters), COHORT):
         refs = [await engine.load(adapter) for adapter in adapters[first : first + COHORT]]
-        for evaluation in await evaluator.evaluate(refs, tasks):
-            by_source = mean_by_source(evaluation.rewards, tasks)
-            total = sum(weights[source] for source in by_source)
-            means.append(sum(weights[s] * mean for s, mean in by_source.items()) / total)
+        found = await evaluator.evaluate(refs, tasks)
+        means += [weighted_mean(own.rewards, tasks, weights=weights) for own in found]
         for ref in refs:
             await engine.unload(ref)
     return means
 
 
+def weighted_mean(
+    rewards: Mapping[str, float], tasks: Sequence[Task], *, weights: Mapping[str, float]
+) -> float | None:
+    """Over the tasksets' means; None where a task is missing."""
+    if any(task.id not in rewards for task in tasks):
+        return None
+    means = mean_by_source(rewards, tasks)
+    return fitness_of(means, weights={source: weights[source] for source in means}).score
+
+
 def summarise(
     candidates: Mapping[str, Mapping[str, Any]],
-    on_report: Mapping[str, float],
+    means: Mapping[str, float | None],
     *,
     winner: str,
     config: GenomeConfig,
 ) -> dict[str, Any]:
+    """`means` on the report tasks are those of all candidates that saw every search task."""
+    on_report = {key: mean for key, mean in means.items() if mean is not None}
+    if winner not in on_report:
+        raise TaskError(f"The winner {winner} failed on a report task: nothing compares with it.")
     merits = {key: candidates[key]["merit"] for key in on_report}
     feasible = [key for key in on_report if not candidates[key]["violation"]]
     ranked = sorted(feasible or on_report, key=lambda key: -merits[key])
     first = {candidates[key]["version"]: key for key in reversed(ranked)}  # of equal weights
     finalists = [key for key in ranked if key in first.values()][: config.finals.num_finalists]
     num_answers = sum(own["num_tasks"] for own in candidates.values())
-    num_dropped = sum(own["num_tasks"] for key, own in candidates.items() if key not in on_report)
+    num_dropped = sum(own["num_tasks"] for key, own in candidates.items() if key not in means)
     pairs = np.array([(merits[key], on_report[key]) for key in on_report])
     return {
         "num_candidates": len(candidates),
-        "num_complete": len(on_report),
+        "num_complete": len(means),
+        "num_failed": len(means) - len(on_report),
         "winner": on_report[winner],
         "oracle": max(on_report.values()),
         "correlation": float(np.corrcoef(pairs.T)[0, 1]),
@@ -120,7 +137,7 @@ def summarise(
 def gains_of(
     candidates: Mapping[str, Mapping[str, Any]], on_report: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """By operator; on the report tasks of children that saw all search tasks, as their parents."""
+    """By operator; on the report tasks of children that have a mean there, as all their parents."""
     alive = {key for key, own in candidates.items() if own["merit"] is not None}
     found: dict[str, list[tuple[float, float | None]]] = {}
     for key, own in candidates.items():
@@ -128,8 +145,8 @@ def gains_of(
         if not parents or key not in alive:
             continue
         gain = own["merit"] - max(candidates[parent]["merit"] for parent in parents)
-        known = [on_report[parent] for parent in parents if parent in on_report]
-        reported = on_report[key] - max(known) if key in on_report and known else None
+        is_known = on_report.keys() >= {key, *parents}
+        reported = on_report[key] - max(on_report[p] for p in parents) if is_known else None
         found.setdefault(own["operator"], []).append((gain, reported))
     return {
         operator: {

@@ -193,11 +193,15 @@ def run_one(case: Case) -> Outcome | None:
     except RookeryError as error:
         print(f"{name}: {error}", flush=True)
         return None
-    rows = {row.name: row for row in report.rows}
+    rows = {row.name: row for row in report.rows if row.name in ROWS}
+    failed = [row for row in rows.values() if row.mean is None]
+    if failed:
+        print(f"{name}: {failed[0].name} failed on {failed[0].num_failed} tasks", flush=True)
+        return None
     outcome = Outcome(
         variant=case.variant,
         seed=case.seed,
-        means={r: mean for r in ROWS if r in rows and (mean := rows[r].mean) is not None},
+        means={r: mean for r, own in rows.items() if (mean := own.mean) is not None},
         num_rollouts=rows["evolved"].num_rollouts,
         seconds=seconds,
         causes=causes,

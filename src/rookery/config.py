@@ -36,10 +36,15 @@ Model = TypeVar("Model", bound="Config")
 
 
 class Config(BaseModel):
-    """The parent of every config: frozen, no unknown keys, field docs from the docstrings."""
+    """The parent of every config: frozen, no unknown keys, finite numbers, field docs from the
+    docstrings."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
     def from_folder(self, folder: Path) -> Self:  # noqa: ARG002

@@ -25,6 +25,7 @@ from rookery.compose.running import (
     tracked,
     write_page,
 )
+from rookery.concurrency import run_in_thread
 from rookery.engines import model_folder
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.adapter_builder import check_device
@@ -111,7 +112,7 @@ async def _evolve(
     _share_cores(config)
     async with open_shown_engine(config.engine, display) as engine:
         founders = await _ready_founders(config, inputs, engine)
-        _check(config, inputs, engine, founders)
+        await run_in_thread(_check, config, inputs, engine, founders)
         with open_run() as run, resumable(run.path, display):
             result = await _search(run, config, inputs, engine, founders, display)
             await write_page(run, render_genome_page, result.report)

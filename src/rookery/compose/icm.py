@@ -20,6 +20,7 @@ from rookery.compose.running import (
     tracked,
     write_page,
 )
+from rookery.concurrency import run_in_thread
 from rookery.embedded import EngineConfig
 from rookery.engines import model_folder, open_sampler
 from rookery.fleet.http.external import Codec
@@ -122,7 +123,7 @@ async def _label(
                 encoder=inputs.encoder,
                 context_tokens=sampler.context_tokens or _context_tokens(inputs.folder),
             )
-            check_batches(config, inputs.items, labeller=labeller)
+            await run_in_thread(check_batches, config, inputs.items, labeller=labeller)
             if inputs.init is not None:
                 engine = cast(Engine, sampler)  # the config refuses to iterate on an API
                 await engine.unload(await engine.load(inputs.init))  # refuses one of another model
@@ -178,7 +179,7 @@ def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tune
 
     async def tune(data: Sequence[Datum]) -> ModelRef:
         adapter = await sft(
-            load_model(inputs.folder, device=device),
+            await run_in_thread(load_model, inputs.folder, device=device),
             data,
             settings,
             name="icm",

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 
 from rookery.compose.evaluation import Split
+from rookery.compose.inputs_record import digest_models
 from rookery.compose.running import merge, quiet_libraries, run_async
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
@@ -97,7 +98,7 @@ async def _train(
 
         adapter = await sft(
             model, data, config, name=out.name, base=base_name(name), init=init,
-            checkpoints=checkpoints, on_step=stepped,
+            checkpoints=checkpoints / digest_models({name: folder.path})[name], on_step=stepped,
         )  # fmt: skip
     write_adapter(adapter, out)
     shutil.rmtree(checkpoints, ignore_errors=True)

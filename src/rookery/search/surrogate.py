@@ -37,6 +37,9 @@ LEAST = 0.01
 MOST_PARTS = 256
 """Parts that curvature and noise are chosen by, evenly taken: fitting one takes as long for a task
 as for many, and after several races hardly two tasks were asked the same points."""
+FEW_POINTS = 64
+"""Of more points fewer parts do, in number squared: 256 points leave 16 parts, which is as many
+answers. A fit takes time in number cubed."""
 
 NUM_POINTS = 800
 NUM_ROUNDS = 4
@@ -95,7 +98,8 @@ class Surrogate:
         self._points = points * self.is_live
         self._num_tasks = certainties.shape[1]
         parts = list(_parts(certainties))
-        some = parts[:: -(-len(parts) // MOST_PARTS) or 1]
+        most = MOST_PARTS * FEW_POINTS**2 // max(FEW_POINTS, len(points)) ** 2 or 1
+        some = parts[:: -(-len(parts) // most) or 1]
         fits = {options: self._fit(some, *options) for options in product(CURVATURES, NOISES)}
         self._best = self._fit(parts, *max(fits, key=lambda own: fits[own].log_likelihood))
 
@@ -183,20 +187,26 @@ def propose(
         best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]
         near = _around(np.concatenate([best, starts]), box, blocks, rng)
         pool = np.concatenate([best, near * is_live])
-    rounded = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
-    points = [tuple(point) for point in rounded.tolist()]
+    points = np.clip(np.round(pool, DECIMALS), box.low, box.high) * is_live
+    # Told apart as rounded: a limit with more decimals is what the points at it have.
+    names = _rounded(points)
     draws = islice(surrogate.draw(pool, rng=rng), count - 1)
     values = (worth(_probability(odds)) for odds in draws)
-    seen = {tuple(point) for point in np.round(surrogate.points, DECIMALS).tolist()}
-    chosen: list[tuple[float, ...]] = []
+    seen = set(_rounded(surrogate.points))
+    chosen: list[int] = []
     for value in chain([_expected(worth, surrogate, pool)], values):
         order = np.argsort(-value, kind="stable").tolist()
-        new = next((points[place] for place in order if points[place] not in seen), None)
+        new = next((place for place in order if names[place] not in seen), None)
         if new is None:
             break
-        seen.add(new)
+        seen.add(names[new])
         chosen.append(new)
-    return np.array(chosen).reshape(-1, pool.shape[1])
+    proposed: Array = points[chosen]
+    return proposed
+
+
+def _rounded(points: Array) -> list[tuple[float, ...]]:
+    return [tuple(point) for point in np.round(points, DECIMALS).tolist()]
 
 
 def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:

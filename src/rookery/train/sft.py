@@ -94,8 +94,9 @@ async def sft(
 ) -> Adapter:
     """Train an adapter of `base` on the data; the gradient of a step is a mean over its tokens.
 
-    `init` is what the caller read from `config.init_from`. The folder `checkpoints` keeps the
-    trainer's state, under a name made of all that decides the result: the same call goes on there.
+    `init` is what the caller read from `config.init_from`. The folder `checkpoints`, one for each
+    model, keeps the trainer's state, under a name made of all else that decides the result: the
+    same call goes on there.
     """
     _check(data, model)
     start = init or initial_adapter(model, config, name=name, base=base, seed=config.seed)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -36,6 +36,7 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCALES = "rookery_scales"
 """Metadata key of the safetensors file: scales that alpha / rank cannot express bit for bit."""
+_RECORDED = TypeAdapter(dict[str, float])
 _BASE = "rookery_base"
 """Metadata key of the safetensors file: the base's name where the config has one to load."""
 _SCALE_TOLERANCE = 1e-12
@@ -74,6 +75,16 @@ class _PeftConfig(BaseModel):
     target_parameters: list[Any] | None = None
     use_qalora: bool = False
     use_bdlora: Any = None
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _are_patterns(cls, value: dict[str, Value] | None) -> dict[str, Value] | None:
+        for key in value or {}:
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise ValueError(f"{key!r} is not a regular expression: {error}") from None
+        return value
 
     def rank_of(self, layer: str) -> int:
         return _match(self.rank_pattern, layer, self.r)
@@ -188,7 +199,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]
     ):
         keys = [key for key in handle.keys() if not _BASE_COPY.fullmatch(key)]  # noqa: SIM118
         tensors = {key: handle.get_tensor(key) for key in keys}
-        recorded = json.loads((handle.metadata() or {}).get(_SCALES, "{}"))
+        recorded = _RECORDED.validate_json((handle.metadata() or {}).get(_SCALES, "{}"))
     return tensors, recorded
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rookery.errors import AdapterError, boundary
@@ -30,12 +31,13 @@ def write_merged(model: Path, adapter: Adapter, target: Path) -> None:
     left = dict(adapter.factors)
     with boundary(AdapterError, f"Merging {adapter.name!r} into {model}"):
         target.mkdir(parents=True)
+        is_tied = not any(_has_head(file) for file in files)
         for file in files:
             tensors = load_file(file)
-            has_head = _merge(tensors, left)
-            save_file(tensors, target / file.name, metadata={"format": "pt"})
-            if has_head:
+            _merge(tensors, left)
+            if is_tied and _merge_head(tensors, left):
                 _untie(model, target, file.name)
+            save_file(tensors, target / file.name, metadata={"format": "pt"})
         for path in model.iterdir():
             if path.is_file() and not (target / path.name).exists():
                 shutil.copyfile(path, target / path.name)
@@ -45,11 +47,21 @@ def write_merged(model: Path, adapter: Adapter, target: Path) -> None:
         )
 
 
-def _merge(tensors: dict[str, torch.Tensor], left: dict[str, LoraFactors]) -> bool:
-    """Add what is left to these tensors, and take it out; whether that made an output layer of its
-    own, in a model whose weight files have none."""
+def _has_head(file: Path) -> bool:
+    """Whether the output layer is in it; a model without one in any file uses its embeddings."""
+    with safe_open(str(file), framework="pt") as handle:
+        return f"{_HEAD}.weight" in handle.keys()  # noqa: SIM118
+
+
+def _merge(tensors: dict[str, torch.Tensor], left: dict[str, LoraFactors]) -> None:
+    """Add what is left to these tensors, and take it out."""
     for name in [name for name in left if f"{name}.weight" in tensors]:
         tensors[f"{name}.weight"] = _sum(tensors[f"{name}.weight"], left.pop(name))
+
+
+def _merge_head(tensors: dict[str, torch.Tensor], left: dict[str, LoraFactors]) -> bool:
+    """Give a model that has none an output layer of its own, if the adapter has one and the
+    embeddings are here."""
     embeddings = next((name for name in tensors if name.endswith(_EMBEDDINGS)), None)
     if _HEAD not in left or embeddings is None or tensors[embeddings].ndim != 2:
         return False

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 import rookery
 from rookery.compose.running import read_config, run_async
@@ -156,6 +158,35 @@ def test_values_are_laid_over_a_training_config(place: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"rnk is not a key\. Did you mean rank"):
         rookery.run_sft("tiny", "tasks.jsonl", "out/y", config=SftConfig(steps=1), rnk=2)
+
+
+def test_a_training_does_not_go_on_with_another_model(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights under the same path have changed since the training was interrupted."""
+    model = shutil.copytree(place / "tiny", place / "mine")
+
+    def train(out: str) -> str:
+        settings = SftConfig(steps=2, rank=2, layers=1)
+        return rookery.run_sft(
+            model, place / "tasks.jsonl", out, config=settings, progress=False
+        ).version
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    first = train("out/first")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("rookery.compose.sft.write_adapter", kill)
+        train("out/x")
+    weights = load_file(model / "model.safetensors")
+    changed = {name: 1.5 * tensor for name, tensor in weights.items()}
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    assert train("out/x") == train("out/second") != first
+    assert sorted(path.name for path in (place / "out").iterdir()) == ["first", "second", "x"]
 
 
 def test_arguments_that_cannot_be_get_a_sentence(place: Path) -> None:

@@ -1,7 +1,9 @@
 """The genome loop end to end on a tiny model: every start, operator and stage; resume; honesty."""
 
 import asyncio
+import importlib
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +35,7 @@ from rookery.loops.genome.founders import FileInit, read_founders
 from rookery.loops.genome.stages.ga import GaStage, run_ga
 from rookery.loops.genome.stages.random import RandomStage, run_random
 from rookery.loops.genome.stages.sums import measure_sums
+from rookery.loops.genome.stages.surrogate import MISSED
 from rookery.reports import GenerationRecord, parse_genome_report
 from rookery.runs import Run
 from rookery.search.children import ChildrenConfig
@@ -45,6 +48,7 @@ from rookery.search.emitters import (
     EsOperatorConfig,
 )
 from rookery.search.fitness import Fitness
+from rookery.search.merit import Merit, merits_at
 from rookery.search.population import PopulationConfig
 from rookery.search.surrogate import Surrogate, propose
 from rookery.tasks.taskset import load_taskset
@@ -230,6 +234,40 @@ async def test_a_run_whose_children_come_out_otherwise_is_refused_before_it_asks
         assert view.counts()["rollout"] == num_rollouts, "nothing was asked"
 
 
+async def test_weights_and_intervals_are_computed_beside_the_event_loop(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[int]] = {}
+
+    def watch(path: str) -> None:
+        module, _, name = path.rpartition(".")
+        work = getattr(importlib.import_module(module), name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return work(*args, **options)
+
+        monkeypatch.setattr(path, watched)
+
+    loops = "rookery.loops"
+    for place in ("adapter_builder.merge", "adapter_builder.unrounded", "final_report.merge"):
+        watch(f"{loops}.genome.{place}")
+    watch(f"{loops}.comparison.bootstrap_mean")
+    watch(f"{loops}.genome.stages.context.spread")
+    watch(f"{loops}.genome.loop.check_tasks")
+    stages = [
+        {"type": "random", "count": 2},
+        {"type": "cmaes", "generations": 1, "population": 2},
+        {"type": "es", "steps": 1, "num_pairs": 1},
+    ]
+    splits = {"search": 0.6, "select": 0.0, "report": 0.4}  # nothing is made for a select split
+    tasks = {"type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "splits": splits}
+    with _run(tmp_path, "a") as run:
+        await genome(run, stages=stages, tasksets=[tasks])
+    assert set(threads) == {"check_tasks", "merge", "unrounded", "bootstrap_mean", "spread"}
+    assert threading.get_ident() not in set().union(*threads.values())
+
+
 @pytest.mark.parametrize(
     "init",
     [
@@ -247,6 +285,13 @@ async def test_fresh_founders_are_distinct(
         zero = [all(not lora.b.any() for lora in f.factors.values()) for f in founders]
         assert all(zero) == (init["type"] == "zero")
         assert len(result.report.lineage) == 3 + 8
+
+
+def test_what_a_killed_writer_left_is_no_founder(founders_folder: Path, tmp_path: Path) -> None:
+    """An adapter is built in a hidden folder beside its place, which a kill leaves behind."""
+    place = shutil.copytree(founders_folder, tmp_path / "founders")
+    shutil.copytree(place / "f0", place / ".f4.x1y2z3")
+    assert list(read_founders(FileInit(path=place))) == ["f0", "f1", "f2", "f3"]
 
 
 MERGES = ["linear", "sum", "ties", "dare", "dare_ties", "slerp", "layerwise", "extrapolate"]
@@ -621,6 +666,85 @@ async def test_a_surrogate_prefers_what_it_expects_to_keep_a_floor(
     plain, floored = (worth(np.stack([keeps, misses])) for worth in seen)
     assert plain[0] < plain[1]
     assert floored[0] == plain[0] and floored[1] < plain.min() - 1
+
+
+@pytest.mark.parametrize("merit", ["certainty", "log_certainty"])
+async def test_a_surrogate_knows_from_where_on_one_of_four_choices_is_the_likeliest(
+    genome: Genome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merit: Merit
+) -> None:
+    """What it expects of a candidate that was measured is what that one earned."""
+    seen: list[tuple[Any, Any]] = []
+
+    def spy(*args: Any, worth: Any, **options: Any) -> Any:
+        values = worth(certainties[0])
+        seen.extend(zip(certainties[0], values, strict=True))
+        return propose(*args, worth=worth, **options)
+
+    class Spy(Surrogate):
+        def __init__(self, points: Any, given: Any, **options: Any) -> None:
+            certainties.append(given)
+            super().__init__(points, given, **options)
+
+    certainties: list[Any] = []
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.propose", spy)
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.Surrogate", Spy)
+    rows = [
+        {"prompt": f"w{4 + i} w{5 + i * 7 % 80}", "choices": [f"w{90 + c}" for c in range(4)],
+         "reference": f"w{90 + i % 4}"}
+        for i in range(80)
+    ]  # fmt: skip
+    path = tmp_path / "four.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            tasksets=[{"type": "jsonl", "path": str(path), "scorer": {"type": "choice"}}],
+            stages=[{"type": "surrogate", "generations": 1, "population": 2}],
+            floors={"four": 1.0}, race={"enabled": False}, merit=merit,
+            finals={"random_search": False},
+        )  # fmt: skip
+        earned = {e.key: e.payload for e in run.events("candidate") if e.key.startswith("f")}
+    by_merit = {round(own["merit"], 6): own["score"] for own in earned.values()}
+    assert len(seen) == len(by_merit) == 4
+    for own, value in seen:
+        mean = float(merits_at(own, merit=merit, num_choices=[4] * len(own)).mean())
+        expected = 1.0 - (mean - value) / MISSED
+        assert expected == pytest.approx(by_merit[round(mean, 6)], abs=0.1)
+
+
+async def test_a_surrogate_takes_rewards_of_choices_as_the_scorer_gives_them(
+    genome: Genome, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks have choices, and are judged by a function: a floor is one of its rewards."""
+    seen: list[Any] = []
+
+    def spy(*args: Any, worth: Any, **options: Any) -> Any:
+        seen.append(worth)
+        return propose(*args, worth=worth, **options)
+
+    monkeypatch.setattr("rookery.loops.genome.stages.surrogate.propose", spy)
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward(task, completion):\n    return float(sum(completion.tokens) % 11)\n"
+    )
+    tasks = {
+        "type": "jsonl", "path": str(inputs.tasks / "first.jsonl"), "name": "first",
+        "scorer": {"type": "python", "function": f"{scorer}:reward"}, "sampling": {"max_tokens": 2},
+    }  # fmt: skip
+    with _run(tmp_path, "a") as run:
+        await genome(
+            run,
+            tasksets=[tasks],
+            stages=[{"type": "surrogate", "generations": 1, "population": 2}],
+            floors={"first": 2.0}, race={"low": 0.0, "high": 10.0},
+            finals={"random_search": False},
+        )  # fmt: skip
+    size = len(load_taskset(GenomeConfig.model_validate(
+        inputs.document(tasksets=[tasks])).tasksets[0]).split("search"))  # fmt: skip
+    [worth] = seen
+    keeps, misses = worth(np.stack([np.full(size, 0.9), np.full(size, 0.1)]))
+    assert keeps > 2.0, "its rewards, and nothing for a floor that it keeps"
+    assert misses < 0.0
 
 
 async def test_racing_saves_answers_and_finds_the_same_winner(

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rookery.reports import GenomeReport
 from rookery.runs import Run
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import load_taskset
-from rookery.types import Score, ScoreRequest, Task
+from rookery.types import Adapter, ModelRef, Score, ScoreRequest, Task
 from rookery.weights import read_adapter, write_adapter
 
 FEW = {"finals": {"random_search": False, "num_finalists": 3}}
@@ -106,6 +107,27 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
         scores = {e.key: e.payload["score"] for e in run.events("candidate")}
     assert scores[report.winner_id] == max(s for s in scores.values() if s is not None)
     assert any("Every finalist failed on the select tasks" in w for w in report.warnings)
+
+
+@pytest.mark.parametrize(("prefix", "outcome"), [
+    ("r", "12 of 12 random merges failed and there is no random search to compare with"),
+    ("r0003", "1 of 12 random merges failed and lost"),
+])  # fmt: skip
+async def test_random_merges_that_fail_are_in_the_report(
+    genome: Genome, tmp_path: Path, prefix: str, outcome: str
+) -> None:
+    class Refusing(Faulty):
+        async def load(self, adapter: Adapter) -> ModelRef:
+            if adapter.name.startswith(prefix):
+                raise EngineError(f"There is no room for {adapter.name}.")
+            return await super().load(adapter)
+
+    with _run(tmp_path) as run:
+        report = (await genome(run, wrap=partial(Refusing, share=0.0))).report
+    [warning] = [w for w in report.warnings if "random merges" in w]
+    first = "r0000" if prefix == "r" else prefix
+    assert warning == f"{outcome}. The first error: There is no room for {first}."
+    assert ("random search" in [row.name for row in report.rows]) == (prefix == "r0003")
 
 
 async def test_floors_bind_founders_too(genome: Genome, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 import json
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ SUMS: list[dict[str, Any]] = [
     {"type": "surrogate", "generations": 2, "population": 3},
     {"type": "ga", "generations": 1, "population": {"size": 4, "children": {"count": 3}}},
 ]
+STEPS: list[dict[str, Any]] = [
+    {"type": "random", "count": 3},
+    {"type": "es", "steps": 3, "num_pairs": 2},
+    {"type": "surrogate", "generations": 2, "population": 3},
+]
 STAGES: dict[str, dict[str, Any]] = {
     "drawn": {},
     "emitters": {"stages": [EMITTERS]},
@@ -67,20 +73,34 @@ def decided(run: RunView) -> list[Any]:
 @contextmanager
 def killed_at(run: Run, number: int, *, is_stored: bool) -> Iterator[None]:
     """The append of this number kills, before it stores anything or after."""
-    submit, count = run.submit, 0
+    numbers = count(1)
+    with killed_when(run, lambda: next(numbers) == number, is_stored=is_stored):
+        yield
 
-    def counted(news: Sequence[NewEvent]) -> Future[list[Event]]:
-        nonlocal count
-        count += 1
-        if count == number and not is_stored:
+
+@contextmanager
+def killed_in(run: Run, phase: str, *, is_stored: bool) -> Iterator[Watcher]:
+    """The first append of a phase kills. Yields who must be told of the phases."""
+    now = [""]
+    with killed_when(run, lambda: now[0] == phase, is_stored=is_stored):
+        yield Watcher(on_phase=lambda name: now.__setitem__(0, name))
+
+
+@contextmanager
+def killed_when(run: Run, is_due: Callable[[], bool], *, is_stored: bool) -> Iterator[None]:
+    submit = run.submit
+
+    def watched(news: Sequence[NewEvent]) -> Future[list[Event]]:
+        is_last = is_due()
+        if is_last and not is_stored:
             raise Killed
         stored = submit(news)
-        if count == number:
+        if is_last:
             stored.result()
             raise Killed
         return stored
 
-    run.submit = counted  # type: ignore[method-assign]
+    run.submit = watched  # type: ignore[method-assign]
     try:
         yield
     except BaseException as error:
@@ -145,6 +165,37 @@ async def test_faults_and_kills_anywhere_change_nothing(
         run = Run.open(tmp_path / "killed")
         with killed_at(run, rng.randrange(1, 25), is_stored=rng.random() < 0.5):
             await run_on(run)
+    with Run.open(tmp_path / "killed") as run:
+        assert clockless((await run_on(run)).report) == expected
+        assert decided(run) == events
+
+
+@pytest.mark.parametrize("phase", ["es 3", "es 5", "surrogate 6", "surrogate 7"])
+async def test_a_run_killed_inside_a_stage_goes_on_there(
+    inputs: Inputs,
+    tiny_model: SlottedModel,
+    tmp_path: Path,
+    scored_badly: dict[str, Any],
+    phase: str,
+) -> None:
+    """Killed when the phase has stored its first answers, and then before any, and resumed: nothing
+    is asked twice, and everything comes out as in the run that was not stopped."""
+    scored_badly |= {"stages": STEPS}
+    run_on: Genome = partial(
+        run_evolution, inputs=inputs, model=tiny_model, wrap=partial(Faulty, share=0.002),
+        **scored_badly,
+    )  # fmt: skip
+    with create(tmp_path, "whole") as run:
+        expected = clockless((await run_on(run)).report)
+        events = decided(run)
+    create(tmp_path, "killed").close()
+    for is_stored in (True, False):
+        run = Run.open(tmp_path / "killed")
+        with killed_in(run, phase, is_stored=is_stored) as watcher:
+            await run_on(run, watcher=watcher)
+        with Run.view(tmp_path / "killed") as view:
+            num_done = view.counts()["generation"]
+            assert num_done == int(phase.split()[1]), "killed inside the phase"
     with Run.open(tmp_path / "killed") as run:
         assert clockless((await run_on(run)).report) == expected
         assert decided(run) == events

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,10 +15,11 @@ from loops.oracle import Oracle, make_config, write_items
 
 from rookery.errors import ConfigError, EngineError, TaskError
 from rookery.loops.icm import IcmConfig, IcmResult, label, read_gold, read_items
-from rookery.loops.icm.chain import Chain, Problem
+from rookery.loops.icm.baselines import INVERTED, Baselines
+from rookery.loops.icm.chain import Chain, ChainResult, Problem
 from rookery.loops.icm.label_scorer import PlainLabelScorer, ScoreStore, SharedLabelScorer
 from rookery.loops.icm.loop import open_problem
-from rookery.loops.icm.prompts import Prompts
+from rookery.loops.icm.prompts import Encoder, Prompts
 from rookery.reports import parse_icm_report
 from rookery.runs import Run
 from rookery.search.orders import TreeOrder
@@ -431,6 +433,45 @@ def test_a_batch_that_does_not_fit_the_model_is_refused_at_once(problem: MakePro
     labeller = replace(oracle.labeller, context_tokens=20)
     with pytest.raises(TaskError, match="write batch_size: 5 or less"):
         open_problem(config, read_items(config.data), labeller=labeller, store=ScoreStore())
+
+
+async def test_texts_become_tokens_beside_the_event_loop(tmp_path: Path) -> None:
+    """Of every batch, of what is trained on, and of what is shown to another batch."""
+    oracle = Oracle(24, seed=6)
+    path = write_items(tmp_path / "items.jsonl", oracle)
+    config = make_config(path, batch_size=8, iterate={"num_batches": 1})
+    threads: set[int] = set()
+
+    def encode(text: str) -> TokenIds:
+        threads.add(threading.get_ident())
+        return oracle.words(text)
+
+    async def tune(data: Sequence[Datum]) -> ModelRef:
+        return ModelRef(name="icm", version=str(len(data)))
+
+    labeller = replace(oracle.labeller, tune=tune, encoder=Encoder(encode=encode))
+    with Run.create(tmp_path, kind="icm", config={}, name="a") as run:
+        result = await label(config, items=read_items(config.data), labeller=labeller, run=run)
+    assert len(result.report.transfers) == 2
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_batches_are_searched_from_the_opposite_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = asyncio.Barrier(2)
+    inverted = Baselines.inverted
+
+    async def together(*args: Any, **options: Any) -> ChainResult | None:
+        async with asyncio.timeout(20):
+            await both.wait()
+        return await inverted(*args, **options)
+
+    monkeypatch.setattr(Baselines, "inverted", together)
+    oracle = Oracle(16, seed=6)
+    config = make_config(write_items(tmp_path / "items.jsonl", oracle), batch_size=8, parallel=2)
+    result = await run_icm(tmp_path, oracle, config)
+    assert [row.utility is not None for row in result.report.rows if row.name == INVERTED] == [True]
 
 
 async def test_chains_of_one_batch_share_what_is_in_flight(problem: MakeProblem) -> None:

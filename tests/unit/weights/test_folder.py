@@ -254,6 +254,8 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 1]]}, "layer_replication is set"),
         ({"r": 0}, "r is 0"),
         ({"r": 5}, r"for rank 5 .* they must be \[5, in\] and \[out, 5\]"),
+        ({"rank_pattern": {"q_proj[": 2}}, r"'q_proj\[' is not a regular expression"),
+        ({"alpha_pattern": {"(": 2}}, r"'\(' is not a regular expression"),
     ],
 )
 def test_configs_that_are_not_plain_lora_are_refused(
@@ -261,6 +263,15 @@ def test_configs_that_are_not_plain_lora_are_refused(
 ) -> None:
     folder = edit_config(write_adapter(uneven_adapter(), tmp_path / "x"), **changes)
     with pytest.raises(AdapterError, match=sentence):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", '{"p": "x"}', "{"])
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, text: str) -> None:
+    folder = write_adapter(uneven_adapter(), tmp_path / "x")
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"rookery_scales": text})
+    with pytest.raises(AdapterError, match="is not a readable safetensors file"):
         read_adapter(folder)
 
 

@@ -215,7 +215,20 @@ def _warn_of_failures(parts: RunParts, ending: Ending) -> list[str]:
     failed = [measured[name].error for name in ending.searched if measured[name].error]
     if failed:
         warnings.append(f"{len(failed)} candidates failed and lost. The first error: {failed[0]}")
-    return warnings
+    return [*warnings, *_warn_of_random_search(parts, ending)]
+
+
+def _warn_of_random_search(parts: RunParts, ending: Ending) -> list[str]:
+    searched = set(ending.searched)
+    drawn = [own for name, own in parts.search.measured.items() if name not in searched]
+    errors = [own.error for own in drawn if own.error]
+    if not errors:
+        return []
+    outcome = "there is no random search to compare with" if len(errors) == len(drawn) else "lost"
+    return [
+        f"{len(errors)} of {len(drawn)} random merges failed and {outcome}. The first error: "
+        f"{errors[0]}"
+    ]
 
 
 def _warn_of_small_samples(rows: Sequence[ReportRow]) -> list[str]:

@@ -6,6 +6,7 @@ candidates. Nothing here feeds back into the search. Whoever fails on a task has
 missing is not averaged away.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -51,10 +52,11 @@ _DEFAULTS = FinalConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
-    """One line of the report: an adapter, None for the base model, or a panel that votes."""
+    """One line of the report: an adapter, the base model, or a panel that votes."""
 
     name: str
-    adapter: Adapter | None = None
+    make: Callable[[], Adapter] | None = None
+    """Makes the adapter, in any thread; None for the base model and for a panel."""
     voters: tuple[str, ...] = ()
     note: str = ""
     cost: Cost = field(default_factory=Cost)
@@ -194,20 +196,20 @@ class FinalReport:
         if len(parents) < 2:
             return []
         rank = min(max_rank, sum(parent.rank for parent in parents))
-        ones = [1.0] * len(parents)
-        mean = merge(parents, weights=ones, method=LinearConfig(), rank=rank)
-        total = merge(parents, weights=ones, method=LinearConfig(normalise=False), rank=rank)
-        note, cost = f"{len(parents)} founders, rank {rank}", Cost(num_candidates=1)
+
+        def make(name: str, method: LinearConfig) -> Adapter:
+            ones = [1.0] * len(parents)
+            return replace(merge(parents, weights=ones, method=method, rank=rank), name=name)
+
+        methods = {"uniform average": LinearConfig(), "plain sum": LinearConfig(normalise=False)}
         return [
             ReportEntry(
-                name="uniform average",
-                adapter=replace(mean, name="uniform-average"),
-                note=note,
-                cost=cost,
-            ),
-            ReportEntry(
-                name="plain sum", adapter=replace(total, name="plain-sum"), note=note, cost=cost
-            ),
+                name=name,
+                make=partial(make, name.replace(" ", "-"), method),
+                note=f"{len(parents)} founders, rank {rank}",
+                cost=Cost(num_candidates=1),
+            )
+            for name, method in methods.items()
         ]
 
     async def report(
@@ -221,11 +223,7 @@ class FinalReport:
             for entry in entries
             for voter in entry.voters
         }
-        makers |= {
-            f"entry {entry.name}": partial(_same, entry.adapter)
-            for entry in entries
-            if entry.adapter is not None
-        }
+        makers |= {f"entry {entry.name}": entry.make for entry in entries if entry.make is not None}
         groups = await self._rollout(makers, tasks, phase="report")
         rewards = {}
         for entry in entries:
@@ -233,9 +231,9 @@ class FinalReport:
                 panel = [groups[f"voter {voter}"] for voter in entry.voters]
                 rewards[entry.name] = self.vote(panel)
             else:
-                is_base = entry.adapter is None
+                is_base = entry.make is None
                 rewards[entry.name] = _rewards(groups[_BASE if is_base else f"entry {entry.name}"])
-        rows = compare(rewards, tasks, weights=self._weights, seed=seed)
+        rows = await asyncio.to_thread(compare, rewards, tasks, weights=self._weights, seed=seed)
         costs = {entry.name: {"note": entry.note, **asdict(entry.cost)} for entry in entries}
         return [row.model_copy(update=costs[row.name]) for row in rows]
 
@@ -280,10 +278,6 @@ class _Evidence:
 
     means: Mapping[str, float]
     merits: Mapping[str, float]
-
-
-def _same(adapter: Adapter) -> Adapter:
-    return adapter
 
 
 def _all_failed(tasks: Sequence[Task], error: str) -> list[Group]:

@@ -72,11 +72,12 @@ InitConfig = Annotated[FileInit | ZeroInit | RandomInit, Field(discriminator="ty
 
 
 def read_founders(config: FileInit) -> dict[str, Adapter]:
-    """Every PEFT folder below `path`, by folder name, in the order of the names."""
+    """Every PEFT folder below `path`, by folder name, in the order of the names. Hidden ones are
+    left by writers that were killed."""
     root = config.path.expanduser()
     if not root.is_dir():
         raise AdapterError(f"There is no folder {root}: init.path holds one PEFT folder each.")
-    folders = sorted(f.parent for f in root.glob("*/adapter_config.json"))
+    folders = sorted(f.parent for f in root.glob("[!.]*/adapter_config.json"))
     if not folders:
         raise AdapterError(
             f"{root} holds no adapters: each is a folder with adapter_config.json and "

@@ -11,7 +11,6 @@ in the run's event log before it counts. So resuming is running again: what was 
 asked twice.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,7 +56,8 @@ async def evolve(
     """Run or resume one evolution in `run`, which is left with winner, lineage and report."""
     tasksets = join_splits(tasksets)
     check_inputs(config, founders=founders, tasksets=tasksets, engine=engine)
-    check_tasks(evaluator, tasksets, context_tokens=engine.context_tokens)
+    limit = engine.context_tokens
+    await run_in_thread(check_tasks, evaluator, tasksets, context_tokens=limit)
     parts = assemble(
         config,
         founders=founders,
@@ -138,9 +138,9 @@ async def _enter(parts: RunParts, holders: Mapping[str, str]) -> tuple[Choice, l
     measuring = log.founders()
     winner, best = choice.ranked[0], founders[0]
     entries = [
-        ReportEntry(name="evolved", adapter=builder.adapter(winner), note=winner, cost=spent),
-        ReportEntry(name="best founder", adapter=builder.adapter(best), note=best, cost=measuring),
-        *await asyncio.to_thread(final.merged, parts.engine.max_rank),
+        ReportEntry(name="evolved", make=builder.maker(winner), note=winner, cost=spent),
+        ReportEntry(name="best founder", make=builder.maker(best), note=best, cost=measuring),
+        *final.merged(parts.engine.max_rank),
     ]
     if settings.random_search and len(builder.founders) > 1:
         entries += await _search_randomly(parts, holders, count=num_searched)
@@ -170,7 +170,7 @@ async def _search_randomly(
     return [
         ReportEntry(
             name="random search",
-            adapter=parts.builder.adapter(choice.ranked[0]),
+            make=parts.builder.maker(choice.ranked[0]),
             note=f"best of {count}",
             cost=replace(spent, num_candidates=count),
         )

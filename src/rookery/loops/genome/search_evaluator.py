@@ -76,6 +76,9 @@ class SearchEvaluator:
         self._weights = dict(weights)
         self._race = race
         self.merit: Merit = merit
+        self.num_choices: dict[str, int] = {}
+        """By task id, of tasks that count by the certainty of their right choice: found when they
+        are answered, because a scorer may judge a task with choices by its reward alone."""
         self._floors: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
@@ -242,6 +245,8 @@ class SearchEvaluator:
         )
         num_choices = {task: len(self._tasks[task].choices) for task in tasks}
         for name, evaluation in zip(refs, evaluations, strict=True):
+            if self.merit != "reward":
+                self.num_choices |= {task: num_choices[task] for task in evaluation.certainties}
             self._errors.setdefault(name, {}).update(evaluation.errors)
             rewards = evaluation.rewards
             merits = merits_of(

@@ -1,6 +1,5 @@
 """A batch: items that are labelled together, and what their searches found."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ class Batch:
     provenance: Mapping[str, Any]
     open_scorer: Callable[[Sequence[Item]], LabelScorer]
     """Reads any items, in the order they are given, under the batch's model."""
-    tasks: list["asyncio.Task[ChainResult]"] = field(default_factory=list)
     results: list[ChainResult] = field(default_factory=list)
     """Of its chains, and what a baseline found where that is better than all before it."""
     inverted: ChainResult | None = None

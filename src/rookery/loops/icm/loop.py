@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rookery.concurrency import run_in_thread
+from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
 from rookery.loops.icm.baselines import BOOTSTRAP, Baselines
 from rookery.loops.icm.batch import Batch
@@ -101,8 +101,9 @@ async def label(
     for round_items in _rounds(config, items):
         if batches:
             model = await _tune(config, batches, labeller)
+        own = replace(labeller, model=model)
         opened = [
-            _open_batch(config, index, part, labeller=replace(labeller, model=model), store=store)
+            await run_in_thread(_open_batch, config, index, part, labeller=own, store=store)
             for index, part in enumerate(round_items, start=len(batches))
         ]
         await _search(config, opened, run, store, on_step)
@@ -202,6 +203,13 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller)
     """A model trained on every label so far that is sure enough to be exported."""
     if labeller.tune is None:
         raise ConfigError("iterate needs an engine that adapters can be loaded into.")
+    data = await run_in_thread(_training_data, config, batches, labeller)
+    model = await labeller.tune(data)
+    logger.info("trained %s on %d labels", model.served_name, len(data))
+    return model
+
+
+def _training_data(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller) -> list[Datum]:
     records = label_records(batches)
     sure = [r for r in records if r.margin is not None and r.margin >= config.exports.min_margin]
     if not sure:
@@ -213,9 +221,7 @@ async def _tune(config: IcmConfig, batches: Sequence[Batch], labeller: Labeller)
         answer = prompts.label_tokens[record.label or 0]
         end = len(query) - 1
         data.append(Datum(tokens=query, positions=(end,), targets=(answer,), weights=(1.0,)))
-    model = await labeller.tune(data)
-    logger.info("trained %s on %d labels", model.served_name, len(data))
-    return model
+    return data
 
 
 async def _search(
@@ -262,21 +268,19 @@ async def _search(
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
         return result
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for batch in batches:
-                batch.tasks = [
-                    group.create_task(search(batch, chain)) for chain in range(config.num_chains)
-                ]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    store.part = "baselines"
-    for batch in batches:
-        batch.results = [task.result() for task in batch.tasks]
+    async def compare(batch: Batch) -> None:
+        async with room:
+            batch.results += await _better_baselines(config, batch)
+            if config.baselines.inverted:
+                await _search_inverted(config, batch, run)
+
+    chains = range(config.num_chains)
+    results = await together(search(batch, chain) for batch in batches for chain in chains)
+    for place, batch in enumerate(batches):
+        batch.results = results[place * len(chains) : (place + 1) * len(chains)]
         batch.naive_tokens = batch.scorer.naive_tokens
-        batch.results += await _better_baselines(config, batch)
-        if config.baselines.inverted:
-            await _search_inverted(config, batch, run)
+    store.part = "baselines"
+    await together(map(compare, batches))
     store.part = "search"
 
 

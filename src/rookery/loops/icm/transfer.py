@@ -5,6 +5,7 @@ opposite, both as coherent as can be. Items of one batch are shown with their la
 the other are asked for behind them.
 """
 
+from rookery.concurrency import run_in_thread
 from rookery.loops.icm.baselines import calibrated, most_likely, surest
 from rookery.loops.icm.batch import Batch
 from rookery.loops.icm.objective import normalised
@@ -25,6 +26,7 @@ async def transfer(one: Batch, other: Batch) -> Labels:
     items = [*(one.items[place] for place in shown), *other.items]
     labels = (*(shots[place] for place in shown), *[UNLABELLED] * len(other.items))
     contexts = [(labels, len(shown) + place) for place in range(len(other.items))]
-    reads = await other.open_scorer(items).score(contexts)
+    scorer = await run_in_thread(other.open_scorer, items)
+    reads = await scorer.score(contexts)
     known = [None if read is None else normalised(read) for read in reads]
     return most_likely(calibrated(known), other.problem.constraints)

@@ -4,6 +4,7 @@ coefficient per founder or, with `unit: block`, one per founder and block of the
 repeat: points = coefficients from a normal distribution; measure the sums; adapt it
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -51,10 +52,9 @@ async def run_cmaes(config: CmaesStage, context: StageContext) -> list[str]:
     )
     population: list[str] = []
     for _ in range(config.generations):
-        fitness = await measure_sums(
-            context, search.ask(), stage="cmaes", letter="m", unit=config.unit
-        )
-        search.tell(list(fitness.values()))
+        points = await asyncio.to_thread(search.ask)
+        fitness = await measure_sums(context, points, stage="cmaes", letter="m", unit=config.unit)
+        await asyncio.to_thread(search.tell, list(fitness.values()))
         population = [name for name, own in fitness.items() if not own.is_failed]
     return population
 

@@ -1,5 +1,6 @@
 """What every stage is handed: the candidates so far, how to make more, how to measure them."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from rookery.loops.genome.search_evaluator import Measured, SearchEvaluator
 from rookery.search.candidate import Recipe
 from rookery.search.fitness import Fitness, rank_key
 from rookery.seeding import stream_seed
+from rookery.weights.perturb import spread
 
 __all__ = ["StageContext", "num_survivors"]
 
@@ -50,6 +52,10 @@ class StageContext:
         measured = self.search.measured
         complete = [n for n in self.fitness() if measured[n].is_complete]
         return max(complete, key=lambda n: rank_key(measured[n].fitness), default=None)
+
+    async def spread(self, candidate: str) -> float:
+        """The size of its numbers, which the steps of an ES are relative to. May make it."""
+        return await asyncio.to_thread(lambda: spread(self.builder.adapter(candidate)))
 
     async def measure(
         self, recipes: Sequence[Recipe], *, rivals: Iterable[str], keep: int, stage: str

@@ -17,7 +17,6 @@ from rookery.search.emitters import (
 from rookery.search.fitness import Fitness
 from rookery.search.population import Population
 from rookery.types import Json
-from rookery.weights.perturb import spread
 
 __all__ = ["Emission"]
 
@@ -53,13 +52,10 @@ class Emission:
             for name, emitter in emitters.items():
                 if isinstance(emitter, EsEmitter) and emitter.needs_start and population.best:
                     start = population.best.id
-                    emitter.begin(start, scale=await asyncio.to_thread(self._spread, start))
+                    emitter.begin(start, scale=await self._context.spread(start))
                 self._asked[name] = emitter.ask(generation=population.generation + 1)
             emitted.append(tuple(plan for name in emitters for plan in self._asked[name]))
         return emitted
-
-    def _spread(self, candidate: str) -> float:
-        return spread(self._context.builder.adapter(candidate))
 
     async def tell(self, fitness: Mapping[str, Fitness], populations: Sequence[Population]) -> None:
         """Each emitter is told of its own children; the populations are those after them."""

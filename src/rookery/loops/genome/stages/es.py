@@ -20,7 +20,6 @@ from rookery.search.candidate import EsStep
 from rookery.search.es import Es, EsConfig
 from rookery.seeding import stream_seed
 from rookery.types import Adapter
-from rookery.weights.perturb import spread
 
 __all__ = ["EsStage", "run_es"]
 
@@ -42,7 +41,7 @@ async def run_es(config: EsStage, context: StageContext) -> list[str]:
     start = context.best()
     if start is None:
         raise TaskError("The es stage has no candidate to start from: every evaluation failed.")
-    scale = spread(context.builder.adapter(start))
+    scale = await context.spread(start)
     plain = EsConfig.model_validate(config.model_dump(exclude={"type", "steps"}))
     es = Es(config=plain, seed=stream_seed(context.seed, "es", context.index))
     centre = _es_step(context, "e000-centre", start, terms=(), is_chained=False)

@@ -6,7 +6,7 @@ repeat: fit log-odds of every task to the coefficients of all sums; propose sums
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -84,27 +84,44 @@ def _propose(
     num_blocks = count_blocks(config.unit, founders)
     search, sums = context.search, _sums(context, num_blocks)
     points = np.array(list(sums.values()))
-    merits = _merits(context, list(sums))
+    measured = [search.measured[name] for name in sums]
+    merits = _table(search, [own.merits for own in measured])
     # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
     low = np.fmin.reduce(merits, axis=0, initial=0.0)
     span = np.fmax.reduce(merits, axis=0, initial=1.0) - low
     certainties = certainties_of(
         (merits - low) / span, merit=search.merit, num_choices=_num_choices(search)
     )
+    rewards = _table(search, [own.rewards for own in measured])
+    limits = _right_from(certainties, rewards > 0.5, num_choices=_num_choices(search))
     is_live = np.array(live_coefficients(config.unit, founders))
     proposed = propose(
         Surrogate(points, certainties, num_blocks=num_blocks, is_live=is_live),
         starts=points[:NUM_STARTS],
         box=Box(config.low, config.high),
-        worth=_worth(search, low, span),
+        worth=_worth(search, low, span, limits),
         count=config.population,
         rng=rng,
     )
     return [tuple(point) for point in proposed.tolist()]
 
 
-def _worth(search: SearchEvaluator, low: Array, span: Array) -> Worth:
-    """The weighted merit, far less where a floor is missed. Rewards go from `low`, by `span`."""
+def _right_from(
+    certainties: Array, is_right: NDArray[np.bool_], *, num_choices: Sequence[int]
+) -> Array:
+    """By task, how certain its right choice is where it becomes the likeliest: of two choices a
+    half. Of more somewhere between a guess and a half: halfway from what was wrong to what was
+    right."""
+    guess = 1.0 / np.maximum(2, num_choices)
+    wrong = np.fmax.reduce(np.where(is_right, np.nan, certainties), axis=0, initial=0.0)
+    right = np.fmin.reduce(np.where(is_right, certainties, np.nan), axis=0, initial=1.0)
+    limits: Array = (np.clip(wrong, guess, 0.5) + np.clip(right, guess, 0.5)) / 2
+    return limits
+
+
+def _worth(search: SearchEvaluator, low: Array, span: Array, limits: Array) -> Worth:
+    """The weighted merit, far less where a floor is missed. Rewards go from `low`, by `span`, and
+    of choices that are more certain than `limits` they are 1."""
     sources = [task.source for task in search.tasks]
     num_choices = _num_choices(search)
     factors = span * score_factors(sources, weights=search.weights) / len(sources)
@@ -115,9 +132,8 @@ def _worth(search: SearchEvaluator, low: Array, span: Array) -> Worth:
         for source, floor in search.floors.items():
             at = places[source]
             own = chances[:, at]
-            # From a half on the right choice is the likeliest.
             is_choice = np.take(num_choices, at) > 0
-            rewards = np.where(is_choice, own > 0.5, low[at] + span[at] * own)
+            rewards = np.where(is_choice, own > limits[at], low[at] + span[at] * own)
             value = value - MISSED * np.maximum(0.0, floor - rewards.mean(axis=1))
         return value
 
@@ -125,7 +141,7 @@ def _worth(search: SearchEvaluator, low: Array, span: Array) -> Worth:
 
 
 def _num_choices(search: SearchEvaluator) -> list[int]:
-    return [len(task.choices) for task in search.tasks]
+    return [search.num_choices.get(task.id, 0) for task in search.tasks]
 
 
 def _sums(context: StageContext, num_blocks: int) -> dict[str, tuple[float, ...]]:
@@ -150,12 +166,6 @@ def _point(context: StageContext, name: str, num_blocks: int) -> tuple[float, ..
     return weights * num_blocks if len(weights) == len(founders) else None
 
 
-def _merits(context: StageContext, names: Sequence[str]) -> Array:
-    """[names, tasks]; NaN where one was not asked."""
-    search = context.search
-    found = np.full((len(names), len(search.tasks)), np.nan)
-    places = {task.id: place for place, task in enumerate(search.tasks)}
-    for row, name in enumerate(names):
-        for task, value in search.measured[name].merits.items():
-            found[row, places[task]] = value
-    return found
+def _table(search: SearchEvaluator, values: Sequence[Mapping[str, float]]) -> Array:
+    """[candidates, tasks]; NaN where one was not asked."""
+    return np.array([[own.get(task.id, np.nan) for task in search.tasks] for own in values])
