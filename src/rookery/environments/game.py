@@ -46,7 +46,7 @@ class GameConfig(Config):
     """Replies of one game."""
     max_tokens: int = Field(default=2048, ge=1)
     """Tokens that are drawn in one game; `drawing.max_tokens` is the longest reply."""
-    limit_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    limit_s: float = Field(default=600.0, gt=0.0)
     """Seconds of one game, without those in which it waits for replies."""
 
 

@@ -32,11 +32,11 @@ class CmaesConfig(Config):
 
     population: int | None = Field(default=None, ge=2)
     """Points per generation; the default is 4 + 3 ln(number of coefficients), rounded down."""
-    sigma: float = Field(default=0.25, gt=0.0, allow_inf_nan=False)
+    sigma: float = Field(default=0.25, gt=0.0)
     """Standard deviation of the first points around the start."""
-    low: float | None = Field(default=0.0, allow_inf_nan=False)
+    low: float | None = Field(default=0.0)
     """Smallest value of a coefficient; null is no limit."""
-    high: float | None = Field(default=1.5, allow_inf_nan=False)
+    high: float | None = Field(default=1.5)
     """Largest value of a coefficient; null is no limit."""
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ class SamplingConfig(Config):
 
     max_tokens: int = Field(default=256, ge=1)
     """Longest answer, in tokens."""
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy. Training loops set their own."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw from the most likely tokens that make up this much; 1 keeps every token."""
@@ -88,7 +88,7 @@ class TasksetOptions(Config):
     """Empty: the generator's own; for data, `choice` when rows have choices, `numeric` when every
     reference has a `####`, else `exact`."""
     sampling: SamplingConfig = SamplingConfig()
-    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0.0)
     """Its part in a mean over several tasksets."""
     splits: SplitsConfig = SplitsConfig()
     limit: int | None = Field(default=None, ge=1)

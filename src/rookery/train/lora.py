@@ -26,7 +26,7 @@ class LoraConfig(Config):
 
     rank: int = Field(default=8, ge=1)
     """Of both factors: [rank, in] and [out, rank]."""
-    alpha: float = Field(default=16.0, gt=0.0, allow_inf_nan=False)
+    alpha: float = Field(default=16.0, gt=0.0)
     """The adapter's part is multiplied by alpha / rank."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1

@@ -17,18 +17,18 @@ class AdamWConfig(Config):
     """How much of the mean gradient is kept from step to step."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
     """The same of the mean squared gradient."""
-    epsilon: float = Field(default=1e-8, gt=0.0, allow_inf_nan=False)
+    epsilon: float = Field(default=1e-8, gt=0.0)
     """Added to the root of the mean squared gradient."""
-    weight_decay: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     """Per step the factors shrink by learning rate * this."""
-    max_grad_norm: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    max_grad_norm: float = Field(default=1.0, ge=0.0)
     """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
 
 
 class ScheduleConfig(Config):
     """How the learning rate changes over the steps of a training."""
 
-    learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-3, gt=0.0)
     """The highest: reached after the warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """After the warm-up: down to 0 along a half cosine or a line, or unchanged."""

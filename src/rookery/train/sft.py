@@ -52,7 +52,7 @@ class SftConfig(ScheduleConfig, LoraConfig):
     """Rows per step."""
     batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens per step, in place of batch_size."""
-    learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-3, gt=0.0)
     """The highest: reached after the warm-up. Few layers of a small model take 3e-3 to 1e-2, many
     layers of a large one 1e-4 to 3e-4."""
     seed: int = 0

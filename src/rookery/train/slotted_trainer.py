@@ -50,12 +50,12 @@ class TrainerConfig(Config):
 
     pass_tokens: int = Field(default=1024, ge=1)
     """How many tokens one pass takes: less memory when lower, the same gradients."""
-    trunk_cache_gib: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    trunk_cache_gib: float = Field(default=1.0, ge=0.0)
     """Memory for the hidden states below the first trained layer; 0 computes them each time."""
-    trainees_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    trainees_gib: float | None = Field(default=None, ge=0.0)
     """Memory of the model's device for adapters in training, with gradients and moments. Those used
     longest ago go to main memory and come back when they are needed; none: no limit."""
-    trainees_memory_gib: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    trainees_memory_gib: float | None = Field(default=None, ge=0.0)
     """The same of main memory, from where they go to files in a temporary folder."""
     checkpoint_layers: bool = False
     """Keep what enters each layer and compute the rest of it again in the backward pass: memory of

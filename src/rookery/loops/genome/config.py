@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
 from rookery.config import Config
 from rookery.embedded import EngineConfig
@@ -72,7 +72,7 @@ class GenomeConfig(Config):
     probability of the right choice, which has less noise than whether it is the likeliest; its
     logarithm, `log_certainty`, which counts a confident mistake for more; or `reward`. Tasks
     without choices count by their reward. Floors and reports hold of rewards."""
-    floors: dict[str, FiniteFloat | Literal["founder"]] = Field(default_factory=dict)
+    floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
     """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
     rank: int | None = Field(default=None, ge=1)
     """The children's rank; null takes the founders' largest."""

@@ -36,7 +36,7 @@ class DrawingConfig(Config):
 
     max_tokens: int = Field(default=256, ge=1)
     """Longest answer, in tokens."""
-    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, gt=0.0)
     """The trainer divides by it too, so that it trains the distribution that was drawn from."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw from the most likely tokens that make up this much; 1 keeps every token. What each token
@@ -124,7 +124,7 @@ class GrpoConfig(ScheduleConfig):
     reference: Path | None = None
     """What a KL term (`loss.kl`) is to: a PEFT folder, or a model folder, such as the engine's own
     for the model without an adapter. Empty: the policy that the run starts from."""
-    learning_rate: float = Field(default=1e-4, gt=0.0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-4, gt=0.0)
     """The highest: reached after the warm-up. An adapter of a model of a million weights takes
     1e-3, those of larger ones 1e-5 to 1e-4; all weights take about a tenth of an adapter's."""
     schedule: Literal["cosine", "linear", "constant"] = "constant"
@@ -144,7 +144,7 @@ class GrpoConfig(ScheduleConfig):
     """Checkpoints that are kept besides the best one."""
     keep_rollouts: bool = False
     """Keep the rollouts of all steps; else those before the last checkpoint are removed."""
-    max_gap: float = Field(default=0.2, gt=0.0, allow_inf_nan=False)
+    max_gap: float = Field(default=0.2, gt=0.0)
     """The run stops when the log-probabilities of engine and trainer under the same weights differ
     by more than this on average, in nats. In bfloat16 rounding alone reaches 0.05."""
     track: tuple[TrackerName, ...] = ()

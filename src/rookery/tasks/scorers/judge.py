@@ -51,9 +51,9 @@ class JudgeConfig(ScorerOptions):
     """jinja2 over prompt, completion, reference, choices, low and high."""
     pattern: str = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
     """Group 1 of its last match in the reply is the score."""
-    low: float = Field(default=0.0, allow_inf_nan=False)
+    low: float = Field(default=0.0)
     """The score that earns 0."""
-    high: float = Field(default=10.0, allow_inf_nan=False)
+    high: float = Field(default=10.0)
     """The score that earns 1."""
     max_tokens: int = Field(default=512, ge=1)
     """Room for the judge to think before its score."""

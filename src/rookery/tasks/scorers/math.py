@@ -36,7 +36,7 @@ class MathConfig(ScorerOptions):
     r"""The reference is LaTeX or plain mathematics: `\frac{1}{2}`, `x^2 + 1`, `#### 72`."""
 
     type: Literal["math"] = "math"
-    timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
+    timeout_s: float = Field(default=10.0, gt=0.0)
     """A check that takes longer is an error of that task, not a wrong answer."""
 
     def complaint(self, task: Task) -> str:

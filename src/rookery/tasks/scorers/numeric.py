@@ -51,9 +51,9 @@ class NumericConfig(ScorerOptions):
     """The completion's number must equal the reference, exactly unless a tolerance is given."""
 
     type: Literal["numeric"] = "numeric"
-    abs_tolerance: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    abs_tolerance: float = Field(default=0.0, ge=0.0)
     """How far off the answer may be, in the reference's unit."""
-    rel_tolerance: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    rel_tolerance: float = Field(default=0.0, ge=0.0)
     """How far off it may be as a part of the reference: 0.01 is one percent. The larger counts."""
 
     def complaint(self, task: Task) -> str:

@@ -46,7 +46,7 @@ class PythonConfig(ScorerOptions):
     type: Literal["python"] = "python"
     function: FunctionName
     """`path/to/file.py:function`, or `package.module:function` of what is installed."""
-    timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    timeout_s: float = Field(default=600.0, gt=0.0)
     """A call that takes longer is an error of that answer. An `async def` that lets its calls wait
     for one another has their waiting counted."""
 

@@ -14,10 +14,10 @@ class Cispo(PolicyLoss):
     """The ratio within bounds * A * log p, the ratio without gradient. MiniMax 2025."""
 
     type: Literal["cispo"] = "cispo"
-    max_ratio: float = Field(default=5.0, gt=0.0, allow_inf_nan=False)
+    max_ratio: float = Field(default=5.0, gt=0.0)
     """Larger ratios count as this one; TRL's epsilon_high, which is the bound itself."""
 
-    min_ratio: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    min_ratio: float = Field(default=0.0, ge=0.0)
     """Smaller ratios count as this one."""
 
     @model_validator(mode="after")

@@ -17,9 +17,9 @@ class ClippedLoss(PolicyLoss):
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """How far a ratio counts below 1."""
-    clip_high: float = Field(default=0.2, ge=0.0, allow_inf_nan=False)
+    clip_high: float = Field(default=0.2, ge=0.0)
     """How far a ratio counts above 1."""
-    max_ratio: float | None = Field(default=None, allow_inf_nan=False)
+    max_ratio: float | None = Field(default=None)
     """Larger ratios count as this one where the advantage is negative too; none by default."""
 
     @model_validator(mode="after")

@@ -26,8 +26,8 @@ class CorrectionConfig(Config):
     """Whose mismatch: each token's own, or the product over its sequence."""
     mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of one outside the bounds: the bound, or 0."""
-    minimum: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    maximum: float = Field(default=3.0, gt=0.0, allow_inf_nan=False)
+    minimum: float = Field(default=0.0, ge=0.0)
+    maximum: float = Field(default=3.0, gt=0.0)
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "CorrectionConfig":

@@ -15,5 +15,5 @@ class Dapo(ClippedLoss):
 
     type: Literal["dapo"] = "dapo"
     average: Average = "token"
-    clip_high: float = Field(default=0.28, ge=0.0, allow_inf_nan=False)
+    clip_high: float = Field(default=0.28, ge=0.0)
     """How far a ratio counts above 1."""

@@ -21,7 +21,7 @@ class Dro(PolicyLoss):
     type: Literal["dro"] = "dro"
     ratio_to: Literal["sampled", "old"] = "sampled"
     """Which log-probabilities it is held to."""
-    beta: float = Field(default=0.05, ge=0.0, allow_inf_nan=False)
+    beta: float = Field(default=0.05, ge=0.0)
     """How strongly."""
 
     def learns_from(self, datum: Datum) -> bool:

@@ -21,7 +21,7 @@ class Gspo(ClippedLoss):
     average: Average = "sequence"
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
     """How far a ratio counts below 1."""
-    clip_high: float = Field(default=4e-4, ge=0.0, allow_inf_nan=False)
+    clip_high: float = Field(default=4e-4, ge=0.0)
     """How far a ratio counts above 1."""
 
     def log_ratio(self, terms: Terms) -> torch.Tensor:

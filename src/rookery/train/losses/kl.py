@@ -21,7 +21,7 @@ class KlConfig(Config):
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Which estimate."""
-    weight: float = Field(default=0.04, ge=0.0, allow_inf_nan=False)
+    weight: float = Field(default=0.04, ge=0.0)
     """TRL's beta."""
 
     def __call__(self, difference: torch.Tensor) -> torch.Tensor:
