@@ -38,7 +38,7 @@ from rookery.service.drawing import Drawing
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
-from rookery.service.records import Model, SamplingSession
+from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
@@ -209,6 +209,7 @@ class Service:
         future = self.desk.futures.get(request_id, tenant=tenant)
         work = self.desk.pending.get(future.id)
         if work is not None and work.kind in SAMPLING:
+            self.desk.futures.set_fetched(future)  # nobody asks for what it gave up
             await self.samples.cancel(work)
 
     def check_draws(self, tenant: str, *, num: int) -> None:
@@ -247,7 +248,8 @@ class Service:
         await self._end_idle_samplers()
         await self._forget_ended_models()
         self.training.give_up_gaps(before=now - self.desk.config.gap_s)
-        self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+        config = self.desk.config
+        self.desk.futures.drop_old(fetched_s=config.result_s, unfetched_s=config.unfetched_s)
         if self.training.is_snapshot_due:
             self.training.wake()
 
@@ -266,14 +268,10 @@ class Service:
                 await self.change("end_session", session.tenant, ended)
 
     async def _end_idle_samplers(self) -> None:
-        """Of weights that were saved without a name, one step after another, those that nobody
-        draws from any more. The newest of a session stay."""
+        """Those that nobody draws from any more, but for the newest."""
         now, busy = time.monotonic(), {work.owner for work in self.desk.pending}
-        unnamed: dict[str, list[SamplingSession]] = {}
-        for sampler in self.desk.state.samplers.values():
-            if sampler.blob and not sampler.path:
-                unnamed.setdefault(sampler.session_id, []).append(sampler)
-        for sampler in [one for own in unnamed.values() for one in own[:-KEPT_SAMPLERS]]:
+        named = self.desk.config.limits.samplers // 2
+        for sampler in self.desk.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
             if sampler.id not in self.desk.state.samplers or sampler.id in busy:
                 continue  # its session may have ended meanwhile
             if self._seen.setdefault(sampler.id, now) < now - self.desk.config.session_s:

@@ -393,7 +393,7 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         may_draw.set()
         await until(lambda: not len(desk.pending) and not served.service.samples.tasks)
-        desk.futures.drop_fetched(older_s=0)
+        desk.futures.drop_old(fetched_s=0, unfetched_s=60)
         assert not len(desk.futures)
 
 
@@ -455,9 +455,9 @@ async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path
     async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
         ada, futures = served.client(), served.service.desk.futures
         model = await ada.model(await ada.session())
-        futures.drop_fetched(older_s=0)
+        futures.drop_old(fetched_s=0, unfetched_s=60)
         for _ in range(3):
             await ada.post("unload_model", {"model_id": model})
         assert len(futures) == 3
-        futures.drop_fetched(older_s=0)
+        futures.drop_old(fetched_s=0, unfetched_s=60)
         assert not len(futures)

@@ -31,6 +31,7 @@ def _add_samplers(router: APIRouter, gate: Gate) -> None:
         service.admission.check_rate(tenant)
         if bool(body.base_model) == bool(body.model_path):
             raise bad("Give base_model or model_path, and not both.")
+        service.admission.check_samplers(tenant, body.sampler_id)
         if body.base_model:
             desk.backend(body.base_model)
         if body.model_path:

@@ -231,6 +231,10 @@ class CreateSamplingSession(_Request):
     base_model: str | None = None
     model_path: str | None = None
 
+    @property
+    def sampler_id(self) -> str:
+        return f"{self.session_id}:sample:{self.sampling_session_seq_id}"
+
 
 class JoinSamplingSession(_Request):
     """A copy of a sampling client in another process."""
