@@ -1,4 +1,4 @@
-"""What clients leave behind in a service that runs for long is bounded, or refused with a sentence."""
+"""What clients leave behind in a service that runs for long: bounded, or refused with words."""
 
 import time
 from pathlib import Path
