@@ -140,7 +140,9 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     lines = []
     for detail in error.errors():
-        place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
+        parts = [str(part) for part in detail["loc"] if part != "body"]
+        # Which of several types it was validated as is no part of the place.
+        place = ".".join(part for part in parts if not part.endswith("]")) or "the body"
         if detail["type"] == "json_invalid":
             place = f"The body is not JSON at character {place}"
         lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")

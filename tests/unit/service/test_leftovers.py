@@ -50,7 +50,9 @@ async def test_results_that_nobody_fetches_are_bounded(tmp_path: Path, limits: L
         ada, futures = served.client("ada"), served.service.desk.futures
         owner = (await sampler(ada, await ada.session(), 0))["sampling_session_id"]
         body = {**SAMPLE, "sampling_session_id": owner}
-        replies = [await ada.post("asample", {**body, "seq_id": seq}) for seq in range(2)]
+        turns = served.service.drawing.turns
+        async with turns.take("bob", tokens=1, width=config.samples_in_flight, id="other"):
+            replies = [await ada.post("asample", {**body, "seq_id": seq}) for seq in range(2)]
         for reply in replies:
             future = futures.known(reply["request_id"])
             assert future is not None

@@ -166,7 +166,7 @@ async def test_what_is_kept_of_a_client_s_own_data_is_bounded(tmp_path: Path) ->
         ada = served.client()
         large = {"user_metadata": {"k": "x" * (17 << 10)}}
         answer = await ada.post("create_session", large, status=422)
-        assert "at most 16 are kept" in answer["error"]
+        assert "at most 16 KiB" in answer["error"]
         await ada.post("create_session", {"tags": ["x"] * 101}, status=422)
         session = await ada.session()
         loss = {
@@ -175,7 +175,7 @@ async def test_what_is_kept_of_a_client_s_own_data_is_bounded(tmp_path: Path) ->
             "graph": {"note": "x" * (300 << 10)},
         }
         answer = await ada.post("create_custom_loss", loss, status=422)
-        assert "at most 256 are kept" in answer["error"]
+        assert "at most 256 KiB" in answer["error"]
 
 
 async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
 """Routes that take JSON: bodies without a known key are not read, and text that can be neither
-stored nor tokenized does not reach them. Large bodies are parsed beside the event loop."""
+stored nor tokenized does not reach them. Large bodies are parsed and validated beside the event
+loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Message
 
 from rookery.service.routes.gate import tenant_of
-from rookery.service.wire.body import PROTOBUF, refuse_half_characters
-from rookery.service.wire.json_slices import LARGE_BYTES, load_json
+from rookery.service.wire.body import PROTOBUF, parse_json, refuse_half_characters
+from rookery.service.wire.json_slices import LARGE_BYTES
 
 __all__ = ["Handler", "JsonRoute"]
 
@@ -28,6 +30,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         handler = self.answering(super().get_route_handler())
+        field = self.body_field
         needs_key = any(one.call is tenant_of for one in self.dependant.dependencies)
 
         async def handle(request: Request) -> Response:
@@ -39,22 +42,29 @@ class JsonRoute(APIRoute):
             if len(body) <= LARGE_BYTES:
                 refuse_half_characters(body)
                 return await handler(request)
-            await asyncio.to_thread(refuse_half_characters, body)
-            return await handler(_LargeRequest(request, body))
+            if field is None or "json" not in request.headers.get("content-type", ""):
+                return await handler(request)  # it reads the body itself, or refuses it
+            value, errors = await asyncio.to_thread(
+                lambda: field.validate(parse_json(body), loc=("body",))
+            )
+            if errors:
+                raise RequestValidationError(errors)
+            return await handler(_LargeRequest(request, body, value))
 
         return handle
 
 
 class _LargeRequest(Request):
-    """A request whose body was read before, and is parsed in a thread."""
+    """A request whose body was read before, and validated: that is not done again."""
 
-    def __init__(self, request: Request, body: bytes) -> None:
+    def __init__(self, request: Request, body: bytes, value: Any) -> None:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             return messages.pop() if messages else await request.receive()
 
         super().__init__(request.scope, receive)
+        self._value = value
 
     async def json(self) -> Any:
-        return await asyncio.to_thread(load_json, await self.body())
+        return self._value

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.errors import TaskError
 from rookery.service.commands import AdapterId
@@ -18,9 +18,9 @@ from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
-from rookery.service.routes.openai import ChatMessage
+from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
-from rookery.service.wire.records import Token
+from rookery.service.wire.records import Tokens
 from rookery.types import Message
 
 __all__ = ["make_router"]
@@ -33,7 +33,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] = Field(default=[], max_length=MOST_MESSAGES)
 
 
 class DetokenizeRequest(BaseModel):
@@ -42,7 +42,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class LoadLora(BaseModel):
@@ -117,4 +117,4 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
-        return {"prompt": await asyncio.to_thread(backend.codec.decode, tuple(body.tokens))}
+        return {"prompt": await asyncio.to_thread(backend.codec.decode, body.tokens)}
