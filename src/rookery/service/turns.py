@@ -71,6 +71,9 @@ class Turns:
             if self._next is None:
                 return
             turn, width = self._waiting[self._next]
+            if turn.cancelled():  # who waited has not run since, and cleans up when it does
+                self._next = None
+                continue
             if self._used and self._used + width > self._width:
                 return
             del self._waiting[self._next]
