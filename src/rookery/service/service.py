@@ -57,6 +57,8 @@ KEPT_SAMPLERS = 8
 """Of a session, of weights saved without a name, however long nobody draws from them."""
 KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
+READERS = 2
+"""The other threads encode results and wait for the disk."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -82,6 +84,8 @@ class Service:
         self.uploads = Turns(1)
         """Adapters are stored one at a time, so that whoever waits for the lock beside them waits
         for no more than one."""
+        self.reading = Turns(READERS)
+        """Who reads a large body or tokenizes texts, in a thread."""
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""

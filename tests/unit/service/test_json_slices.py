@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI
 from pydantic import AfterValidator, BaseModel, ValidationError
 from service.tenants import Client, serve
 
+from rookery.service.routes.gate import Gate
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.openai import CompletionRequest
 from rookery.service.wire import json_slices
@@ -115,7 +116,7 @@ async def test_many_wrong_items_do_not_hold_up_the_event_loop(tmp_path: Path) ->
     assert longest_s < whole_s * 0.6
 
 
-async def test_large_bodies_are_validated_once_and_in_a_thread() -> None:
+async def test_large_bodies_are_validated_once_and_in_a_thread(tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
 
     def note(text: str) -> str:
@@ -134,7 +135,11 @@ async def test_large_bodies_are_validated_once_and_in_a_thread() -> None:
     app = FastAPI()
     app.include_router(router)
     transport = httpx2.ASGITransport(app=app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://tink") as http:
+    async with (
+        serve(tmp_path / "run") as served,
+        httpx2.AsyncClient(transport=transport, base_url="http://tink") as http,
+    ):
+        app.state.gate = Gate(served.service, None)
         answer = await Client(http).send("POST", "/api/v1/noted", json={"text": "x" * 100_000})
     assert answer.json() == 100_000
     [thread] = threads

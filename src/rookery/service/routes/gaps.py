@@ -4,7 +4,6 @@ The SDK numbers the requests of a model before it sends them and goes on with th
 a refusal: without an entry for the refused one, the service would wait for it for ever.
 """
 
-import asyncio
 from contextlib import suppress
 
 from fastapi import Request
@@ -38,12 +37,14 @@ async def fill_gap(request: Request, sentence: str) -> None:
         return
     gate: Gate = request.app.state.gate
     raw = await request.body()
-    found = await asyncio.to_thread(_number, raw, request, gate.body_bytes)
-    if found is None:
-        return
-    model_id, seq = found
     with suppress(Refusal):  # of another tenant, done before, or too many wait: nothing to fill
         tenant = tenant_of(request)
+        found = await gate.service.reading.in_thread(
+            tenant, lambda: _number(raw, request, gate.body_bytes), tokens=len(raw)
+        )
+        if found is None:
+            return
+        model_id, seq = found
         gate.state.model(tenant, model_id)
         body = Body(sentence.encode(), digest=digest_of(raw))
         command = gate.work("refused", tenant, body, owner=model_id, seq=seq)

@@ -2,7 +2,6 @@
 stored nor tokenized does not reach them. Large bodies are parsed and validated beside the event
 loop."""
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Message
 
-from rookery.service.routes.gate import tenant_of
+from rookery.service.routes.gate import Gate, tenant_of
 from rookery.service.wire.body import PROTOBUF, parse_json, refuse_half_characters
 from rookery.service.wire.json_slices import LARGE_BYTES
 
@@ -34,8 +33,8 @@ class JsonRoute(APIRoute):
         needs_key = any(one.call is tenant_of for one in self.dependant.dependencies)
 
         async def handle(request: Request) -> Response:
-            if needs_key:  # before the body, which the framework parses first
-                tenant_of(request)
+            # Before the body, which the framework parses first.
+            tenant = tenant_of(request) if needs_key else ""
             if request.headers.get("content-type", "").startswith(PROTOBUF):
                 return await handler(request)
             body = await request.body()
@@ -44,8 +43,11 @@ class JsonRoute(APIRoute):
                 return await handler(request)
             if field is None or "json" not in request.headers.get("content-type", ""):
                 return await handler(request)  # it reads the body itself, or refuses it
-            value, errors = await asyncio.to_thread(
-                lambda: field.validate(parse_json(body), loc=("body",))
+            gate: Gate = request.app.state.gate
+            value, errors = await gate.service.reading.in_thread(
+                tenant,
+                lambda: field.validate(parse_json(body), loc=("body",)),
+                tokens=len(body),
             )
             if errors:
                 raise RequestValidationError(errors)

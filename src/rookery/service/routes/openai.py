@@ -35,6 +35,7 @@ __all__ = [
     "chat_choice",
     "encode_prompts",
     "make_router",
+    "num_characters",
     "read_prompts",
     "response_of",
     "text_choice",
@@ -153,7 +154,9 @@ def make_router(gate: Gate) -> APIRouter:
         codec = _codec(gate, tenant, body)
         gate.service.admission.check_samples(num_prompts(body) * body.n)
         given = read_prompts(body)
-        prompts = await asyncio.to_thread(encode_prompts, codec, given)
+        prompts = await gate.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        )
         gate.service.check_draws(tenant, num=len(prompts))
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
@@ -177,7 +180,9 @@ def make_router(gate: Gate) -> APIRouter:
         codec = _codec(gate, tenant, body)
         messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
         try:
-            prompt = await asyncio.to_thread(codec.encode_chat, messages)
+            prompt = await gate.service.reading.in_thread(
+                tenant, lambda: codec.encode_chat(messages), tokens=num_characters(messages)
+            )
         except TaskError as error:
             raise bad(str(error)) from error
         gate.service.check_draws(tenant, num=1)
@@ -200,6 +205,10 @@ def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
         raise bad("Answers are not streamed here: leave stream out.")
     source = find_source(gate, tenant, body.model)
     return gate.service.desk.backend(source.base_model).codec
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    return sum(len(message.content) for message in messages)
 
 
 def num_prompts(body: CompletionRequest) -> int:

@@ -6,7 +6,6 @@ GET    /api/v1/adapters
 DELETE /api/v1/adapters/poet
 """
 
-import asyncio
 import base64
 import json
 from dataclasses import asdict
@@ -119,7 +118,9 @@ def _sample_router(gate: Gate) -> APIRouter:
         num_samples = body.num_samples or body.sampling_params.n
         gate.service.admission.check_samples(num_given * num_samples)
         given = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
-        prompts = await asyncio.to_thread(encode_prompts, codec, given)
+        prompts = await gate.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        )
         if body.prompt is not None:
             prompts.append(prompt_tokens(body.prompt))
         if not prompts or not all(prompts):
