@@ -123,6 +123,18 @@ async def test_bodies_over_the_limit_are_refused(tmp_path: Path) -> None:
         assert "larger than" in answer["error"]
 
 
+async def test_a_request_that_is_too_large_holds_up_no_later_one(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(body_mib=0.01))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        long = train_body(model, 1, tokens=[5] * 5000)
+        packed = zstandard.ZstdCompressor().compress(long)
+        answer = await ada.train(packed, status=413, **{"content-encoding": "zstd"})
+        assert "larger than" in answer["error"]
+        assert "metrics" in await ada.result(await ada.step(model, 2))
+
+
 async def test_a_full_queue_answers_429(tmp_path: Path) -> None:
     config = ServiceConfig(limits=Limits(waiting=2))
     async with serve(tmp_path / "run", config=config) as served:
