@@ -148,6 +148,12 @@ def make_router(gate: Gate) -> APIRouter:
         ]
         return {"object": "list", "data": rows}
 
+    _add_completions(router, gate)
+    _add_chats(router, gate)
+    return router
+
+
+def _add_completions(router: APIRouter, gate: Gate) -> None:
     @router.post("/completions")
     async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
@@ -173,6 +179,8 @@ def make_router(gate: Gate) -> APIRouter:
         )
         return response_of("text_completion", body.model, choices, prompts)
 
+
+def _add_chats(router: APIRouter, gate: Gate) -> None:
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
@@ -196,8 +204,6 @@ def make_router(gate: Gate) -> APIRouter:
             for one, choice in zip(drawn, choices, strict=True):
                 choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
         return response_of("chat.completion", body.model, choices, [prompt])
-
-    return router
 
 
 def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
