@@ -128,17 +128,21 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         status = error.status
     elif isinstance(error, EngineDownError | FleetDownError | RunError):
         status = 503
+    gate: Gate = request.app.state.gate
+    sentence = gate.service.desk.sentence(error)
     if status not in (401, 429, 503):  # of nobody, or sent again
-        await fill_gap(request, str(error))
+        await fill_gap(request, sentence)
     headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else None
-    return JSONResponse(_document(str(error)), status_code=status, headers=headers)
+    return JSONResponse(_document(sentence), status_code=status, headers=headers)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     lines = []
     for detail in error.errors():
-        place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
+        parts = [str(part) for part in detail["loc"] if part != "body"]
+        # Which of several types it was validated as is no part of the place.
+        place = ".".join(part for part in parts if not part.endswith("]")) or "the body"
         if detail["type"] == "json_invalid":
             place = f"The body is not JSON at character {place}"
         lines.append(f"{place}: {detail['msg'].removeprefix('Value error, ')}")

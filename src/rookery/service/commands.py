@@ -192,8 +192,7 @@ def _end_sampler(state: State, command: Command, request: EndSampler) -> Reply:
 
 def _create_sampler(state: State, command: Command, request: CreateSamplingSession) -> Reply:
     session = state.session(command.tenant, request.session_id)
-    sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
-    path, blob, base_model = "", "", request.base_model or ""
+    sampler_id, path, blob, base_model = request.sampler_id, "", "", request.base_model or ""
     if request.model_path:
         path = request.model_path
         source = state.checkpoint(command.tenant, path, now=command.time)

@@ -21,6 +21,13 @@ class Limits(Config):
     never refused for what others have waiting: at worst all hold twice as much."""
     sessions: int = Field(default=1000, ge=1)
     """Open sessions of one tenant; more are answered with 429."""
+    samplers: int = Field(default=4096, ge=2)
+    """Sampling sessions of one tenant; more are answered with 429. The newest half stays however
+    long nobody draws from it, the older ones while they are drawn from (`session_s`)."""
+    results: int = Field(default=16_384, ge=1)
+    """Results of one tenant that wait to be fetched; with more, requests are answered with 429."""
+    results_mib: float = Field(default=1024.0, gt=0)
+    """The same in bytes."""
     models: int = Field(default=64, ge=1)
     """Models in training of one tenant."""
     rank: int = Field(default=64, ge=1)
@@ -46,6 +53,8 @@ class ServiceConfig(Config):
     again for five minutes."""
     result_s: float = Field(default=600.0, ge=60)
     """How long a result is kept after it was fetched: a client may ask again."""
+    unfetched_s: float = Field(default=21_600.0, ge=60)
+    """How long a result is kept that nobody fetches."""
     pass_s: float = Field(default=0.5, gt=0)
     """How long a pass of the trainer is meant to take: as many requests as fit share it, and who
     comes meanwhile waits for its end. A request that is longer alone has a pass of its own."""

@@ -34,3 +34,10 @@ class Desk:
             names = ", ".join(self.backends)
             raise bad(f"This service has no base model {base_model!r:.200}. It has: {names}.")
         return backend
+
+    def sentence(self, error: Exception) -> str:
+        """What clients are told of an error: nothing of where the service's folder is."""
+        folder, text = self.wal.run.path, str(error)
+        for path in (folder.resolve(), folder):
+            text = text.replace(f"{path}/", "")
+        return text

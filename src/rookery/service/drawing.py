@@ -168,7 +168,7 @@ class Drawing:
     async def _targets(self, draw: Draw, model: ModelRef) -> list[Array]:
         if draw.targets is None:
             return []
-        rows = [tuple(int(t) for t in row if t >= 0) for row in draw.targets]
+        rows = [tuple(row[row >= 0].tolist()) for row in draw.targets]
         asked = [place for place, row in enumerate(rows) if row]
         requests = [
             ScoreRequest(

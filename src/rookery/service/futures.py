@@ -7,6 +7,7 @@ and whoever sends it again gets the same future.
 import asyncio
 import base64
 import time
+from collections import Counter
 from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -40,6 +41,8 @@ class Future:
     """Set when the journal has it; before that nobody may be told of it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
+    finished: float = 0.0
+    """When it got its result, by the monotonic clock."""
     storing: Result | None = None
     """Its result on the way to the journal: a snapshot holds it, and nobody may fetch it yet."""
     fetched: float | None = None
@@ -75,6 +78,9 @@ class Futures:
         """Part of cursors: one of before a restart counts from the beginning."""
         self._changed: dict[str, asyncio.Event] = {}
         """Set and replaced when a future of this owner is finished."""
+        self._num_unfetched: Counter[str] = Counter()
+        self._bytes_unfetched: Counter[str] = Counter()
+        """By tenant: results that nobody has fetched yet."""
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -112,6 +118,13 @@ class Futures:
     def known(self, future_id: str) -> Future | None:
         return self._futures.get(future_id)
 
+    def num_unfetched(self, tenant: str) -> int:
+        """Results of a tenant that are there and were not fetched."""
+        return self._num_unfetched[tenant]
+
+    def bytes_unfetched(self, tenant: str) -> int:
+        return self._bytes_unfetched[tenant]
+
     def is_storing(self, future_id: str) -> bool:
         """Whether its result is on the way to the journal."""
         future = self._futures.get(future_id)
@@ -122,9 +135,11 @@ class Futures:
         future = self._futures.get(future_id)
         if future is None or future.result is not None:
             return
-        future.result, future.storing = result, None
+        future.result, future.storing, future.finished = result, None, time.monotonic()
         future.done.set()
         if future.fetched is None:
+            self._num_unfetched[future.tenant] += 1
+            self._bytes_unfetched[future.tenant] += len(result.payload)
             self._finished.setdefault(future.owner, _Finished()).ids.append(future_id)
         if (changed := self._changed.pop(future.owner, None)) is not None:
             changed.set()
@@ -137,9 +152,18 @@ class Futures:
                     await future.done.wait()
             except TimeoutError:
                 return None
-        if future.fetched is None and future.result is not None:
-            future.fetched = time.monotonic()
+        if future.result is not None:
+            self.set_fetched(future)
         return future.result
+
+    def set_fetched(self, future: Future) -> None:
+        """Nobody needs it from now on, but for who asks again."""
+        if future.fetched is not None:
+            return
+        future.fetched = time.monotonic()
+        if future.result is not None:
+            self._num_unfetched[future.tenant] -= 1
+            self._bytes_unfetched[future.tenant] -= len(future.result.payload)
 
     async def finished_since(
         self, owner: str, *, cursor: int, limit_s: float
@@ -167,30 +191,37 @@ class Futures:
         for changed in self._changed.values():
             changed.set()
 
-    def drop_fetched(self, *, older_s: float) -> int:
-        """Forget results that were fetched this long ago; how many."""
-        limit = time.monotonic() - older_s
-        old = [f for f in self._futures.values() if f.fetched is not None and f.fetched < limit]
+    def drop_old(self, *, fetched_s: float, unfetched_s: float) -> int:
+        """Forget results that were fetched this long ago; how many. Those that nobody fetched for
+        `unfetched_s` count as fetched from then on. Requests without a result stay: their numbers
+        are taken."""
+        now = time.monotonic()
+        done = [future for future in self._futures.values() if future.result is not None]
+        old = [f for f in done if f.fetched is not None and f.fetched < now - fetched_s]
+        for future in done:
+            if future.finished < now - unfetched_s:
+                self.set_fetched(future)
         for future in old:
-            self.drop(future)
+            self._drop(future)
         for finished in self._finished.values():
             finished.drop_gone(self._futures)
         return len(old)
 
-    def drop(self, future: Future) -> None:
-        self._futures.pop(future.id, None)
+    def _drop(self, future: Future) -> None:
+        del self._futures[future.id]
         if self._keys.get(future.key) == future.id:
             del self._keys[future.key]
 
     def end_owners(self, owners: Collection[str]) -> None:
         """Nobody may ask for their results any more: they are dropped like fetched ones, also
         those that are still to come."""
-        now = time.monotonic()
         for owner in owners:
             self._finished.pop(owner, None)
+            if (changed := self._changed.pop(owner, None)) is not None:
+                changed.set()
         for future in self._futures.values():
-            if future.owner in owners and future.fetched is None:
-                future.fetched = now
+            if future.owner in owners:
+                self.set_fetched(future)
 
     def read(self) -> Rows:
         """All of them as they are now, for a document; results that were fetched are left out, with
@@ -199,7 +230,7 @@ class Futures:
         values = [
             (future.fetched is not None, future.result or future.storing, _kept(future))
             for future in self._futures.values()
-            if future.fetched is None or future.fetched > limit
+            if future.fetched is None or future.fetched > limit or future.result is None
         ]
         return Rows(values, _describe)
 

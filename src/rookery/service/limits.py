@@ -4,7 +4,7 @@ import time
 
 from rookery.service.desk import Desk
 from rookery.service.refusals import Refusal, bad
-from rookery.service.wire.requests import CreateModel
+from rookery.service.wire.requests import CreateModel, SaveForSampler
 from rookery.service.work import Command
 
 __all__ = ["Admission"]
@@ -31,8 +31,11 @@ class Admission:
                 f"{num_own} of your requests are waiting; at most {self._limits.waiting} may."
             )
         self._check_bytes(command)
+        self.check_results(command.tenant)
         if command.kind == "create_model":
             self._check_model(command)
+        if command.kind == "save_weights_for_sampler":
+            self._check_save(command)
 
     def _check_bytes(self, command: Command) -> None:
         """Whoever has less than a tenant's share is not refused because others have more."""
@@ -45,7 +48,18 @@ class Admission:
                 f"{self._limits.waiting_mib:g}, and yours more than a tenant's share of it."
             )
 
+    def check_results(self, tenant: str) -> None:
+        """Refuse new requests of whom does not fetch the results of earlier ones."""
+        futures, most_mib = self._desk.futures, self._limits.results_mib
+        num, mib = futures.num_unfetched(tenant), futures.bytes_unfetched(tenant) / 2**20
+        if num >= self._limits.results or mib > most_mib:
+            raise _full(
+                f"{num} results of yours, {mib:.0f} MiB, were not fetched; at most "
+                f"{self._limits.results} and {most_mib:g} MiB are kept: fetch them."
+            )
+
     def check_losses(self, tenant: str) -> None:
+        self.check_results(tenant)
         num = sum(loss.tenant == tenant for loss in self._desk.state.losses.values())
         if num >= MAX_LOSSES:
             raise bad(f"You have {num} custom losses, the most there may be: end their sessions.")
@@ -75,6 +89,16 @@ class Admission:
                 f"You have {num_open} open sessions; at most {self._limits.sessions} may be."
             )
 
+    def check_samplers(self, tenant: str, sampler_id: str = "") -> None:
+        """Refuse a new sampling session; one that is known may be sent again."""
+        samplers = self._desk.state.samplers
+        num = sum(one.tenant == tenant for one in samplers.values())
+        if num >= self._limits.samplers and sampler_id not in samplers:
+            raise _full(
+                f"You have {num} sampling sessions; at most {self._limits.samplers} may be: end "
+                "sessions, or delete samplers that you do not need."
+            )
+
     def check_samples(self, num: int) -> None:
         """Of one request, its prompts together."""
         if num > self._limits.samples:
@@ -86,6 +110,11 @@ class Admission:
         num += sum(who == tenant for who, _ in state.adapters)
         if num >= self._limits.checkpoints:
             raise bad(f"You have {num} checkpoints and adapters: delete some, or set a ttl.")
+
+    def _check_save(self, command: Command) -> None:
+        """Weights that are saved without a name are a sampling session."""
+        if SaveForSampler.model_validate_json(command.body).path is None:
+            self.check_samplers(command.tenant)
 
     def _check_model(self, command: Command) -> None:
         request = CreateModel.model_validate_json(command.body)

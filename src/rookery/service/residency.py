@@ -54,13 +54,14 @@ class Residency:
             resident.num_users -= 1
 
     async def _unload_idle(self) -> None:
-        """Down to the limit; more than the limit stay while they are all in use."""
+        """Down to the limit; more than the limit stay while they are all in use. Whoever asks for
+        one meanwhile waits for the lock, and loads it again; several calls may unload the same."""
         num_over = len(self._residents) - self._limit
-        idle = [blob for blob, one in self._residents.items() if one.num_users == 0]
-        for blob in idle[: max(num_over, 0)]:
-            resident = self._residents[blob]
+        idle = [(blob, one) for blob, one in self._residents.items() if one.num_users == 0]
+        for blob, resident in idle[: max(num_over, 0)]:
             async with resident.lock:
-                if resident.num_users == 0 and self._residents.get(blob) is resident:
-                    del self._residents[blob]
-                    if resident.ref is not None:
-                        await self._folders.unload(resident.ref)
+                if resident.num_users == 0 and resident.ref is not None:
+                    ref, resident.ref = resident.ref, None
+                    await self._folders.unload(ref)
+            if resident.num_users == 0 and self._residents.get(blob) is resident:
+                del self._residents[blob]

@@ -65,9 +65,9 @@ class Samples:
             with boundary(ServiceError, "Drawing the sample failed"):
                 result = await (self._score(work) if work.kind == "score" else self._draw(work))
         except (EngineDownError, FleetDownError) as error:
-            result = failed(str(error), "server")
+            result = failed(self._desk.sentence(error), "server")
         except RookeryError as error:
-            result = failed(str(error), "user")
+            result = failed(self._desk.sentence(error), "user")
         if len(result.payload) > ANSWER_MIB * 2**20:
             result = failed(
                 f"The answer has {len(result.payload) / 2**20:.0f} MiB, of at most {ANSWER_MIB}: "

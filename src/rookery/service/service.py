@@ -38,7 +38,7 @@ from rookery.service.drawing import Drawing
 from rookery.service.futures import Future
 from rookery.service.limits import Admission
 from rookery.service.metrics import Metrics
-from rookery.service.records import Model, SamplingSession
+from rookery.service.records import Model
 from rookery.service.recovery import recover, take_snapshot
 from rookery.service.refusals import bad
 from rookery.service.sampling import Samples
@@ -57,6 +57,8 @@ KEPT_SAMPLERS = 8
 """Of a session, of weights saved without a name, however long nobody draws from them."""
 KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
+READERS = 2
+"""The other threads encode results and wait for the disk."""
 SECRET = "secret"
 """The kind of the event that holds what links are signed with."""
 
@@ -82,6 +84,8 @@ class Service:
         self.uploads = Turns(1)
         """Adapters are stored one at a time, so that whoever waits for the lock beside them waits
         for no more than one."""
+        self.reading = Turns(READERS)
+        """Who reads a large body or tokenizes texts, in a thread."""
         self._group = group
         self._is_open = False
         """False while what happened before a restart is repeated."""
@@ -209,6 +213,7 @@ class Service:
         future = self.desk.futures.get(request_id, tenant=tenant)
         work = self.desk.pending.get(future.id)
         if work is not None and work.kind in SAMPLING:
+            self.desk.futures.set_fetched(future)  # nobody asks for what it gave up
             await self.samples.cancel(work)
 
     def check_draws(self, tenant: str, *, num: int) -> None:
@@ -247,7 +252,8 @@ class Service:
         await self._end_idle_samplers()
         await self._forget_ended_models()
         self.training.give_up_gaps(before=now - self.desk.config.gap_s)
-        self.desk.futures.drop_fetched(older_s=self.desk.config.result_s)
+        config = self.desk.config
+        self.desk.futures.drop_old(fetched_s=config.result_s, unfetched_s=config.unfetched_s)
         if self.training.is_snapshot_due:
             self.training.wake()
 
@@ -266,14 +272,10 @@ class Service:
                 await self.change("end_session", session.tenant, ended)
 
     async def _end_idle_samplers(self) -> None:
-        """Of weights that were saved without a name, one step after another, those that nobody
-        draws from any more. The newest of a session stay."""
+        """Those that nobody draws from any more, but for the newest."""
         now, busy = time.monotonic(), {work.owner for work in self.desk.pending}
-        unnamed: dict[str, list[SamplingSession]] = {}
-        for sampler in self.desk.state.samplers.values():
-            if sampler.blob and not sampler.path:
-                unnamed.setdefault(sampler.session_id, []).append(sampler)
-        for sampler in [one for own in unnamed.values() for one in own[:-KEPT_SAMPLERS]]:
+        named = self.desk.config.limits.samplers // 2
+        for sampler in self.desk.state.older_samplers(unnamed=KEPT_SAMPLERS, named=named):
             if sampler.id not in self.desk.state.samplers or sampler.id in busy:
                 continue  # its session may have ended meanwhile
             if self._seen.setdefault(sampler.id, now) < now - self.desk.config.session_s:

@@ -144,6 +144,17 @@ class State:
                 runs.setdefault(model.tenant, []).append(model.id)
         return runs
 
+    def older_samplers(self, *, unnamed: int, named: int) -> list[SamplingSession]:
+        """All but the newest: of weights saved without a name so many of each session, of the
+        others of each tenant."""
+        groups: dict[tuple[bool, str], list[SamplingSession]] = {}
+        for own in self.samplers.values():
+            is_named = not own.blob or bool(own.path)
+            owner = own.tenant if is_named else own.session_id
+            groups.setdefault((is_named, owner), []).append(own)
+        kept = {True: named, False: unnamed}
+        return [own for (is_named, _), row in groups.items() for own in row[: -kept[is_named]]]
+
     def blobs(self) -> Iterator[str]:
         """The digests that are in use."""
         for model in self.models.values():

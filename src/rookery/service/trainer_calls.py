@@ -116,7 +116,7 @@ class TrainerCalls:
                 with boundary(ServiceError, "Reading the request failed"):
                     return self._read(work, context_tokens=context)
             except RookeryError as error:
-                return Outcome.failure(work, str(error), "user")
+                return Outcome.failure(work, self._desk.sentence(error), "user")
 
         read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
         failures = [one for one in read_works if isinstance(one, Outcome)]

@@ -216,7 +216,8 @@ class TrainingLoop:
                 with boundary(ServiceError, f"{doable[0].kind} failed"):
                     outcomes += await self._calls.call(doable, record)
             except RookeryError as error:
-                outcomes += [Outcome.failure(work, str(error), "server") for work in doable]
+                sentence = self._desk.sentence(error)
+                outcomes += [Outcome.failure(work, sentence, "server") for work in doable]
         by_id = {outcome.work.id: outcome for outcome in outcomes}
         return [by_id[work.id] for work in works]
 

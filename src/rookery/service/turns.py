@@ -6,12 +6,17 @@ A turn wider than all there is is given when nothing else runs.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
+from rookery.concurrency import run_in_thread
 from rookery.service.fair_queue import FairQueue, Place
 
 __all__ = ["Turns"]
+
+Answer = TypeVar("Answer")
 
 
 class Turns:
@@ -23,6 +28,7 @@ class Turns:
         # Filled by `take`, drained when a turn ends or begins; bounded by the limits on requests.
         self._queue: FairQueue[str] = FairQueue()
         self._waiting: dict[str, tuple[asyncio.Future[None], int]] = {}
+        self._numbers = itertools.count()
         self._next: str | None = None
         """Taken from the queue, and waiting for enough width."""
 
@@ -44,6 +50,12 @@ class Turns:
                 self._queue.remove(id)
                 self._next = None if self._next == id else self._next
             self._wake()
+
+    async def in_thread(self, tenant: str, call: Callable[[], Answer], *, tokens: int) -> Answer:
+        """Call in a thread, in turn. Who is cancelled waits for its end."""
+        turn = self.take(tenant, tokens=tokens, width=1, id=f"thread-{next(self._numbers)}")
+        async with turn:
+            return await run_in_thread(call)
 
     def place(self, id: str) -> Place | None:
         """Where it is in the queue; None when it has its turn."""
@@ -71,6 +83,9 @@ class Turns:
             if self._next is None:
                 return
             turn, width = self._waiting[self._next]
+            if turn.cancelled():  # who waited has not run since, and cleans up when it does
+                self._next = None
+                continue
             if self._used and self._used + width > self._width:
                 return
             del self._waiting[self._next]

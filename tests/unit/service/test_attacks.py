@@ -5,15 +5,27 @@ import base64
 import errno
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
-from service.tenants import PROTO, Client, crashed_copy, serve, train_body
+from service.tenants import (
+    PROTO,
+    Client,
+    FakeEngine,
+    FakeFolders,
+    crashed_copy,
+    fake_backend,
+    serve,
+    train_body,
+)
 
+from rookery.errors import AdapterError
 from rookery.service.config import ServiceConfig
 from rookery.service.routes.plain import FILES
+from rookery.types import ModelRef
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 UPLOAD = {
@@ -150,6 +162,41 @@ async def test_a_path_that_cannot_be_read_is_refused_with_a_sentence(
         upload = {"adapter_id": "poet", "lora_path": str(folder / name)}
         answer = await served.client().post("adapters", upload, status=400)
         assert "cannot be read" in answer["error"]
+
+
+class PickyFolders(FakeFolders):
+    """Refuses adapters as the real one does: with where they are."""
+
+    async def load(self, folder: Path, *, name: str) -> ModelRef:
+        raise AdapterError(f"{folder / FILES[1]} holds no tensors.")
+
+
+async def test_no_path_of_the_server_is_told(tmp_path: Path) -> None:
+    backend = fake_backend()
+    engine, trainer = FakeEngine(), backend.trainer
+
+    async def refuse(trainee: str, start: object) -> None:
+        raise AdapterError(f"{start}: its layers do not fit.")
+
+    async with serve(
+        tmp_path / "run", backend=replace(backend, folders=PickyFolders(engine))
+    ) as served:
+        ada = served.client()
+        refused = await ada.post("adapters", UPLOAD, status=400)
+        assert "adapter_model.safetensors holds no tensors" in refused["error"]
+        model = await ada.model(session := await ada.session())
+        save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+        await ada.result(await ada.post("save_weights_for_sampler", save))
+        body = {"prompt": PROMPT, "sampling_session_id": f"{session}:sample:0", "seq_id": 0}
+        drawn = await ada.result(await ada.post("asample", body))
+        assert "holds no tensors" in drawn["error"]
+        await ada.result(await ada.post("save_weights", {"model_id": model, "path": "ck"}))
+        trainer.create = refuse  # type: ignore[attr-defined]
+        load = {"model_id": model, "path": f"tinker://{model}/weights/ck"}
+        loaded = await ada.result(await ada.post("load_weights", load))
+        assert "do not fit" in loaded["error"]
+    for answer in (refused, drawn, loaded):
+        assert str(tmp_path) not in json.dumps(answer)
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,21 @@ async def test_weights_over_a_slow_line_arrive(monkeypatch: pytest.MonkeyPatch) 
     async with server, aiohttp.ClientSession() as http:
         own = connection.Connection(http, ServiceClientConfig(url=url, away_s=1.0))
         assert (await own.request("GET", f"{url}/weights")).content == b"w" * 8
+
+
+async def test_many_first_samples_of_the_base_share_a_sampling_session(tmp_path: Path) -> None:
+    config = ServeConfig(port=0, anonymous=True, models={"fake": "unused"}, folder=tmp_path / "run")
+    async with (
+        serving(config, backends={"fake": fake_backend()}) as url,
+        open_connection(ServiceClientConfig(url=url)) as connection,
+    ):
+        samplers = Samplers(connection, base=BASE, base_model="fake")
+
+        async def use() -> str:
+            async with samplers.use(BASE) as name:
+                return name
+
+        names = await asyncio.gather(*(use() for _ in range(8)))
+        path = f"sessions/{connection.session_id}"
+        made = (await connection.request("GET", path)).document()["sampler_ids"]
+    assert made == [names[0]]

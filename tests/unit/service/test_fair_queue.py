@@ -156,3 +156,22 @@ async def test_a_cancelled_wait_leaves_nothing() -> None:
         assert turns.num_waiting == 0
     async with turns.take("cyd", tokens=1, width=1, id="after"):
         pass
+
+
+async def test_who_is_cancelled_while_a_turn_ends_harms_nobody() -> None:
+    """Its wait is over, and it has not run since: the turn is not its own any more."""
+    turns, release = Turns(1), asyncio.Event()
+
+    async def hold(name: str) -> None:
+        async with turns.take(name, tokens=1, width=1, id=name):
+            await release.wait()
+
+    first, second = asyncio.create_task(hold("ada")), asyncio.create_task(hold("bob"))
+    await asyncio.sleep(0)
+    release.set()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert first.exception() is None
+    assert second.cancelled()
+    async with asyncio.timeout(10):
+        await hold("cyd")

@@ -225,6 +225,39 @@ async def test_texts_are_tokenized_beside_the_event_loop(tmp_path: Path) -> None
     assert threading.main_thread() not in codec.threads
 
 
+class HeldCodec(WordCodec):
+    """Tokenizes when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def encode(self, text: str) -> TokenIds:
+        self.go.wait(timeout=60)
+        return super().encode(text)
+
+
+async def test_long_texts_of_one_tenant_leave_threads_to_others(tmp_path: Path) -> None:
+    codec = HeldCodec()
+    backend = replace(fake_backend(), codec=codec)
+    async with serve(tmp_path / "run", backend=backend, key_file=tmp_path / "k") as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        async with asyncio.TaskGroup() as group:
+            for _ in range(64):
+                group.create_task(ada.send("POST", "/tokenize", json={"prompt": "5"}))
+            sampler = {"session_id": await bob.session(), "sampling_session_seq_id": 0}
+            made = await bob.post("create_sampling_session", {**sampler, "base_model": "fake"})
+            sample = {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+                "sampling_session_id": made["sampling_session_id"],
+                "sampling_params": {"max_tokens": 1},
+            }
+            try:
+                async with asyncio.timeout(10):
+                    await bob.samples(await bob.post("asample", sample))
+            finally:
+                codec.go.set()
+
+
 class ThreadCodec(WordCodec):
     """Notes in which threads it works."""
 
@@ -393,7 +426,7 @@ async def test_results_that_come_after_their_session_are_not_kept(tmp_path: Path
         await ada.post(f"sessions/{session}/finish", {}, status=204)
         may_draw.set()
         await until(lambda: not len(desk.pending) and not served.service.samples.tasks)
-        desk.futures.drop_fetched(older_s=0)
+        desk.futures.drop_old(fetched_s=0, unfetched_s=60)
         assert not len(desk.futures)
 
 
@@ -455,9 +488,9 @@ async def test_the_end_of_a_model_is_kept_no_longer_than_a_result(tmp_path: Path
     async with serve(tmp_path / "run", config=ServiceConfig(result_s=60)) as served:
         ada, futures = served.client(), served.service.desk.futures
         model = await ada.model(await ada.session())
-        futures.drop_fetched(older_s=0)
+        futures.drop_old(fetched_s=0, unfetched_s=60)
         for _ in range(3):
             await ada.post("unload_model", {"model_id": model})
         assert len(futures) == 3
-        futures.drop_fetched(older_s=0)
+        futures.drop_old(fetched_s=0, unfetched_s=60)
         assert not len(futures)

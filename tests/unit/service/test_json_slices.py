@@ -3,13 +3,20 @@
 import asyncio
 import json
 import random
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import httpx2
 import pytest
-from service.tenants import serve
+from fastapi import APIRouter, FastAPI
+from pydantic import AfterValidator, BaseModel, ValidationError
+from service.tenants import Client, serve
 
+from rookery.service.routes.gate import Gate
+from rookery.service.routes.json_route import JsonRoute
+from rookery.service.routes.openai import CompletionRequest
 from rookery.service.wire import json_slices
 from rookery.service.wire.json_slices import load_json
 
@@ -61,7 +68,16 @@ async def test_a_large_body_does_not_hold_up_the_event_loop(tmp_path: Path) -> N
     body = b'{"session_id": "x", "smile": "\\ud83d\\ude00", "tokens": [' + tokens + b"]}"
     started = time.monotonic()
     json.loads(body)
-    whole_s, longest_s, is_done = time.monotonic() - started, 0.0, False
+    whole_s = time.monotonic() - started
+    async with serve(tmp_path / "run") as served:
+        answer, longest_s = await held_up(served.client(), "session_heartbeat", body)
+    assert answer.status_code == 404
+    assert longest_s < whole_s * 0.6
+
+
+async def held_up(client: Client, path: str, body: bytes) -> tuple[httpx2.Response, float]:
+    """The answer, and how long the event loop did nothing else."""
+    longest_s, is_done = 0.0, False
 
     async def watch() -> None:
         nonlocal longest_s
@@ -70,12 +86,70 @@ async def test_a_large_body_does_not_hold_up_the_event_loop(tmp_path: Path) -> N
             await asyncio.sleep(0)
             longest_s = max(longest_s, time.monotonic() - before)
 
+    watching = asyncio.create_task(watch())
+    headers = {"content-type": "application/json"}
+    answer = await client.send("POST", f"/api/v1/{path}", content=body, headers=headers)
+    is_done = True
+    await watching
+    return answer, longest_s
+
+
+class Tokens(BaseModel):
+    tokens: list[int]
+
+
+async def test_many_wrong_items_do_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """Each would be an error of its own."""
+    wrong = ["x"] * 200_000
+    started = time.monotonic()
+    with pytest.raises(ValidationError) as told:
+        Tokens(tokens=wrong)  # type: ignore[arg-type]
+    assert len(told.value.errors()) == len(wrong)
+    whole_s = time.monotonic() - started
+    tokens = [1] * 5000 + wrong
+    document = {"prompt": {"chunks": [{"tokens": tokens}]}, "sampling_session_id": "x"}
     async with serve(tmp_path / "run") as served:
-        watching = asyncio.create_task(watch())
-        headers = {"content-type": "application/json"}
-        path = "/api/v1/session_heartbeat"
-        answer = await served.client().send("POST", path, content=body, headers=headers)
-        is_done = True
-        await watching
-    assert answer.status_code == 404
+        body = json.dumps(document).encode()
+        answer, longest_s = await held_up(served.client(), "asample", body)
+    assert answer.status_code == 422
+    assert "prompt.chunks.0.tokens: item 5000: " in answer.json()["error"]
     assert longest_s < whole_s * 0.6
+
+
+async def test_large_bodies_are_validated_once_and_in_a_thread(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
+
+    def note(text: str) -> str:
+        threads.append(threading.current_thread())
+        return text
+
+    class Noted(BaseModel):
+        text: Annotated[str, AfterValidator(note)]
+
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/api/v1/noted")
+    async def noted(body: Noted) -> int:
+        return len(body.text)
+
+    app = FastAPI()
+    app.include_router(router)
+    transport = httpx2.ASGITransport(app=app)
+    async with (
+        serve(tmp_path / "run") as served,
+        httpx2.AsyncClient(transport=transport, base_url="http://tink") as http,
+    ):
+        app.state.gate = Gate(served.service, None)
+        answer = await Client(http).send("POST", "/api/v1/noted", json={"text": "x" * 100_000})
+    assert answer.json() == 100_000
+    [thread] = threads
+    assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("num", [2, 5000])
+@pytest.mark.parametrize("item", ["5", 5, [5, 6]])
+def test_slices_are_of_the_type_that_the_whole_is(item: Any, num: int) -> None:
+    assert CompletionRequest(model="fake", prompt=[item] * num).prompt == [item] * num
+    assert CompletionRequest(model="fake", prompt=[[5] * num]).prompt == [[5] * num]
+    with pytest.raises(ValidationError):
+        CompletionRequest(model="fake", prompt=[*[item] * num, None])

@@ -123,6 +123,18 @@ async def test_bodies_over_the_limit_are_refused(tmp_path: Path) -> None:
         assert "larger than" in answer["error"]
 
 
+async def test_a_request_that_is_too_large_holds_up_no_later_one(tmp_path: Path) -> None:
+    config = ServiceConfig(limits=Limits(body_mib=0.01))
+    async with serve(tmp_path / "run", config=config) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        long = train_body(model, 1, tokens=[5] * 5000)
+        packed = zstandard.ZstdCompressor().compress(long)
+        answer = await ada.train(packed, status=413, **{"content-encoding": "zstd"})
+        assert "larger than" in answer["error"]
+        assert "metrics" in await ada.result(await ada.step(model, 2))
+
+
 async def test_a_full_queue_answers_429(tmp_path: Path) -> None:
     config = ServiceConfig(limits=Limits(waiting=2))
     async with serve(tmp_path / "run", config=config) as served:
@@ -166,7 +178,7 @@ async def test_what_is_kept_of_a_client_s_own_data_is_bounded(tmp_path: Path) ->
         ada = served.client()
         large = {"user_metadata": {"k": "x" * (17 << 10)}}
         answer = await ada.post("create_session", large, status=422)
-        assert "at most 16 are kept" in answer["error"]
+        assert "at most 16 KiB" in answer["error"]
         await ada.post("create_session", {"tags": ["x"] * 101}, status=422)
         session = await ada.session()
         loss = {
@@ -175,7 +187,7 @@ async def test_what_is_kept_of_a_client_s_own_data_is_bounded(tmp_path: Path) ->
             "graph": {"note": "x" * (300 << 10)},
         }
         answer = await ada.post("create_custom_loss", loss, status=422)
-        assert "at most 256 are kept" in answer["error"]
+        assert "at most 256 KiB" in answer["error"]
 
 
 async def test_an_ended_session_ends_what_waits(tmp_path: Path) -> None:

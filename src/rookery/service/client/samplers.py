@@ -1,5 +1,6 @@
 """Which sampling session of a service each ModelRef stands for."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,13 +29,17 @@ class Samplers:
         self._base = base
         self._base_model = base_model
         self._samplers: dict[ModelRef, _Sampler] = {}
+        self._creating = asyncio.Lock()
+        """Held to make the base's session, which many ask for at the same time."""
 
     @asynccontextmanager
     async def use(self, ref: ModelRef) -> AsyncIterator[str]:
         """The id of its session, which stays inside the block."""
         if ref == self._base and ref not in self._samplers:
-            created = await self._create({"base_model": self._base_model})
-            self._samplers.setdefault(ref, _Sampler(created))
+            async with self._creating:
+                if ref not in self._samplers:
+                    created = await self._create({"base_model": self._base_model})
+                    self._samplers[ref] = _Sampler(created)
         sampler = self._samplers.get(ref)
         if sampler is None:
             raise EngineError(f"{ref.served_name} is not in the service: load or publish it.")

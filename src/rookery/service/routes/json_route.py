@@ -1,17 +1,18 @@
 """Routes that take JSON: bodies without a known key are not read, and text that can be neither
-stored nor tokenized does not reach them. Large bodies are parsed beside the event loop."""
+stored nor tokenized does not reach them. Large bodies are parsed and validated beside the event
+loop."""
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Message
 
-from rookery.service.routes.gate import tenant_of
-from rookery.service.wire.body import PROTOBUF, refuse_half_characters
-from rookery.service.wire.json_slices import LARGE_BYTES, load_json
+from rookery.service.routes.gate import Gate, tenant_of
+from rookery.service.wire.body import PROTOBUF, parse_json, refuse_half_characters
+from rookery.service.wire.json_slices import LARGE_BYTES
 
 __all__ = ["Handler", "JsonRoute"]
 
@@ -28,33 +29,44 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         handler = self.answering(super().get_route_handler())
+        field = self.body_field
         needs_key = any(one.call is tenant_of for one in self.dependant.dependencies)
 
         async def handle(request: Request) -> Response:
-            if needs_key:  # before the body, which the framework parses first
-                tenant_of(request)
+            # Before the body, which the framework parses first.
+            tenant = tenant_of(request) if needs_key else ""
             if request.headers.get("content-type", "").startswith(PROTOBUF):
                 return await handler(request)
             body = await request.body()
             if len(body) <= LARGE_BYTES:
                 refuse_half_characters(body)
                 return await handler(request)
-            await asyncio.to_thread(refuse_half_characters, body)
-            return await handler(_LargeRequest(request, body))
+            if field is None or "json" not in request.headers.get("content-type", ""):
+                return await handler(request)  # it reads the body itself, or refuses it
+            gate: Gate = request.app.state.gate
+            value, errors = await gate.service.reading.in_thread(
+                tenant,
+                lambda: field.validate(parse_json(body), loc=("body",)),
+                tokens=len(body),
+            )
+            if errors:
+                raise RequestValidationError(errors)
+            return await handler(_LargeRequest(request, body, value))
 
         return handle
 
 
 class _LargeRequest(Request):
-    """A request whose body was read before, and is parsed in a thread."""
+    """A request whose body was read before, and validated: that is not done again."""
 
-    def __init__(self, request: Request, body: bytes) -> None:
+    def __init__(self, request: Request, body: bytes, value: Any) -> None:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             return messages.pop() if messages else await request.receive()
 
         super().__init__(request.scope, receive)
+        self._value = value
 
     async def json(self) -> Any:
-        return await asyncio.to_thread(load_json, await self.body())
+        return self._value

@@ -7,7 +7,7 @@ can be trained on.
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,16 +23,19 @@ from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source, model_names
 from rookery.service.service import new_id
-from rookery.service.wire.requests import Finite, PenaltyOptions
+from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
+from rookery.service.wire.validation import IN_SLICES
 from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
 
 __all__ = [
     "MAX_COUNT",
+    "MOST_MESSAGES",
     "ChatRequest",
     "CompletionRequest",
     "chat_choice",
     "encode_prompts",
     "make_router",
+    "num_characters",
     "read_prompts",
     "response_of",
     "text_choice",
@@ -41,6 +44,7 @@ __all__ = [
 MAX_COUNT = 2**31 - 1
 """Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
+MOST_MESSAGES = 4096
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (),
@@ -67,8 +71,8 @@ class _Options(PenaltyOptions):
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1, le=MAX_COUNT)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stops[str] | str | None = None
+    stop_token_ids: Stops[int] | None = None
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
@@ -104,7 +108,12 @@ class _Options(PenaltyOptions):
 class CompletionRequest(_Options):
     """Prompts as texts or tokens."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], IN_SLICES]
+        | Annotated[list[int], IN_SLICES]
+        | Annotated[list[Annotated[list[int], IN_SLICES]], IN_SLICES]
+    )
     max_tokens: int | None = Field(default=16, ge=1, le=MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
@@ -119,7 +128,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(_Options):
     """A chat to be continued."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
@@ -139,13 +148,21 @@ def make_router(gate: Gate) -> APIRouter:
         ]
         return {"object": "list", "data": rows}
 
+    _add_completions(router, gate)
+    _add_chats(router, gate)
+    return router
+
+
+def _add_completions(router: APIRouter, gate: Gate) -> None:
     @router.post("/completions")
     async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
+        gate.service.admission.check_samples(num_prompts(body) * body.n)
         given = read_prompts(body)
-        gate.service.admission.check_samples(len(given) * body.n)
-        prompts = await asyncio.to_thread(encode_prompts, codec, given)
+        prompts = await gate.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        )
         gate.service.check_draws(tenant, num=len(prompts))
         works = [
             _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
@@ -162,6 +179,8 @@ def make_router(gate: Gate) -> APIRouter:
         )
         return response_of("text_completion", body.model, choices, prompts)
 
+
+def _add_chats(router: APIRouter, gate: Gate) -> None:
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
         gate.service.admission.check_rate(tenant)
@@ -169,7 +188,9 @@ def make_router(gate: Gate) -> APIRouter:
         codec = _codec(gate, tenant, body)
         messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
         try:
-            prompt = await asyncio.to_thread(codec.encode_chat, messages)
+            prompt = await gate.service.reading.in_thread(
+                tenant, lambda: codec.encode_chat(messages), tokens=num_characters(messages)
+            )
         except TaskError as error:
             raise bad(str(error)) from error
         gate.service.check_draws(tenant, num=1)
@@ -184,8 +205,6 @@ def make_router(gate: Gate) -> APIRouter:
                 choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
         return response_of("chat.completion", body.model, choices, [prompt])
 
-    return router
-
 
 def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
     if body.stream:
@@ -194,13 +213,23 @@ def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
     return gate.service.desk.backend(source.base_model).codec
 
 
+def num_characters(messages: Sequence[Message]) -> int:
+    return sum(len(message.content) for message in messages)
+
+
+def num_prompts(body: CompletionRequest) -> int:
+    """A text or a list of tokens is one."""
+    is_one = isinstance(body.prompt, str) or not body.prompt or isinstance(body.prompt[0], int)
+    return 1 if is_one else len(body.prompt)
+
+
 def read_prompts(body: CompletionRequest) -> list[str | TokenIds]:
     """Texts or tokens, at least one."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
-    if given and all(isinstance(one, int) for one in given):
-        return [tuple(one for one in given if isinstance(one, int))]
+    if given and isinstance(given[0], int):  # then all are
+        return [tuple(given)]
     prompts = [one if isinstance(one, str) else tuple(one) for one in given if one != 0]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
         raise bad("prompt is empty: give a text, tokens, or a list of them.")

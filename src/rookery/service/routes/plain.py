@@ -6,7 +6,6 @@ GET    /api/v1/adapters
 DELETE /api/v1/adapters/poet
 """
 
-import asyncio
 import base64
 import json
 from dataclasses import asdict
@@ -29,8 +28,9 @@ from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import encode_prompts
 from rookery.service.service import new_id
 from rookery.service.trainer_calls import ADAPTER
-from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt
+from rookery.service.wire.requests import Finite, PenaltyOptions, Prompt, Stops
 from rookery.service.wire.samples import PromptScores, prompt_tokens
+from rookery.service.wire.validation import IN_SLICES
 from rookery.types import Completion, LoraShape, SamplingParams, TokenIds
 
 __all__ = ["AdapterName", "AdapterUpload", "make_router", "register_adapter"]
@@ -52,7 +52,7 @@ class PlainOptions(PenaltyOptions):
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop: list[str] | str = Field(default_factory=list)
+    stop: Stops[str] | str = Field(default_factory=list)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
@@ -61,7 +61,7 @@ class PlainSample(BaseModel):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    prompts: list[str | list[int]] = []
+    prompts: Annotated[list[str | Annotated[list[int], IN_SLICES]], IN_SLICES] = []
     prompt: Prompt | None = None
     model_id: str | None = None
     """A registered adapter, a tinker:// path or a base model; by default the first base model."""
@@ -118,7 +118,9 @@ def _sample_router(gate: Gate) -> APIRouter:
         num_samples = body.num_samples or body.sampling_params.n
         gate.service.admission.check_samples(num_given * num_samples)
         given = [one if isinstance(one, str) else tuple(one) for one in body.prompts]
-        prompts = await asyncio.to_thread(encode_prompts, codec, given)
+        prompts = await gate.service.reading.in_thread(
+            tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
+        )
         if body.prompt is not None:
             prompts.append(prompt_tokens(body.prompt))
         if not prompts or not all(prompts):

@@ -31,6 +31,7 @@ def _add_samplers(router: APIRouter, gate: Gate) -> None:
         service.admission.check_rate(tenant)
         if bool(body.base_model) == bool(body.model_path):
             raise bad("Give base_model or model_path, and not both.")
+        service.admission.check_samplers(tenant, body.sampler_id)
         if body.base_model:
             desk.backend(body.base_model)
         if body.model_path:
@@ -85,6 +86,9 @@ def _add_answers(router: APIRouter, gate: Gate) -> None:
         if not body.sampling_session_id:
             raise bad("Give sampling_session_id, as create_sampling_session answers it.")
         sampler = desk.state.sampler(tenant, body.sampling_session_id)
+        num_prompt = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        # Before a body that is much too long is written and read again.
+        service.drawing.max_tokens(sampler.base_model, asked=1, num_prompt=num_prompt)
         seq = gate.sample_number(body.seq_id)
         data = as_json(body)
         content = Body(data, base_model=sampler.base_model)

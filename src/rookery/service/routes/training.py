@@ -141,7 +141,8 @@ def _add_gradients(router: APIRouter, gate: Gate) -> None:
             return call, content
 
         is_short = len(raw) <= LARGE_BYTES and not encoding
-        call, content = read() if is_short else await asyncio.to_thread(read)
+        reading = gate.service.reading.in_thread
+        call, content = read() if is_short else await reading(tenant, read, tokens=len(raw))
         if isinstance(call, RecordCall):
             await _check_loss(gate, call.request.loss, call.request.loss_options)
         seq = gate.number(call.model_id, call.seq_id)

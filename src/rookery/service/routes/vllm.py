@@ -4,13 +4,12 @@ A client of vLLM may be pointed at the service: what it registers is served unde
 the other programs of its tenant.
 """
 
-import asyncio
 from importlib.metadata import version as version_of
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.errors import TaskError
 from rookery.service.commands import AdapterId
@@ -18,9 +17,9 @@ from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
-from rookery.service.routes.openai import ChatMessage
+from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, num_characters
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
-from rookery.service.wire.records import Token
+from rookery.service.wire.records import Tokens
 from rookery.types import Message
 
 __all__ = ["make_router"]
@@ -33,7 +32,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] = Field(default=[], max_length=MOST_MESSAGES)
 
 
 class DetokenizeRequest(BaseModel):
@@ -42,7 +41,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class LoadLora(BaseModel):
@@ -103,12 +102,14 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
+        chat = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+        text, codec = body.prompt, backend.codec
         try:
-            if body.prompt is not None:
-                tokens = await asyncio.to_thread(backend.codec.encode, body.prompt)
-            else:
-                chat = tuple(Message(role=m.role, content=m.content) for m in body.messages)
-                tokens = await asyncio.to_thread(backend.codec.encode_chat, chat)
+            tokens = await gate.service.reading.in_thread(
+                tenant,
+                lambda: codec.encode_chat(chat) if text is None else codec.encode(text),
+                tokens=len(text or "") + num_characters(chat),
+            )
         except TaskError as error:
             raise bad(str(error)) from error
         context = backend.engine.context_tokens
@@ -117,4 +118,7 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> dict[str, str]:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
-        return {"prompt": await asyncio.to_thread(backend.codec.decode, tuple(body.tokens))}
+        text = await gate.service.reading.in_thread(
+            tenant, lambda: backend.codec.decode(body.tokens), tokens=len(body.tokens)
+        )
+        return {"prompt": text}

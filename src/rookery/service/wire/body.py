@@ -16,6 +16,7 @@ __all__ = [
     "accepts_protobuf",
     "as_json",
     "inflate",
+    "inflate_head",
     "parse_json",
     "refuse_half_characters",
     "too_large",
@@ -29,22 +30,25 @@ WINDOW_BYTES = 1 << 27
 def inflate(body: bytes, *, encoding: str, limit_bytes: int) -> bytes:
     """The body without its compression. Stops reading at the limit, so a small body that inflates
     to gigabytes costs no more than one of the limit."""
+    data = inflate_head(body, encoding=encoding, num_bytes=limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise too_large(limit_bytes)
+    return data
+
+
+def inflate_head(body: bytes, *, encoding: str, num_bytes: int) -> bytes:
+    """The first bytes of the same, all of them where there are fewer."""
     if encoding in ("", "identity"):
-        if len(body) > limit_bytes:
-            raise too_large(limit_bytes)
-        return body
+        return body[:num_bytes]
     if encoding != "zstd":
         raise bad(f"Content-Encoding is {encoding!r:.40}; write zstd, or send the body plain.")
     reader = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).stream_reader(
         io.BytesIO(body)
     )
     try:
-        data = reader.read(limit_bytes + 1)
+        return reader.read(num_bytes)
     except zstandard.ZstdError as error:
         raise bad(f"The body is not a zstd frame: {error}.") from error
-    if len(data) > limit_bytes:
-        raise too_large(limit_bytes)
-    return data
 
 
 def too_large(limit_bytes: int) -> Refusal:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rookery.service.refusals import Refusal
+from rookery.service.wire.validation import IN_SLICES
 from rookery.types import (
     Datum,
     KeptTokens,
@@ -29,7 +30,7 @@ __all__ = [
     "CheckLoss",
     "RecordCall",
     "ScoreBody",
-    "Token",
+    "Tokens",
     "output_document",
     "read_output",
     "read_record_call",
@@ -40,9 +41,10 @@ __all__ = [
 
 KEY = "train_request"
 """Where a forward_backward has its TrainRequest."""
-Floats = tuple[float, ...]
+Floats = Annotated[tuple[float, ...], IN_SLICES]
 Valid = TypeVar("Valid", bound=BaseModel)
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[tuple[Token, ...], IN_SLICES]
 
 
 class _Body(BaseModel):
@@ -50,16 +52,16 @@ class _Body(BaseModel):
 
 
 class _DatumBody(_Body):
-    tokens: tuple[Token, ...]
-    positions: tuple[int, ...] = ()
-    targets: tuple[Token, ...] = ()
+    tokens: Tokens
+    positions: Annotated[tuple[int, ...], IN_SLICES] = ()
+    targets: Tokens = ()
     weights: Floats = ()
     sampled_logprobs: Floats = ()
     old_logprobs: Floats = ()
     reference_logprobs: Floats = ()
     advantages: Floats = ()
     temperature: float = 1.0
-    kept: list[tuple[Token, ...]] = []
+    kept: Annotated[list[Tokens], IN_SLICES] = []
     inputs: dict[str, Any] = {}
 
     def datum(self) -> Datum:
@@ -98,9 +100,9 @@ class ScoreBody(BaseModel):
 
     sampling_session_id: str = Field(min_length=1, max_length=400)
     seq_id: int | None = Field(default=None, ge=0, lt=2**63)
-    tokens: tuple[Token, ...] = Field(min_length=1)
+    tokens: Tokens = Field(min_length=1)
     start: int = Field(default=1, ge=1)
-    labels: tuple[Token, ...] = ()
+    labels: Tokens = ()
     top_logprobs: int = Field(default=0, ge=0, le=1000)
 
     def request(self, model: ModelRef) -> ScoreRequest:

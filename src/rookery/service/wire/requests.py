@@ -4,10 +4,11 @@ The docs of the routes are made from these classes.
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rookery.service.wire.validation import IN_SLICES
 from rookery.types import Penalties
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "SaveWeights",
     "SessionId",
     "SetTtl",
+    "Stops",
     "WeightsInfo",
 ]
 
@@ -46,19 +48,32 @@ Id = Annotated[str, Field(min_length=1, max_length=400)]
 Metadata = dict[str, Any]
 MOST_METADATA_BYTES, MOST_GRAPH_BYTES = 16 << 10, 256 << 10
 """As JSON: what is kept in memory for as long as a session, a model or a checkpoint."""
+MOST_CHUNKS, MOST_STOPS, MOST_RECIPIENTS = 4096, 1024, 64
 
 
 def _at_most(num_bytes: int) -> AfterValidator:
     def check(value: Metadata) -> Metadata:
         try:
-            size = len(json.dumps(value))
+            is_large = _is_large(value, num_bytes) or len(json.dumps(value)) > num_bytes
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        if size > num_bytes:
-            raise ValueError(f"it has {size >> 10} KiB as JSON; at most {num_bytes >> 10} are kept")
+        if is_large:
+            raise ValueError(f"it is too large: at most {num_bytes >> 10} KiB as JSON are kept")
         return value
 
     return AfterValidator(check)
+
+
+def _is_large(value: Any, num_bytes: int) -> bool:
+    """Whether it surely has more as JSON, told without writing it."""
+    rest, size = [value], 0
+    while rest and size <= num_bytes:
+        one = rest.pop()
+        if isinstance(one, dict | list | str):
+            size += len(one)
+        if isinstance(one, dict | list) and size <= num_bytes:
+            rest += [*one, *one.values()] if isinstance(one, dict) else one
+    return size > num_bytes
 
 
 UserMetadata = Annotated[Metadata, _at_most(MOST_METADATA_BYTES)]
@@ -66,6 +81,8 @@ Label = Annotated[str, Field(max_length=1000)]
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 Seq = Annotated[int, Field(ge=0, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Item = TypeVar("Item", str, int)
+Stops = Annotated[list[Item], Field(max_length=MOST_STOPS)]
 
 
 class _Request(BaseModel):
@@ -194,7 +211,7 @@ class SaveExternal(_Request):
     path: Name
     seq_id: Seq | None = None
     ttl_seconds: Ttl | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: list[str] | None = Field(default=None, max_length=MOST_RECIPIENTS)
     merged: bool = False
     """The whole base model with the adapter in its weights, instead of the adapter."""
 
@@ -231,6 +248,10 @@ class CreateSamplingSession(_Request):
     base_model: str | None = None
     model_path: str | None = None
 
+    @property
+    def sampler_id(self) -> str:
+        return f"{self.session_id}:sample:{self.sampling_session_seq_id}"
+
 
 class JoinSamplingSession(_Request):
     """A copy of a sampling client in another process."""
@@ -242,13 +263,13 @@ class Chunk(_Request):
     """A piece of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: Annotated[list[int], IN_SLICES] = []
 
 
 class Prompt(_Request):
     """Tokens, in pieces."""
 
-    chunks: list[Chunk] = []
+    chunks: list[Chunk] = Field(default=[], max_length=MOST_CHUNKS)
 
 
 class PenaltyOptions(BaseModel):
@@ -273,12 +294,12 @@ class SamplingOptions(_Request, PenaltyOptions):
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Stops[str] | Stops[int] | None = None
     temperature: Finite = Field(default=1.0, ge=0)
     top_k: int = Field(default=-1, ge=-1)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
-    stop_tokens: list[int] = []
+    stop_tokens: Stops[int] = []
     """Besides `stop`, and besides the model's own."""
     ignore_eos: bool = False
 
@@ -324,7 +345,6 @@ class RetrieveFutures(_Request):
 
     target: FuturesTarget
     prev_cursor: int | str | None = None
-    retrieved_request_ids: list[str] = []
 
 
 class CancelFuture(_Request):
