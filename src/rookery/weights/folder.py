@@ -322,11 +322,23 @@ def _write_files(adapter: Adapter, folder: Path) -> None:
     if config["base_model_name_or_path"] != (adapter.base or None):
         metadata[_BASE] = adapter.base
     save_file(tensors, str(folder / _TENSORS), metadata=metadata)
+    _sort_metadata(folder / _TENSORS)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / _CONFIG).write_text(text, encoding="utf-8")
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)
+
+
+def _sort_metadata(file: Path) -> None:
+    """safetensors writes the entries in any order; of equal adapters the files are to be equal."""
+    with file.open("r+b") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        handle.seek(8)
+        handle.write(text.ljust(size))
 
 
 def _peft_config(adapter: Adapter) -> dict[str, Any]:

@@ -103,6 +103,15 @@ def test_round_trip_is_bit_equal_and_leaves_nothing_beside_it(tmp_path: Path) ->
     assert os.listdir(folder.parent) == ["uneven"]
 
 
+def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    """Also in their metadata: scales, a base of rookery's own name, a format."""
+    adapter = replace(uneven_adapter(), base="smollm2")
+    folders = [write_adapter(adapter, tmp_path / str(number)) for number in range(20)]
+    assert len({(own / "adapter_model.safetensors").read_bytes() for own in folders}) == 1
+    assert read_adapter(folders[0]).base == "smollm2"
+    assert_same(read_adapter(folders[0]), adapter)
+
+
 def hub_cache(path: Path, model: str) -> Path:
     """A Hugging Face cache that holds the tiny model under a hub id."""
     folder = path / f"models--{model.replace('/', '--')}"
