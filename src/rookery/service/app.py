@@ -63,6 +63,7 @@ def make_app(
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RookeryError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _unread)
     app.add_middleware(Passage, limit_bytes=gate.body_bytes, metrics=service.desk.metrics)
 
     @app.get("/metrics", include_in_schema=False)
@@ -149,6 +150,14 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     sentence = f"{'; '.join(lines[:5])}."
     await fill_gap(request, sentence)
     return JSONResponse(_document(sentence), status_code=422)
+
+
+async def _unread(_: Request, error: Exception) -> JSONResponse:
+    """No route has read it: there is none, or the body is too large."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(
+        _document(error.detail), status_code=error.status_code, headers=error.headers
+    )
 
 
 def _document(sentence: str) -> dict[str, str]:

@@ -117,7 +117,10 @@ async def test_bodies_over_the_limit_are_refused(tmp_path: Path) -> None:
         ada = served.client()
         model = await ada.model(await ada.session())
         long = train_body(model, 1, tokens=[5] * 200, weights=[1.0] * 200) * 10
-        assert (await ada.send("POST", "/api/v1/forward_backward", content=long)).status_code == 413
+        plain = await ada.send("POST", "/api/v1/forward_backward", content=long)
+        assert plain.status_code == 413 and "limits.body_mib" in plain.json()["error"]
+        nowhere = await ada.send("POST", "/api/v1/nothing", content=b"{}")
+        assert nowhere.status_code == 404 and nowhere.json()["error"] == "Not Found"
         bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 22))
         answer = await ada.train(bomb, status=413, **{"content-encoding": "zstd"})
         assert "larger than" in answer["error"]
