@@ -30,10 +30,11 @@ from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge
-from rookery.fleet.bridges.alias import AliasBridge, SharedBase, paused, share_base
+from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.bridges.folder import FolderBridge
+from rookery.fleet.bridges.pause import paused
 from rookery.fleet.bridges.reload import reload_from, require_updates
 from rookery.fleet.bridges.restart import require_own_servers, restart_on
 from rookery.fleet.http.address import is_local

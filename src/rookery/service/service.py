@@ -25,13 +25,7 @@ from pydantic import BaseModel
 from rookery.concurrency import run_in_thread, task_group
 from rookery.runs import Run
 from rookery.service.backend import Backend
-from rookery.service.commands import (
-    CheckpointPath,
-    EndSampler,
-    EndSession,
-    ForgetModels,
-    apply,
-)
+from rookery.service.commands import CheckpointPath, EndSampler, EndSession, ForgetModels, apply
 from rookery.service.config import ServiceConfig
 from rookery.service.desk import Desk
 from rookery.service.drawing import Drawing
@@ -251,8 +245,8 @@ class Service:
                 await self.change("delete_checkpoint", found.tenant, path)
         await self._end_idle_samplers()
         await self._forget_ended_models()
-        self.training.give_up_gaps(before=now - self.desk.config.gap_s)
         config = self.desk.config
+        self.training.give_up_gaps(before=now - config.gap_s)
         self.desk.futures.drop_old(fetched_s=config.result_s, unfetched_s=config.unfetched_s)
         if self.training.is_snapshot_due:
             self.training.wake()

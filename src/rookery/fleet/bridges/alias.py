@@ -22,10 +22,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rookery.concurrency import run_to_end, together
+from rookery.concurrency import run_to_end
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.bridges.aliases import alias_weights, fused_name
 from rookery.fleet.bridges.canary import Canary, Logprobs
+from rookery.fleet.bridges.pause import PAUSE, resume, resume_all
 from rookery.fleet.bridges.update import BaseUpdate, first_wrong
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.routing.replica import Replica
@@ -35,11 +36,7 @@ from rookery.types import ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PAUSE", "PAUSE_ROUTE", "AliasBridge", "SharedBase", "paused", "share_base"]
-
-PAUSE_ROUTE = "/pause"
-PAUSE = f"{PAUSE_ROUTE}?mode=keep"
-"""vLLM then forgets cached prefixes too; what is in flight is computed anew from its prompt."""
+__all__ = ["AliasBridge", "SharedBase", "share_base"]
 
 
 class SharedBase:
@@ -111,27 +108,6 @@ async def _share(replica: Replica, *, source: str) -> Mapping[str, Any]:
     return manifest
 
 
-@asynccontextmanager
-async def paused(replicas: Sequence[Replica]) -> AsyncIterator[None]:
-    """None of these computes inside the block, and what one has cached is forgotten: requests of
-    others may be in flight while weights are written."""
-    try:
-        await together(replica.client.post(PAUSE, b"") for replica in replicas)
-        yield
-    except BaseException:  # whatever it was: what waits at the servers goes on
-        await run_to_end(_resume_all(replicas))
-        raise
-    for answer in await run_to_end(_resume_all(replicas)):
-        if isinstance(answer, BaseException):
-            raise answer
-
-
-async def _resume_all(replicas: Sequence[Replica]) -> list[Any]:
-    """One that cannot be told does not keep the others."""
-    resuming = [replica.client.post("/resume", b"") for replica in replicas]
-    return await asyncio.gather(*resuming, return_exceptions=True)
-
-
 class AliasBridge:
     """What a trainer needs of an engine that shares its memory."""
 
@@ -165,7 +141,7 @@ class AliasBridge:
     async def _give_up(self, replicas: Sequence[Replica]) -> None:
         """What waits at the servers, of others too, goes on."""
         await self._update.forget_asked()
-        await _resume_all(replicas)
+        await resume_all(replicas)
 
     async def _pause(self, replica: Replica) -> None:
         replica.exclude(f"{replica.url} waits for new weights.")
@@ -181,10 +157,7 @@ class AliasBridge:
         try:
             await self._update.name(replica, ref)
         finally:
-            await self._resume(replica)
-
-    async def _resume(self, replica: Replica) -> None:
-        await replica.client.post("/resume", b"")
+            await resume(replica)
 
     async def _attach(self, replica: Replica) -> None:
         """A server that was started again computes with the memory that is still here. It may have
@@ -198,7 +171,7 @@ class AliasBridge:
             await _share(replica, source=self._shared.file.path)
             await replica.client.reset_prefix_cache()
         finally:
-            await self._resume(replica)
+            await resume(replica)
 
     async def _explain(self, replica: Replica) -> str:
         found = await replica.client.call_workers("rookery_sums")

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from safetensors import safe_open
 
 from rookery.errors import FleetError, boundary
-from rookery.fleet.bridges.alias import PAUSE_ROUTE, paused
+from rookery.fleet.bridges.pause import PAUSE_ROUTE, paused
 from rookery.fleet.bridges.update import Give
 from rookery.fleet.routing.replica import Replica
 
