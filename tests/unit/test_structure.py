@@ -99,7 +99,7 @@ def test_every_module_opens_with_a_docstring_and_has_a_sorted_all(path: Path) ->
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_functions_and_files_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 400, f"{path} is over 400 lines"
+    assert text.count("\n") <= 600, f"{path} is over 600 lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
