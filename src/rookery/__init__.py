@@ -9,9 +9,10 @@ else is imported from its own module (`rookery.weights`, `rookery.tasks`, ...).
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, missing_extra
 from rookery.types import (
     Adapter,
     Completion,
@@ -77,10 +78,23 @@ _LAZY = {
 """What is loaded when it is first used, and from where: most of it needs torch."""
 
 
+# transformers imports torchao where it is installed, and torchao warns of its own code.
+for _logger in ("torch.utils._pytree", "torchao"):
+    logging.getLogger(_logger).setLevel(logging.ERROR)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("rookery")
     if name not in _LAZY:
         raise AttributeError(f"module 'rookery' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        raise missing from error
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,18 @@
-"""`python -m rookery` is the `rookery` command."""
+"""The `rookery` command, also as `python -m rookery`."""
 
-from rookery.cli import main
+import signal
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Load and run the command line. Ctrl-C while it loads ends the process at once."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from rookery.cli import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -57,26 +57,41 @@ def load_config(
 ) -> Model:
     """Read `path` (or nothing), lay the overrides over it, validate."""
     document = read_document(path) if path is not None else {}
-    override(model, document, parse_overrides(overrides))
-    return parse_config(model, document, origin=str(path) if path else "the command line")
+    flags = override(model, document, parse_overrides(overrides))
+    return parse_config(
+        model, document, origin=str(path) if path else "the command line", flags=flags
+    )
 
 
 def override(
     model: type[Config], document: dict[str, Any], pairs: Iterable[tuple[str, str]]
-) -> None:
-    """Lay (dotted key, text) pairs over a document of the model."""
+) -> list[str]:
+    """Lay (dotted key, text) pairs over a document of the model; returns the keys as written in
+    it."""
+    names = []
     for dotted, text in pairs:
         keys, kinds = _resolve(model, dotted)
         _assign(document, keys, _value(text, kinds))
+        names.append(".".join(keys))
+    return names
 
 
-def parse_config(model: type[Model], document: Mapping[str, object], *, origin: str) -> Model:
-    """Validate a document; every mistake in it becomes one line of the ConfigError."""
+def parse_config(
+    model: type[Model], document: Mapping[str, object], *, origin: str, flags: Sequence[str] = ()
+) -> Model:
+    """Validate a document; every mistake in it becomes one line of the ConfigError.
+
+    `flags` are the keys that were given on the command line: if all mistakes are in them, the
+    message names no file.
+    """
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        lines = [_sentence(model, document, detail) for detail in error.errors(include_url=False)]
-        head = f"{origin} is not a valid config"
+        details = error.errors(include_url=False)
+        lines = [_sentence(model, document, detail) for detail in details]
+        places = [".".join(_place(document, detail["loc"])) + "." for detail in details]
+        is_flag = all(any(place.startswith(f"{flag}.") for flag in flags) for place in places)
+        head = "The command line" if is_flag else f"{origin} is not a valid config"
         raise ConfigError(
             f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}:", *lines])
         ) from None
@@ -221,6 +236,11 @@ def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) ->
             message = "should be a section of `key: value` pairs"
         case "tuple_type" | "list_type":
             message = "should be a list: write [..., ...]"
+        case "too_short" | "too_long" as kind:
+            bound = "min_length" if kind == "too_short" else "max_length"
+            limit = detail["ctx"][bound]
+            least = "at least" if kind == "too_short" else "at most"
+            message = f"should have {least} {limit} item{'s' * (limit != 1)}"
     return f"{where} is {given}; it {message}."
 
 

@@ -38,7 +38,33 @@ __all__ = [
     "TaskError",
     "TrainError",
     "boundary",
+    "missing_extra",
 ]
+
+EXTRAS = {
+    "accelerate": "hf",
+    "cma": "cmaes",
+    "datasets": "hf",
+    "gguf": "hf",
+    "jsonschema": "tasks",
+    "math_verify": "tasks",
+    "modal": "modal",
+    "google": "serve",
+    "peft": "hf",
+    "prometheus_client": "serve",
+    "pyrage": "serve",
+    "ray": "ray",
+    "sandlock": "evolve",
+    "tensorboard": "track",
+    "torch": "hf",
+    "torchao": "optim",
+    "trackio": "track",
+    "transformers": "hf",
+    "vllm": "vllm",
+    "wandb": "track",
+    "zstandard": "serve",
+}
+"""Packages that come with an extra of Rookery, by the name they are imported by."""
 
 
 class RookeryError(Exception):
@@ -95,6 +121,17 @@ class SandboxError(RookeryError):
 
 class ServiceError(RookeryError):
     """The HTTP service refuses a request."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """What to install, for a package of an extra; None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return ConfigError(
+        f"This needs the package {package}, which is not installed: "
+        f"pip install 'rookery[{EXTRAS[package]}]'."
+    )
 
 
 @contextmanager

@@ -213,6 +213,15 @@ def test_every_mistake_gets_its_sentence(tmp_path: Path, text: str, sentence: st
     assert complaint(tmp_path, text) == sentence
 
 
+def test_a_mistake_in_a_flag_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    (tmp_path / "forest.yaml").write_text("seed: 3\n")
+    with pytest.raises(ConfigError, match=r"^The command line: sede is not a key. Did you mean"):
+        load_config(Forest, tmp_path / "forest.yaml", overrides=["--sede", "4"])
+    (tmp_path / "forest.yaml").write_text("sed: 3\n")
+    with pytest.raises(ConfigError, match=r"forest.yaml is not a valid config:"):
+        load_config(Forest, tmp_path / "forest.yaml", overrides=["--sede", "4"])
+
+
 def test_several_mistakes_get_a_line_each(tmp_path: Path) -> None:
     text = complaint(tmp_path, "sede: 3\nrate: fast\nfloors: {a: high}\n")
     assert text.splitlines() == [

@@ -1,6 +1,5 @@
 """The command tree, and how a command ends: 0, 2 with a sentence, 130 (Ctrl-C), 143 (SIGTERM)."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from rookery.cli.serve import serve
 from rookery.cli.sft import sft
 from rookery.cli.terminal import fail
 from rookery.compose.stopping import Stopped, stop_signals
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, missing_extra
 
 __all__ = ["app", "main"]
 
@@ -41,38 +40,9 @@ app.command(keys)
 app.command(runs)
 app.command(doctor)
 
-EXTRAS = {
-    "accelerate": "hf",
-    "cma": "cmaes",
-    "datasets": "hf",
-    "gguf": "hf",
-    "jsonschema": "tasks",
-    "math_verify": "tasks",
-    "modal": "modal",
-    "google": "serve",
-    "peft": "hf",
-    "prometheus_client": "serve",
-    "pyrage": "serve",
-    "ray": "ray",
-    "sandlock": "evolve",
-    "tensorboard": "track",
-    "torch": "hf",
-    "torchao": "optim",
-    "trackio": "track",
-    "transformers": "hf",
-    "vllm": "vllm",
-    "wandb": "track",
-    "zstandard": "serve",
-}
-"""Packages that come with an extra of Rookery, by the name they are imported by."""
-
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, or these words as one, and exit."""
-    # transformers imports torchao where it is installed, which warns of its own code. That happens
-    # when a command is loaded.
-    for name in ("torch.utils._pytree", "torchao"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with stop_signals():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
@@ -83,13 +53,10 @@ def main(words: Sequence[str] | None = None) -> None:
         fail(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        missing = missing_extra(error)
+        if missing is None:
             raise
-        fail(
-            f"This command needs the package {package}, which is not installed: "
-            f"pip install 'rookery[{EXTRAS[package]}]'."
-        )
+        fail(str(missing))
         sys.exit(2)
     except Stopped as stop:
         sys.exit(stop.code)

@@ -46,7 +46,12 @@ def show(*, file: _File = None) -> int:
     """
     from rookery.service.keys import default_key_file, list_keys
 
-    for record in list_keys(file or default_key_file()):
+    place = file or default_key_file()
+    records = list_keys(place)
+    if not records:
+        line = f"No keys in {place}. Make one with `rookery keys add NAME`."
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for record in records:
         line = f"{record['name']}   {record['created']}   {record['sha256'][:12]}"
         console.print(line, highlight=False, markup=False)
     return 0

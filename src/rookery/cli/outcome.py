@@ -124,8 +124,8 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
         if "decoded" in tokens
         else f"{tokens['asked_and_answered']:,} tokens asked and answered"
     )
-    line = f"{report.seconds or 0:.1f} s; {counts}. Run: {path}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{report.seconds or 0:.1f} s; {counts}", highlight=False, markup=False)
+    _print_places({"run": path, "answers": path / "report.html"})
 
 
 def _fail_if_tasks_failed(report: "EvaluationReport") -> int:

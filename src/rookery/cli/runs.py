@@ -31,26 +31,27 @@ def list_(
     json_out
         Print JSON instead of a table.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from rookery.runs import list_runs
+    from rookery.ui import wording
 
     summaries = list_runs(runs_dir)
     if json_out:
         fields = ("name", "kind", "status", "started_s", "last_event_s", "num_events", "size_bytes")
         console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in summaries]))
         return
-    table = Table("name", "kind", "status", "started", "last event", "events", "size")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(
+        "name", no_wrap=True, min_width=max((len(run.name) for run in summaries), default=0)
+    )
+    for column in ("kind", "status", "started", "took", "result"):
+        table.add_column(column)
     for run in summaries:
-        table.add_row(
-            run.name,
-            run.kind,
-            run.status,
-            _time(run.started_s),
-            _time(run.last_event_s),
-            str(run.num_events),
-            f"{run.size_bytes / 2**20:.1f} MB",
-        )
+        took = wording.duration(run.last_event_s - run.started_s) if run.started_s else "-"
+        started = _time(run.started_s, "%m-%d %H:%M")
+        table.add_row(run.name, run.kind, run.status, started, took, _result(run.path))
     if summaries:
         console.print(table)
     else:
@@ -59,7 +60,7 @@ def list_(
 
 @runs.command
 def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
-    """Show one run: its config, its state, its newest events and metrics.
+    """Show one run: its state, its result, its newest events and metrics, its config.
 
     Parameters
     ----------
@@ -79,6 +80,20 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
     console.print(f"{summary.path}, {size}", markup=False, soft_wrap=True)
     console.print(f"started {_time(summary.started_s)}, last event {_time(summary.last_event_s)}")
     console.print("events: " + ", ".join(f"{n} {kind}" for kind, n in details.counts.items()))
+    result = _result(summary.path)
+    if result:
+        page = summary.path / "report.html"
+        console.print(f"result: {result}", highlight=False, markup=False)
+        if page.is_file():
+            console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    for event in details.last_events:
+        console.print(
+            f"  {event.seq:>6} {_time(event.time_s, '%H:%M:%S')} {event.kind} {event.key}"[
+                : console.width
+            ],
+            highlight=False,
+            markup=False,
+        )
     for name, value in sorted(details.latest_metrics.items()):
         console.print(f"  {name} = {value:.6g}")
     console.print("config:")
@@ -126,5 +141,16 @@ def _find(path: Path, runs_dir: Path) -> Path:
     return path if path.exists() or path.is_absolute() else runs_dir / path
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+def _result(path: Path) -> str:
+    """The number that the run is about; empty before it has one."""
+    from rookery.errors import RunError
+    from rookery.ui.headline import short_result
+
+    try:
+        return short_result(json.loads((path / "report.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, RunError):
+        return ""
+
+
+def _time(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    return datetime.fromtimestamp(seconds).strftime(form) if seconds else "-"

@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from rookery.compose.sft import base_name
 from rookery.embedded import EngineConfig, resolve_model, run_engine
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import AnyEngineConfig, open_engine
 from rookery.ports import Adapters, Engine
 from rookery.service.backend import Backend
-from rookery.slots import SlottedModel, load_model
+from rookery.slots import SlottedModel, find_device, load_model
 from rookery.tasks.template import Template, load_template
 from rookery.train import LoraConfig, LoraTrainer, TrainerConfig, initial_adapter
 from rookery.train.losses import make_loss
@@ -142,10 +140,8 @@ async def _load(folder: ModelFolder, config: AnyEngineConfig) -> SlottedModel:
     dtype, device = "auto", "auto"
     if isinstance(config, EngineConfig):
         dtype, device = config.dtype, config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return await asyncio.to_thread(
-        load_model, folder.path, device=device, dtype=dtype, names=folder.names
+        load_model, folder.path, device=find_device(device), dtype=dtype, names=folder.names
     )
 
 

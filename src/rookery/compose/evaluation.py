@@ -22,6 +22,7 @@ from rookery.compose.running import (
     quiet_libraries,
     resumable,
     run_async,
+    write_page,
 )
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
@@ -30,20 +31,32 @@ from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.ports import Engine
-from rookery.reports import Estimate, EvaluationReport, ModelRow
+from rookery.reports import (
+    AnswerRecord,
+    Estimate,
+    EvaluationReport,
+    ModelRow,
+    TaskRecord,
+    describe_task,
+)
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.search.statistics import bootstrap_mean, paired_difference, wilson
 from rookery.seeding import stream
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import Template, load_template
-from rookery.types import Adapter, Evaluation, ModelRef, Task
+from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
 from rookery.ui.display import Display
+from rookery.ui.evaluation import render_evaluation_page
 from rookery.weights import read_adapter
 
 __all__ = ["EVALUATION", "EvaluationConfig", "Split", "evaluate"]
 
 Split = Literal["all", "search", "select", "report"]
+SHOWN_TASKS = 200
+"""Tasks whose answers are on the page: more are not read there."""
+SHOWN_CHARACTERS = 2000
+"""Of an answer there."""
 
 
 class EvaluationConfig(Config):
@@ -163,7 +176,7 @@ async def _evaluate(
             report = await _measure(run, config, inputs, engine, models, display)
             document = report.model_dump(mode="json", exclude_none=True)
             await run_in_thread(run.write_json, "report.json", document)
-            await run_in_thread(run.finish, "finished")
+            await write_page(run, render_evaluation_page, report)
     return Outcome(report, run.path)
 
 
@@ -190,7 +203,9 @@ async def _measure(
         )
         evaluations = await evaluator.evaluate(models, tasks)
     names = ["base", *_names(config.adapters)]
+    groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # found in the run's log
     return EvaluationReport(
+        run=run.name,
         model=config.model,
         taskset=taskset.name,
         num_tasks=len(tasks),
@@ -200,9 +215,31 @@ async def _measure(
             _row(name, evaluation, evaluations[0], tasks)
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
+        tasks=_answered(groups, names=names),
         seconds=evaluations[0].seconds,
         tokens=dict(engine.token_counts) or {"asked_and_answered": evaluator.num_tokens},
     )
+
+
+def _answered(groups: Sequence[Group], *, names: Sequence[str]) -> tuple[TaskRecord, ...]:
+    """The tasks with an answer of each model; `groups` has all tasks of a model together."""
+    num_tasks = len(groups) // len(names)
+    return tuple(
+        TaskRecord(
+            task=groups[place].task.id,
+            **describe_task(groups[place].task),
+            answers=tuple(
+                _answer(name, groups[model * num_tasks + place].rollouts[0])
+                for model, name in enumerate(names)
+            ),
+        )
+        for place in range(num_tasks)
+    )
+
+
+def _answer(name: str, rollout: Rollout) -> AnswerRecord:
+    text = "" if rollout.completion is None else rollout.completion.text[:SHOWN_CHARACTERS]
+    return AnswerRecord(name=name, text=text, reward=rollout.reward, error=rollout.error)
 
 
 def _names(paths: tuple[str, ...]) -> tuple[str, ...]:

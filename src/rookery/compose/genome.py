@@ -157,7 +157,8 @@ async def _search(
     tasksets = inputs.tasksets
     total = most_rollouts(config, list(founders.values()), tasksets)
     with display.bar("founders", total=total) as bar:
-        shown = _Shown(bar, display)
+        num_search = sum(len(taskset.split("search")) for taskset in tasksets)
+        shown = _Shown(bar, display, bound=total, num_search=num_search)
         evaluator = TasksetEvaluator(
             engine,
             template=inputs.template,
@@ -181,8 +182,11 @@ async def _search(
 class _Shown:
     """The search on its progress bar: what it is doing, answers of at most so many, generations."""
 
-    def __init__(self, bar: Bar, display: Display) -> None:
+    def __init__(self, bar: Bar, display: Display, *, bound: int, num_search: int) -> None:
         self._bar, self._display = bar, display
+        self._bound, self._num_search = bound, num_search
+        self._allowed = 0
+        """Answers that the generations so far could have asked for."""
 
     def answered(self, progress: Progress) -> None:
         """A block of answers has arrived."""
@@ -193,8 +197,12 @@ class _Shown:
         self._bar.update(name=name)
 
     def generation_done(self, generation: GenerationRecord) -> None:
-        """A line that stays."""
+        """A line that stays. What races saved so far is expected of the rest too."""
         self._display.say(_generation_line(generation))
+        self._allowed += generation.num_candidates * self._num_search
+        if 0 < self._bar.done < self._allowed <= self._bound:
+            asked = self._bar.done / self._allowed
+            self._bar.update(total=self._bar.done + asked * (self._bound - self._allowed))
 
     def finish(self) -> None:
         """The total was a bound: races and known answers make it less."""

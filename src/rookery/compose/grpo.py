@@ -45,7 +45,7 @@ from rookery.rollout import GroupSampler, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
 from rookery.slots import SlottedModel, load_model
 from rookery.tasks.template import Template
-from rookery.train import initial_adapter
+from rookery.train import LoraConfig, initial_adapter
 from rookery.train.processes import Processes, join_processes
 from rookery.types import Adapter, SampleRequest
 from rookery.ui.display import Bar, Display
@@ -81,6 +81,8 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     check_plan(config, files)
     open_run = on_same_inputs(open_run, _digests(files))
     display.note(note for taskset in files.tasksets for note in taskset.notes)
+    if config.full is not None and config.lora != LoraConfig():
+        display.note(["lora has no effect: full trains all weights of the model."])
     return run_async(_train(config, files, open_run, display))
 
 

@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
 from rookery.engines import find_model
@@ -14,6 +12,7 @@ from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
 from rookery.loops.grpo import GrpoConfig
 from rookery.loops.grpo.checks import check_splits
+from rookery.slots import find_device
 from rookery.slots.loading import require_decoder
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import Taskset, load_tasksets
@@ -80,10 +79,10 @@ def _read_reference(config: GrpoConfig) -> Adapter | Path | None:
 def trainer_place(config: GrpoConfig) -> tuple[str, str]:
     """The device and the type of the trainer's model: those of an engine in this process, or a GPU
     that servers leave to it. Each process of torchrun has a GPU of its own."""
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "auto"
+    device, dtype = "auto", "auto"
     if isinstance(config.engine, EngineConfig):
-        device = device if config.engine.device == "auto" else config.engine.device
-        dtype = config.engine.dtype
+        device, dtype = config.engine.device, config.engine.dtype
+    device = find_device(device)
     own = os.environ.get("LOCAL_RANK")
     launch = config.engine.launch if isinstance(config.engine, FleetConfig) else None
     if device == "cuda" and (own or (launch is not None and launch.spare_gpus)):

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
@@ -40,7 +38,7 @@ from rookery.loops.icm.prompts import Encoder
 from rookery.ports import Engine
 from rookery.reports import IcmReport
 from rookery.runs import Run
-from rookery.slots import load_model
+from rookery.slots import find_device, load_model
 from rookery.tasks.template import load_template
 from rookery.train.sft import sft
 from rookery.types import Adapter, Datum, ModelRef
@@ -158,8 +156,7 @@ async def _search(
                 f"{num_labelled} of {now.num_items}, {step.num_frustrated} frustrated, "
                 f"U {step.utility:.1f}"
             )
-            done = max(bar.done, step.iteration + 1)
-            bar.update(done=done, tokens=now.num_tokens, name=text)
+            bar.update(done=now.num_done, total=now.num_expected, tokens=now.num_tokens, name=text)
 
         return await label(
             config,
@@ -175,11 +172,10 @@ def _tuner(run: Run, config: IcmConfig, engine: Engine, inputs: _Inputs) -> Tune
     """Training in this process, beside the engine; a resumed run finds what it trained before."""
     assert config.iterate is not None
     settings = config.iterate.sft
-    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     async def tune(data: Sequence[Datum]) -> ModelRef:
         adapter = await sft(
-            await run_in_thread(load_model, inputs.folder, device=device),
+            await run_in_thread(load_model, inputs.folder, device=find_device("auto")),
             data,
             settings,
             name="icm",

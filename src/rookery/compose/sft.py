@@ -1,19 +1,18 @@
 """`run_sft`: an adapter from a taskset with known answers."""
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, get_args
-
-import torch
 
 from rookery.compose.evaluation import Split
 from rookery.compose.inputs_record import digest_models
 from rookery.compose.running import merge, quiet_libraries, run_async
 from rookery.config import parse_config
 from rookery.embedded import resolve_model
-from rookery.errors import AdapterError, ConfigError
+from rookery.errors import AdapterError, ConfigError, boundary
 from rookery.model_names import loadable_model
-from rookery.slots import load_model
+from rookery.slots import find_device, load_model
 from rookery.tasks.taskset import load_taskset_file
 from rookery.tasks.template import load_template
 from rookery.train.sft import SftConfig, SftStep, sft, sft_data
@@ -47,6 +46,7 @@ def run_sft(
     settings = parse_config(SftConfig, document, origin="the training config")
     place = Path(out)
     _require_place(place)
+    device = find_device(device)
     quiet_libraries()
     display = Display(is_quiet=not progress)
     return run_async(_train(str(model), str(taskset), place, settings, split, device, display))
@@ -59,6 +59,8 @@ def _require_place(out: Path) -> None:
     nearest = next(folder for folder in out.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise AdapterError(f"{out} cannot be made: {nearest} is a file. Give another path.")
+    with boundary(AdapterError, f"{out} cannot be made in {nearest}", foreign=(OSError,)):
+        tempfile.TemporaryFile(dir=nearest).close()
     if out.is_dir() and ((out / "adapter_config.json").is_file() or not any(out.iterdir())):
         return
     if out.exists():
@@ -81,8 +83,6 @@ async def _train(
     display.say(f"loading {name}")
     folder = resolve_model(name)
     init = read_adapter(config.init_from) if config.init_from is not None else None
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(folder.path, device=device, names=folder.names)
     eos = model.shape.eos_tokens
     data = sft_data(

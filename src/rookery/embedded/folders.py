@@ -4,6 +4,7 @@
 quantised as GGUF; they are converted once into the user's cache.
 """
 
+import difflib
 import importlib.util
 import shutil
 import tempfile
@@ -51,6 +52,8 @@ def resolve_model(name: str) -> ModelFolder:
             f"There is no model folder {name}. Give a folder that holds config.json and "
             "safetensors, a Hugging Face id such as Qwen/Qwen3-0.6B, or `smollm2`."
         )
+    if difflib.get_close_matches(name.lower(), ["smollm2"], cutoff=0.8):
+        raise ModelError(f"There is no model {name!r}. Did you mean `smollm2`?")
     return ModelFolder(name=name, path=_hub_folder(name), names=frozenset({name}))
 
 

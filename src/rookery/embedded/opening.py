@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-import torch
 from transformers import AutoTokenizer
 
 from rookery.embedded.engine import EmbeddedEngine, EngineConfig
 from rookery.embedded.folders import resolve_model
-from rookery.errors import EngineError, ModelError, boundary
-from rookery.slots import SlottedModel, load_model
+from rookery.errors import ModelError, boundary
+from rookery.slots import SlottedModel, find_device, load_model
 from rookery.slots.linear import can_pack
 
 __all__ = ["driven", "open_engine", "run_engine"]
@@ -25,11 +24,7 @@ Params = ParamSpec("Params")
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[EmbeddedEngine]:
     """Load the model and keep the engine running inside the block."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch sees no GPU here: write cpu or auto.")
+    device = find_device(config.device)
     with ThreadPoolExecutor(1, thread_name_prefix="rookery-engine") as thread:
         folder = await _run_in(thread, resolve_model, config.model)
         model = await _run_in(

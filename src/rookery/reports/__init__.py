@@ -30,11 +30,20 @@ from rookery.reports.icm import (
     TransferRecord,
     parse_icm_report,
 )
-from rookery.reports.record import Estimate, Measured, Record, Text
+from rookery.reports.record import (
+    AnswerRecord,
+    Estimate,
+    Measured,
+    Record,
+    TaskRecord,
+    Text,
+    describe_task,
+)
 from rookery.reports.service import QueueStatus, ServiceStatus, TenantStatus
 
 __all__ = [
     "AgreementRecord",
+    "AnswerRecord",
     "CandidateRecord",
     "ChainRecord",
     "CheckpointRecord",
@@ -57,12 +66,14 @@ __all__ = [
     "ReportRow",
     "ServiceStatus",
     "StepRecord",
+    "TaskRecord",
     "TasksetRecord",
     "TenantStatus",
     "Text",
     "TokensRecord",
     "TrainStepRecord",
     "TransferRecord",
+    "describe_task",
     "parse_evaluation_report",
     "parse_evolve_report",
     "parse_genome_report",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rookery.reports.record import Estimate, Measured, Record, Text, parse_record
+from rookery.reports.record import Estimate, Measured, Record, TaskRecord, Text, parse_record
 from rookery.types import Json
 
 __all__ = ["EvaluationReport", "ModelRow", "parse_evaluation_report"]
@@ -27,12 +27,15 @@ class EvaluationReport(Record):
     """A model and its adapters on one taskset."""
 
     kind: Literal["eval"] = "eval"
+    run: Text = ""
     model: Text = ""
     taskset: Text = ""
     num_tasks: int = 0
     num_skipped_rows: int = 0
     warnings: tuple[Text, ...] = ()
     models: tuple[ModelRow, ...] = ()
+    tasks: tuple[TaskRecord, ...] = ()
+    """The first ones, with the answers of all models; the run's events have all."""
     seconds: Measured = None
     tokens: dict[Text, int] = Field(default_factory=dict)
     """What was computed, as far as the engine tells."""

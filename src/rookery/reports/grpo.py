@@ -34,6 +34,9 @@ class ExampleRecord(Record):
     """One completion to read."""
 
     task: Text = ""
+    """Its id."""
+    prompt: Text = ""
+    reference: Text = ""
     text: Text = ""
     reward: Measured = None
 

@@ -4,6 +4,7 @@ A run that was interrupted has fewer keys, so every field has an empty default. 
 known here are left out: an older page can show a newer report.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
@@ -11,9 +12,18 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from rookery.errors import RunError
-from rookery.types import Json
+from rookery.types import Json, Task
 
-__all__ = ["Estimate", "Measured", "Record", "Text", "parse_record"]
+__all__ = [
+    "AnswerRecord",
+    "Estimate",
+    "Measured",
+    "Record",
+    "TaskRecord",
+    "Text",
+    "describe_task",
+    "parse_record",
+]
 
 
 def _finite(value: object) -> object:
@@ -49,6 +59,39 @@ class Estimate(Record):
     mean: Measured = None
     low: Measured = None
     high: Measured = None
+
+
+class AnswerRecord(Record):
+    """One answer to read."""
+
+    name: Text = ""
+    """Of the model that gave it."""
+    text: Text = ""
+    reward: Measured = None
+    error: Text = ""
+
+
+class TaskRecord(Record):
+    """One task with answers to it."""
+
+    task: Text = ""
+    """Its id."""
+    prompt: Text = ""
+    reference: Text = ""
+    answers: tuple[AnswerRecord, ...] = ()
+
+
+def describe_task(task: Task) -> dict[str, str]:
+    """The prompt and the reference of a task as texts to read."""
+    prompt = task.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
+    reference = task.reference
+    if reference is None:
+        reference = ""
+    elif not isinstance(reference, str):
+        reference = json.dumps(reference, ensure_ascii=False)
+    return {"prompt": prompt, "reference": reference}
 
 
 Report = TypeVar("Report", bound=Record)

@@ -7,7 +7,7 @@ from rookery.slots.attention import Attend, CausalAttend
 from rookery.slots.bank import SlotBank
 from rookery.slots.fixed_text import FixedText
 from rookery.slots.linear import SlottedLinear
-from rookery.slots.loading import load_model
+from rookery.slots.loading import find_device, load_model
 from rookery.slots.model import ModelShape, SlottedModel
 from rookery.slots.rows import Segment, SlotRows
 
@@ -21,5 +21,6 @@ __all__ = [
     "SlotRows",
     "SlottedLinear",
     "SlottedModel",
+    "find_device",
     "load_model",
 ]

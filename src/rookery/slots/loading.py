@@ -21,6 +21,7 @@ from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
 
 __all__ = [
+    "find_device",
     "finish_model",
     "load_model",
     "make_empty_model",
@@ -29,6 +30,16 @@ __all__ = [
 ]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def find_device(name: str) -> str:
+    """`auto` as the GPU if there is one, else the CPU; ModelError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if name.startswith("cuda") and not has_gpu:
+        raise ModelError(f"device is {name}, but torch sees no GPU here: write cpu or auto.")
+    return name
 
 
 def load_model(

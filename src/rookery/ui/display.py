@@ -26,14 +26,13 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
 if TYPE_CHECKING:
     from rookery.fleet import LaunchProgress
 
-__all__ = ["Bar", "Display"]
+__all__ = ["Bar", "Display", "seconds_left"]
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress in a log: a minute of it fits on a screen."""
@@ -72,8 +71,7 @@ class Display:
             MofNCompleteColumn(),
             _TokenRate(),
             TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            _TimeLeft(),
             console=self._console,
             disable=self._is_quiet or not can_draw,
         )
@@ -181,14 +179,34 @@ class _TokenRate(ProgressColumn):
         return Text(f"{_rate(task):,.0f} tok/s", style="cyan")
 
 
+class _TimeLeft(ProgressColumn):
+    """The time left at the mean pace so far: the pace of the last seconds jumps."""
+
+    def render(self, task: Task) -> Text:
+        left = _left_s(task)
+        return Text("" if left is None else f"ETA {_clock(left)}", style="cyan")
+
+
+def seconds_left(elapsed_s: float, *, done: float, total: float | None) -> float | None:
+    """At the mean pace so far; None before anything is done and after the end."""
+    if total is None or not 0 < done < total:
+        return None
+    return elapsed_s * (total / done - 1)
+
+
+def _left_s(task: Task) -> float | None:
+    return seconds_left(task.elapsed or 0.0, done=task.completed, total=task.total)
+
+
 def _line(task: Task) -> str:
     """`ga 3  320 of 1,900  412 tok/s  0:32  ETA 1:20`"""
     name = Text.from_markup(task.description).plain
     total = f" of {task.total:,.0f}" if task.total is not None else ""
     parts = [name, f"{task.completed:,.0f}{total}", f"{_rate(task):,.0f} tok/s"]
     parts.append(_clock(task.elapsed or 0.0))
-    if task.time_remaining is not None and not task.finished:
-        parts.append(f"ETA {_clock(task.time_remaining)}")
+    left = _left_s(task)
+    if left is not None:
+        parts.append(f"ETA {_clock(left)}")
     return "  ".join(parts)
 
 

@@ -4,13 +4,24 @@ headline = make_headline(report)
 headline.verdict    # "better": the whole interval of the gain is above zero
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rookery.reports import Estimate, GenomeReport, ReportRow
+from rookery.reports import (
+    Estimate,
+    GenomeReport,
+    ReportRow,
+    parse_evaluation_report,
+    parse_evolve_report,
+    parse_genome_report,
+    parse_grpo_report,
+    parse_icm_report,
+)
+from rookery.types import Json
 from rookery.ui import wording
 
-__all__ = ["Headline", "Verdict", "make_headline"]
+__all__ = ["Headline", "Verdict", "make_headline", "short_result"]
 
 BASE = "base model"
 """The row of the model without any adapter."""
@@ -63,6 +74,34 @@ def make_headline(report: GenomeReport) -> Headline:
     return Headline(
         verdict=verdict, sentence=sentence, winner=winner, context=_context(report, winner)
     )
+
+
+def short_result(document: Mapping[str, Json]) -> str:
+    """The number that a report of any loop is about: `0.783 (+0.158)`; empty before there is one.
+
+    RunError for a document that is not a report.
+    """
+    match document.get("kind"):
+        case "genome":
+            return _with_gain(parse_genome_report(document).winner)
+        case "grpo":
+            return _with_gain(parse_grpo_report(document).trained)
+        case "icm":
+            return parse_icm_report(document).verdict
+        case "evolve":
+            best = parse_evolve_report(document).best
+            return "" if best is None or best.score is None else f"{best.score:.6g}"
+        case "eval":
+            models = parse_evaluation_report(document).models
+            return ", ".join(wording.score(row.mean) for row in models[:3])
+    return ""
+
+
+def _with_gain(row: ReportRow | None) -> str:
+    if row is None:
+        return ""
+    gain = "" if row.gain is None else f" ({wording.signed(row.gain.mean)})"
+    return f"{wording.score(row.mean)}{gain}"
 
 
 def _verdict(gain: Estimate | None) -> Verdict:

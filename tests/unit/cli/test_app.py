@@ -1,5 +1,7 @@
 """The command tree: help, hints for what is misspelt, and how a process ends."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +95,27 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 def test_the_module_and_the_script_are_one() -> None:
     assert rookery.__name__ == "rookery" and Path(sys.executable).with_name("rookery").exists()
+
+
+def test_ctrl_c_while_the_command_loads_prints_no_traceback(tmp_path: Path) -> None:
+    """The first imports take seconds on a slow disk."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.abc, os, signal, sys\n"
+        "class Press(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'cyclopts':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Press())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-m", "rookery", "--version"], capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_no_keys_are_an_answer(rookery: Command, tmp_path: Path) -> None:
+    ended = rookery("keys", "list", "--file", tmp_path / "keys.json")
+    place = tmp_path / "keys.json"
+    assert ended.out == f"No keys in {place}. Make one with `rookery keys add NAME`.\n"

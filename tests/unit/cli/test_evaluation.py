@@ -59,7 +59,28 @@ def test_the_table_holds_the_numbers_of_the_report(rookery: Command, place: Path
     for row in report["models"]:
         assert f"{row['mean']:.3f} │ {row['low']:.3f} to {row['high']:.3f}" in ended.out
     assert f"{report['models'][1]['gain']['mean']:+.3f} (" in ended.out
-    assert f"Run: {place / 'runs/one'}\n" in ended.out, "a path is never folded"
+    assert f"run      {place / 'runs/one'}\n" in ended.out, "a path is never folded"
+
+
+def test_every_answer_can_be_read(rookery: Command, place: Path) -> None:
+    """The prompt, the reference, and what each model answered, in the report and on the page."""
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--name", "one")
+    report = json.loads((place / "runs/one/report.json").read_text())
+    assert f"answers  {place / 'runs/one/report.html'}\n" in ended.out
+    with Run.view(place / "runs/one") as run:
+        texts = {
+            (event.payload["model"], event.payload["task"]): event.payload["completion"]["text"]
+            for event in run.events("rollout")
+        }
+    tasks = {task.id: task for task in load_taskset_file("tasks.jsonl").tasks}
+    assert {row["task"] for row in report["tasks"]} == set(tasks)
+    page = (place / "runs/one/report.html").read_text()
+    for row in report["tasks"]:
+        assert row["prompt"] == tasks[row["task"]].prompt
+        assert row["reference"] == tasks[row["task"]].reference and row["reference"] in page
+        assert [answer["name"] for answer in row["answers"]] == ["base", "a"]
+        drawn = {texts[key] for key in texts if key[1] == row["task"]}
+        assert {answer["text"] for answer in row["answers"]} == drawn
 
 
 @pytest.mark.parametrize("split", ["search", "select", "report"])
@@ -136,7 +157,7 @@ def test_names_with_brackets_are_names(rookery: Command, place: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0
     assert "tasks[a]: 2 tasks" in ended.out and "│ [red] │" in ended.out
-    assert f"Run: {strange / 'r'}" in ended.out
+    assert f"run      {strange / 'r'}\n" in ended.out
     assert str(strange) in rookery("runs", "show", strange / "r").out
     assert str(strange) in rookery("runs", "list", "--runs-dir", strange / "none").out
 

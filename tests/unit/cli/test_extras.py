@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from driving import Ended
 
-from rookery.cli.app import EXTRAS, app
+import rookery
+from rookery.cli.app import app
+from rookery.errors import EXTRAS
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -151,7 +153,7 @@ def test_a_command_that_needs_an_extra_names_it(ended: dict[str, Ended], name: s
     how = ended[name]
     assert how.code == 2, how
     assert re.fullmatch(
-        r"error: This command needs the package \w+, which is not installed: "
+        r"error: This needs the package \w+, which is not installed: "
         r"pip install 'rookery\[hf\]'\.\n",
         how.err,
     )
@@ -183,3 +185,19 @@ def test_every_package_of_an_extra_is_known() -> None:
     }
     declared["google"] = declared.pop("protobuf")  # the name it is imported by
     assert declared == EXTRAS
+
+
+def test_the_front_door_says_what_to_install() -> None:
+    """From Python as from the command line."""
+    code = "import sys; sys.modules['torch'] = None; import rookery; rookery.run_genome"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr.splitlines()[-1] == (
+        "rookery.errors.ConfigError: This needs the package torch, which is not installed: "
+        "pip install 'rookery[hf]'."
+    )
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert rookery.__version__ == PROJECT["version"]

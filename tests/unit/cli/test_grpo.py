@@ -128,6 +128,11 @@ def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> 
     report = json.loads((config / "runs/x/report.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["trained", "start", "base model"]
     assert read_adapter(config / "runs/x/start").version == read_adapter(config / "a").version
+    prompts = {
+        row["prompt"] for row in map(json.loads, (config / "tasks.jsonl").read_text().splitlines())
+    }
+    examples = [example for step in report["steps"] for example in step["examples"]]
+    assert {example["prompt"] for example in examples} <= prompts, "an answer beside its question"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,8 @@ def test_a_start_is_reported_beside_the_base(rookery: Command, config: Path) -> 
 )
 def test_a_model_is_trained_whole(rookery: Command, config: Path, flags: tuple[str, ...]) -> None:
     """And the next run starts from what this one trained."""
-    assert rookery("grpo", "run", "g.yaml", "--name", "x", *flags).code == 0
+    first = rookery("grpo", "run", "g.yaml", "--name", "x", "--lora.rank", "3", *flags)
+    assert first.code == 0 and "lora has no effect: full trains all weights" in first.err
     trained = config / "runs/x/checkpoints/step_2"
     assert AutoModelForCausalLM.from_pretrained(trained)
     before = json.loads((config / "runs/x/report.json").read_text())
@@ -272,6 +278,7 @@ def test_resuming_changes_nothing_and_takes_no_other_config(rookery: Command, co
         ((*KL, "--reference", "short"), "with a vocabulary of 90 tokens"),
         (("--full.layers", "9"), "layers is 9; this model has 4"),
         (("--full.optimizer", "sgd"), "adamw"),
+        (("--engine.device", "cuda"), "device is cuda, but torch sees no GPU here: write cpu"),
     ],
 )
 def test_bad_input_is_refused_before_a_run_is_made(

@@ -67,6 +67,17 @@ def test_the_last_line_tells_how_it_ended_and_nothing_follows() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+@pytest.mark.parametrize(
+    ("elapsed_s", "done", "total", "left_s"),
+    [(90.0, 5, 150, 2610.0), (60.0, 100, 100, None), (5.0, 0, 100, None), (5.0, 3, None, None)],
+)
+def test_the_time_left_follows_the_mean_pace(
+    elapsed_s: float, done: float, total: float | None, left_s: float | None
+) -> None:
+    """A burst after a slow minute does not promise that the rest takes seconds."""
+    assert display.seconds_left(elapsed_s, done=done, total=total) == left_s
+
+
 def test_a_quiet_command_prints_no_line() -> None:
     with redirect_stderr(Lines()) as lines, Display(is_quiet=True).bar("x", total=1) as bar:
         bar.advance(1)

@@ -47,6 +47,20 @@ def test_a_run_is_shown_by_name_or_path(rookery: Command, two_runs: Path) -> Non
     assert f'"taskset": "{two_runs / "tasks.jsonl"}"' in shown.replace("\n", "")
 
 
+def test_a_list_at_80_columns_shows_whole_names_and_results(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-name-of-forty-characters-to-be-copied-"
+    rookery("eval", "tiny", "tasks.jsonl", "--name", name, "--limit", "2")
+    mean = json.loads((place / "runs" / name / "report.json").read_text())["models"][0]["mean"]
+    row = next(line for line in rookery("runs", "list").out.splitlines() if name in line)
+    assert f"{mean:.3f}" in row and len(row) <= 80
+    shown = rookery("runs", "show", name).out
+    assert f"result: {mean:.3f}" in shown and f"{name}/report.html" in shown
+    assert "1 " in shown and shown.index("run/created run/created") < shown.rindex("run/finished")
+
+
 def test_events_are_exported_as_lines(rookery: Command, two_runs: Path) -> None:
     ended = rookery("runs", "export", "first", "out.jsonl")
     assert ended.out == "4 events written to out.jsonl\n"

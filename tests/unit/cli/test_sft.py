@@ -70,3 +70,17 @@ def test_an_interrupted_training_goes_on(
     resumed = read_adapter(place / "out").version
     assert rookery("sft", "tiny", "tasks.jsonl", "whole", *SMALL, "--save-every", "1").code == 0
     assert read_adapter(place / "whole").version == resumed and len(steps) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("tiny", "tasks.jsonl", "/proc/out/mine"), "/proc/out/mine cannot be made in /proc"),
+        (("tiny", "tasks.jsonl", "out", "--device", "cuda"), "torch sees no GPU here: write cpu"),
+        (("smolm2", "tasks.jsonl", "out"), "There is no model 'smolm2'. Did you mean `smollm2`?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_training(
+    refused: Command, words: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refused("sft", *words).err

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from rookery.reports import (
     ReportRow,
     TasksetRecord,
     TrainStepRecord,
+    describe_task,
 )
 from rookery.runs import Run
 from rookery.tasks.taskset import Taskset
+from rookery.types import Task
 
 __all__ = ["Ending", "write_report"]
 
@@ -44,7 +46,8 @@ def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
     best = ending.selection.best
     saved = ending.checkpoints.read(best)
     trained = run.write_folder("trained", lambda folder: _copy(saved.folder, folder))
-    steps = tuple(ending.log.read())
+    known = {task.id: task for taskset in ending.tasksets for task in taskset.tasks}
+    steps = tuple(_with_tasks(step, known) for step in ending.log.read())
     report = GrpoReport(
         run=run.name,
         model=ending.base,
@@ -68,6 +71,18 @@ def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return trained, report
+
+
+def _with_tasks(step: TrainStepRecord, known: Mapping[str, Task]) -> TrainStepRecord:
+    """The step, its examples with prompts and references; those of an environment elsewhere are
+    not known."""
+    examples = tuple(
+        example.model_copy(update=describe_task(known[example.task]))
+        if example.task in known
+        else example
+        for example in step.examples
+    )
+    return step.model_copy(update={"examples": examples})
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rookery.concurrency import run_in_thread, together
 from rookery.errors import ConfigError, TaskError
@@ -71,7 +72,52 @@ class ChainStep:
     num_items: int
     num_tokens: int
     """Prompt tokens computed so far, by all chains."""
+    num_done: int
+    """Iterations so far, of all searches."""
+    num_expected: int
+    """Iterations in all: searches that ended count as they were, others as the longest of those."""
     step: Step
+
+
+class _Progress:
+    """Tells how far all searches of some batches are, each known by (batch, chain)."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        config: IcmConfig,
+        store: ScoreStore,
+        on_step: Callable[[ChainStep], None] | None,
+    ) -> None:
+        searches = range(config.num_chains + config.baselines.inverted)
+        self._iterations = {(batch.index, chain): 0 for batch in batches for chain in searches}
+        self._ended: set[tuple[int, int]] = set()
+        self._most, self._store, self._on_step = config.search.iterations, store, on_step
+
+    def step(self, batch: Batch, chain: int, step: Step) -> None:
+        self._iterations[batch.index, chain] = step.iteration + 1
+        if self._on_step is not None:
+            self._on_step(
+                ChainStep(
+                    batch=batch.index,
+                    chain=chain,
+                    num_items=len(batch.items),
+                    num_tokens=sum(self._store.computed.values()),
+                    num_done=sum(self._iterations.values()),
+                    num_expected=self._num_expected(),
+                    step=step,
+                )
+            )
+
+    def end(self, batch: Batch, chain: int) -> None:
+        self._ended.add((batch.index, chain))
+
+    def _num_expected(self) -> int:
+        most = max((self._iterations[search] for search in self._ended), default=self._most)
+        return sum(
+            num if search in self._ended else max(num, most)
+            for search, num in self._iterations.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +279,7 @@ async def _search(
 ) -> None:
     """All chains of all batches, a few at a time; each batch is left with its results."""
     room, last = asyncio.Semaphore(config.parallel), config.num_chains - 1
+    progress = _Progress(batches, config, store, on_step)
 
     async def search(batch: Batch, chain: int) -> ChainResult:
         decisions = DecisionLog(run, batch, chain=chain)
@@ -240,16 +287,7 @@ async def _search(
         def stepped(step: Step) -> None:
             decisions.add(step)
             run.log_metrics(step.iteration, _metrics(step, where=f"{batch.index}_{chain}"))
-            if on_step is not None:
-                on_step(
-                    ChainStep(
-                        batch=batch.index,
-                        chain=chain,
-                        num_items=len(batch.items),
-                        num_tokens=store.computed["search"],
-                        step=step,
-                    )
-                )
+            progress.step(batch, chain, step)
 
         problem = replace(batch.problem, scorer=batch.scorer.of_chain((batch.index, chain)))
         async with room:
@@ -263,6 +301,7 @@ async def _search(
                 on_step=stepped,
             ).run(start)
         await decisions.flush()
+        progress.end(batch, chain)
         if start is not None:
             result = replace(result, origin=BOOTSTRAP)
         logger.info("batch %d, chain %d: utility %.2f", batch.index, chain, result.rank[1])
@@ -272,7 +311,8 @@ async def _search(
         async with room:
             batch.results += await _better_baselines(config, batch)
             if config.baselines.inverted:
-                await _search_inverted(config, batch, run)
+                await _search_inverted(config, batch, run, partial(progress.step, batch, last + 1))
+                progress.end(batch, last + 1)
 
     chains = range(config.num_chains)
     results = await together(search(batch, chain) for batch in batches for chain in chains)
@@ -316,13 +356,18 @@ async def _better_baselines(config: IcmConfig, batch: Batch) -> list[ChainResult
     return better
 
 
-async def _search_inverted(config: IcmConfig, batch: Batch, run: Run) -> None:
+async def _search_inverted(
+    config: IcmConfig, batch: Batch, run: Run, on_step: Callable[[Step], None]
+) -> None:
     """The search from the opposite of the best labels; it counts where it finds better ones."""
     baselines = Baselines(batch.problem, config=config.baselines, seed=batch.seed)
     decisions = DecisionLog(run, batch, chain=len(batch.results))
-    batch.inverted = await baselines.inverted(
-        batch.best, config=config.search, on_step=decisions.add
-    )
+
+    def stepped(step: Step) -> None:
+        decisions.add(step)
+        on_step(step)
+
+    batch.inverted = await baselines.inverted(batch.best, config=config.search, on_step=stepped)
     await decisions.flush()
     if batch.inverted is not None and batch.inverted.rank > batch.best.rank:
         batch.results.append(batch.inverted)
