@@ -131,8 +131,10 @@ async def test_models_that_are_named_twice_are_one_and_two_servers_are_refused()
     config = read_config({"llm": llm}, environment={}).config
     async with open_models(config, Display(is_quiet=True)) as models:
         assert list(models) == ["big"]
-    models_ = [{"name": "big"}, {"name": "big", "api_base": "http://127.0.0.1:8/v1"}]
-    config = read_config({"llm": {"api_base": url, "models": models_}}, environment={}).config
+    judge = {"name": "big", "api_base": "http://127.0.0.1:8/v1"}
+    judged = {"api_base": url, "primary_model": "big", "evaluator_models": [judge]}
+    document = {"llm": judged, "evaluator": {"use_llm_feedback": True}}
+    config = read_config(document, environment={}).config
     with pytest.raises(ConfigError, match="two servers"):
         async with open_models(config, Display(is_quiet=True)):
             pass

@@ -327,9 +327,11 @@ async def test_a_model_that_is_not_listed_is_asked_for_a_word(code: int) -> None
     assert len(api.bodies) == (2 if code == 500 else 1)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "not a url", "http://", "http://host:port/v1"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000/v1", "not a url", "http://", "http://host:port/v1"]
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="url is .*write http://"):
+    with pytest.raises(ConfigError, match=r"url is .*write http://"):
         parse_config(ExternalConfig, {"url": url, "model": "big"}, origin="the config")
 
 

@@ -273,9 +273,7 @@ async def open_api(
         key_hint = "Name the environment variable that holds the key in api_key_env."
     limits = _limiter(config.requests_per_minute), _limiter(config.tokens_per_minute)
     async with open_session() as session:
-        client = Client(
-            config.url, session=session, config=config.client, api_key=key, kind="API"
-        )
+        client = Client(config.url, session=session, config=config.client, api_key=key, kind="API")
         api = Api(client, config=config, limits=limits, key_hint=key_hint)
         with contextlib.closing(api):
             yield api

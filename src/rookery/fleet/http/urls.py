@@ -25,6 +25,6 @@ def check_urls(urls: Sequence[str]) -> None:
 def _place(url: str) -> tuple[str, str, int, str]:
     """Scheme, host, port and path: equal for two spellings of one server."""
     parts = check_url(url, named="urls has")
-    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
     path = parts.path.rstrip("/").removesuffix("/v1")
     return parts.scheme, host, parts.port or _PORTS[parts.scheme], path
