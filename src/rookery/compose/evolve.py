@@ -48,7 +48,6 @@ from rookery.ui.display import Display
 from rookery.ui.evolve import render_evolve_page
 
 __all__ = ["EVOLVE", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
-
 MAY_CHANGE = (
     "extended_from",
     "output",

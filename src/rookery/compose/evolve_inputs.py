@@ -116,6 +116,7 @@ async def open_executor(
     """Where evaluations run; one worker at least is ready. The wait for it is told."""
     display.say(f"starting workers ({config.executor})")
     loop, began = asyncio.get_running_loop(), time.monotonic()
+    telling = loop.call_later(TELL_EVERY_S, lambda: tell())
 
     def tell() -> None:
         nonlocal telling
@@ -125,7 +126,6 @@ async def open_executor(
         )
         telling = loop.call_later(TELL_EVERY_S, tell)
 
-    telling = loop.call_later(TELL_EVERY_S, tell)
     try:
         async with _open_executor(config, spec) as executor:
             telling.cancel()

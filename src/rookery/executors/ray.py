@@ -174,7 +174,10 @@ async def open_ray(
 
         async def start(slot: str) -> RayWorker:
             host = ray.remote(**_placed(node_ids[slot]))(RayHost)
-            return await _start(RayWorker(slot, host.remote(), ray), spec, content)
+            # It asks the head, and blocks while that does not answer. An actor that nobody waits
+            # for any more ends with its handle.
+            actor = await asyncio.to_thread(host.remote)
+            return await _start(RayWorker(slot, actor, ray), spec, content)
 
         opening = open_pool(start, down_s=DOWN_S, startup_s=spec.startup_s)
         pool = await stack.enter_async_context(opening)
