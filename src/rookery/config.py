@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from urllib.parse import SplitResult, urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,6 +26,7 @@ from rookery.errors import ConfigError
 
 __all__ = [
     "Config",
+    "check_url",
     "load_config",
     "override",
     "parse_config",
@@ -136,6 +138,30 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
             text = "true" if is_flag else rest.pop(0)
         pairs.append((key, text))
     return pairs
+
+
+def check_url(url: str, *, named: str) -> SplitResult:
+    """The parts of a server's address; ValueError unless it has a scheme and a host.
+
+    `named` begins the sentence: `llm.api_base is`.
+    """
+    is_spaced = len(url.split()) != 1
+    if not url.startswith(("http://", "https://")):
+        place = "" if is_spaced else url.rpartition("://")[2]
+        raise ValueError(
+            f"{named} {url!r}, which does not begin with http:// or https://: write "
+            f"http://{place or 'host:8000'}."
+        )
+    parts = urlsplit(url)
+    if is_spaced or not parts.hostname:
+        raise ValueError(f"{named} {url!r}, which names no host: write http://host:8000.")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError(
+            f"{named} {url!r}, whose port is no number: write http://host:8000."
+        ) from None
+    return parts
 
 
 class _Loader(yaml.SafeLoader):

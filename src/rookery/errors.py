@@ -9,7 +9,8 @@
     ├── EngineError    the embedded engine: a request it cannot serve, memory, a failed step
     │   └── EngineDownError   it serves no requests any more: it is closed, or its driver died
     ├── FleetError     an inference server, local or remote
-    │   └── FleetDownError    no server is available: all are down, or the fleet is closed
+    │   ├── FleetDownError    no server is available: all are down, or the fleet is closed
+    │   └── FleetSettingsError   also those: a server refuses everybody with this key or model
     ├── TrainError     a trainer: a loss, a batch, an optimizer step
     ├── ExecutorError  where jobs run: no worker can be started, or the executor is closed
     ├── SandboxError   an untrusted program
@@ -30,6 +31,7 @@ __all__ = [
     "ExecutorError",
     "FleetDownError",
     "FleetError",
+    "FleetSettingsError",
     "ModelError",
     "RookeryError",
     "RunError",
@@ -105,6 +107,11 @@ class FleetError(RookeryError):
 
 class FleetDownError(FleetError):
     """No server is available. A loop ends, to be resumed; it records no failure."""
+
+
+class FleetSettingsError(FleetDownError, ConfigError):
+    """A server refuses every request for its key, its model or its address: waiting does not help,
+    a loop ends at once."""
 
 
 class TrainError(RookeryError):

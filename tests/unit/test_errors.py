@@ -8,6 +8,7 @@ import rookery.errors
 from rookery.errors import (
     ConfigError,
     EngineError,
+    FleetDownError,
     FleetError,
     ModelError,
     RookeryError,
@@ -34,7 +35,11 @@ def test_every_class_is_a_child_of_the_root_or_says_more_than_its_parent() -> No
     assert RookeryError.__base__ is Exception
     for name, kind in CLASSES.items():
         if kind is not RookeryError:
-            parent = {"EngineDownError": EngineError, "FleetDownError": FleetError}
+            parent = {
+                "EngineDownError": EngineError,
+                "FleetDownError": FleetError,
+                "FleetSettingsError": FleetDownError,
+            }
             assert kind.__base__ is parent.get(name, RookeryError), name
         assert str(kind("a sentence")) == "a sentence" and kind.__doc__
 

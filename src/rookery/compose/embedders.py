@@ -41,7 +41,8 @@ async def open_config_embedder(
         return
     model = config.database.embedding_model or ""
     url, names = _server(config, model)
-    key = next((environment[name] for name in names if environment.get(name)), "")
+    used = next((name for name in names if environment.get(name)), names[0])
+    key = environment.get(used, "")
     if not key and url == KNOWN.get(model, ("",))[0]:
         raise ConfigError(f"{url} needs a key for {model}: export {names[0]}=...")
     settings = ExternalConfig(
@@ -52,11 +53,8 @@ async def open_config_embedder(
         max_in_flight=config.rookery.in_flight,
         client=LIMITS,
     )
-    async with open_embedder(settings, api_key=key) as embedder:
-        try:
-            await embedder.check_key()
-        except ConfigError as error:
-            raise ConfigError(f"{error} Export {names[0]}=...") from error
+    async with open_embedder(settings, api_key=key, key_hint=f"Export {used}=...") as embedder:
+        await embedder.check()
         yield embedder
 
 

@@ -48,7 +48,6 @@ from rookery.ui.display import Display
 from rookery.ui.evolve import render_evolve_page
 
 __all__ = ["EVOLVE", "go_on", "read_status", "run_evolution", "run_evolve", "start"]
-
 MAY_CHANGE = (
     "extended_from",
     "output",
@@ -66,6 +65,7 @@ MAY_CHANGE = (
     "settings.rookery.engine*",
     "settings.rookery.executor",
     "settings.rookery.model_down_s",
+    "settings.rookery.sandbox.startup_s",
     "settings.rookery.target_score",
     "settings.rookery.tokenizer",
     "settings.rookery.workers",
@@ -211,13 +211,12 @@ async def _evolve(
     """What can be refused is refused before the run is made, and before a model is opened."""
     inputs = await asyncio.to_thread(read_inputs, config, settings)
     open_run = await asyncio.to_thread(on_same_inputs, open_run, inputs.digests)
-    display.say(f"starting workers ({settings.executor})")
     async with (
-        open_executor(settings, inputs.spec) as executor,
+        open_executor(settings, inputs.spec, display) as executor,
         open_models(settings, display) as models,
         open_config_embedder(settings, environment=os.environ) as embedder,
     ):
-        with open_run() as run, resumable(run.path, display):
+        with resumable(config.output, display), open_run() as run:
             with display.bar("evolving", total=settings.max_iterations) as bar:
                 result = await evolve(
                     settings,

@@ -39,7 +39,7 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
     inputs = read_inputs(run_config(problem, loaded), config)
     limit_s = MAX_STAGES * config.evaluator.timeout + MARGIN_S
     display.note(inputs.warnings)
-    async with open_executor(config, inputs.spec) as executor:
+    async with open_executor(config, inputs.spec, display) as executor:
         lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
         firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]
         for number, program in enumerate(firsts):

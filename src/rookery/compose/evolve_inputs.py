@@ -1,5 +1,7 @@
 """What an evolution starts from: its files, read and checked, and where its programs are scored."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from rookery.loops.evolve.evaluation_task import evaluation_spec
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.ports import Executor
+from rookery.ui.display import Display
 
 __all__ = [
     "EvolveRunConfig",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 OUTPUT = "openevolve_output"
+TELL_EVERY_S = 15.0
+"""Between two lines while workers start."""
 
 
 class EvolveRunConfig(Config):
@@ -105,8 +110,32 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
 
 
 @asynccontextmanager
-async def open_executor(config: EvolveConfig, spec: WorkerSpec) -> AsyncIterator[Executor]:
-    """Where evaluations run; one worker at least is ready."""
+async def open_executor(
+    config: EvolveConfig, spec: WorkerSpec, display: Display
+) -> AsyncIterator[Executor]:
+    """Where evaluations run; one worker at least is ready. The wait for it is told."""
+    display.say(f"starting workers ({config.executor})")
+    loop, began = asyncio.get_running_loop(), time.monotonic()
+    telling = loop.call_later(TELL_EVERY_S, lambda: tell())
+
+    def tell() -> None:
+        nonlocal telling
+        display.say(
+            f"starting workers: {time.monotonic() - began:.0f} s. The evaluator's imports may take "
+            f"{spec.startup_s:g} s (rookery.sandbox.startup_s)"
+        )
+        telling = loop.call_later(TELL_EVERY_S, tell)
+
+    try:
+        async with _open_executor(config, spec) as executor:
+            telling.cancel()
+            yield executor
+    finally:
+        telling.cancel()
+
+
+@asynccontextmanager
+async def _open_executor(config: EvolveConfig, spec: WorkerSpec) -> AsyncIterator[Executor]:
     if config.executor == "ray":
         async with open_ray(
             spec, address=config.rookery.address, num_workers=config.workers

@@ -1,13 +1,18 @@
 """What is said of an evolution in the terminal while it runs: a line per iteration."""
 
 import logging
+from pathlib import Path
 
+from rookery.errors import RunError
 from rookery.loops.evolve.watcher import Iteration
 from rookery.runs import Run
+from rookery.runs.summary import note_elsewhere
 from rookery.ui.display import Bar, Display
 
 __all__ = ["IterationLines", "describe"]
 
+RUNS = Path("runs")
+"""Where `rookery runs list` looks."""
 MAX_CHARS = 100
 """Of the sentence of a failure: a line of a log is read at a glance."""
 
@@ -22,8 +27,10 @@ class IterationLines:
         self._bar = bar
         self._run = run
         self._num_tokens = 0
+        self._is_listed = False
 
     def on_iteration(self, iteration: Iteration) -> None:
+        self._list_run()
         self._num_tokens += iteration.tokens or 0
         self._display.say(describe(iteration))
         if iteration.series:
@@ -35,6 +42,15 @@ class IterationLines:
             total=iteration.num_iterations,
             tokens=self._num_tokens,
         )
+
+    def _list_run(self) -> None:
+        """From its first iteration on: what ends before leaves no run."""
+        if not self._is_listed:
+            self._is_listed = True
+            try:
+                note_elsewhere(RUNS, self._run.path)
+            except RunError as error:
+                logger.warning("`rookery runs list` does not list this run: %s", error)
 
     def on_waiting(self, sentence: str) -> None:
         logger.info("%s", sentence)  # for the file: a warning would be in the terminal twice

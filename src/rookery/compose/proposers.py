@@ -6,6 +6,7 @@
 Without an engine nothing here needs torch.
 """
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -29,7 +30,8 @@ NO_SEED = "generativelanguage.googleapis.com"
 async def open_models(
     config: EvolveConfig, display: Display
 ) -> AsyncIterator[Mapping[str, TextModel]]:
-    """By name, those that propose and those that judge. No model is asked."""
+    """By name, those that propose and those that judge. A model is asked for a word only where its
+    API does not list it."""
     by_name = _models_by_name(config)
     if not config.llm.ensemble:
         raise ConfigError(
@@ -88,11 +90,14 @@ async def _open_api_model(
         takes_seed=NO_SEED not in url,
         client=ExternalClientConfig(request_s=model.timeout or 60.0),
     )
-    async with open_text_model(settings, api_key=key) as opened:
-        try:
-            await opened.check_key()
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error} Export OPENAI_API_KEY=..., or write llm.api_key: ${{VARIABLE}}."
-            ) from error
+    async with open_text_model(settings, api_key=key, key_hint=_key_hint(key)) as opened:
+        await opened.check()
         yield opened
+
+
+def _key_hint(key: str) -> str:
+    """What to do when the server refuses the key."""
+    if not key:
+        return "Export OPENAI_API_KEY=..., or write llm.api_key: ${VARIABLE}."
+    names = [name for name, value in os.environ.items() if value == key]
+    return f"The key is that of {names[0]}." if names else "The key is that of llm.api_key."

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from rookery.compose.stopping import run_stoppable, run_stoppable_in_thread
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config, read_document
-from rookery.errors import RunError
+from rookery.errors import EngineDownError, ExecutorError, FleetDownError, RunError
 from rookery.runs import Run
 from rookery.runs.following import follow_metrics
 from rookery.runs.trackers import TrackerName, require_trackers
@@ -188,11 +188,17 @@ def _is_run(path: Path) -> bool:
 
 @contextmanager
 def resumable(path: Path, display: Display) -> Iterator[None]:
-    """Ctrl-C or SIGTERM in the block says how to go on with the run."""
+    """What ends a run before its end says how to go on with it: Ctrl-C, SIGTERM, and the loss of
+    servers or workers. A run that left no folder is begun again."""
+    go_on = f"Go on with: rookery runs resume {shlex.quote(str(path))}"
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
-        display.fail(f"Interrupted. Go on with: rookery runs resume {shlex.quote(str(path))}")
+        display.fail(f"Interrupted. {go_on}")
+        raise
+    except (EngineDownError, FleetDownError, ExecutorError):
+        if path.exists():
+            display.note([f"The run ended early and is kept. {go_on}"])
         raise
 
 

@@ -54,7 +54,9 @@ async def open_local(
         async def start(name: str) -> LocalWorker:
             return await _start(name, spec, folder)
 
-        pool = await stack.enter_async_context(open_pool(start, down_s=0.0))
+        pool = await stack.enter_async_context(
+            open_pool(start, down_s=0.0, startup_s=spec.startup_s)
+        )
         for number in range(num_workers or count_cores()):
             pool.add_slot(f"local/{number}")
         await pool.wait_ready()

@@ -125,7 +125,7 @@ async def open_modal(
         await worker.open()
         return worker
 
-    async with open_pool(start, down_s=0.0) as pool:
+    async with open_pool(start, down_s=0.0, startup_s=spec.startup_s) as pool:
         for number in range(num_workers):
             pool.add_slot(f"modal/{number}")
         await pool.wait_ready()

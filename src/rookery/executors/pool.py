@@ -7,7 +7,8 @@ another when that one ends.
 
 | waits                      | for                            | at most                           |
 |----------------------------|--------------------------------|-----------------------------------|
-| a slot that starts         | the worker's task to be opened | `START_S`, `START_ATTEMPTS` times |
+| a slot that starts         | the worker's task to be opened | `START_S` and `startup_s`,        |
+|                            |                                | `START_ATTEMPTS` times            |
 | a slot with a job          | the answer                     | `Job.limit_s`, then it is killed  |
 | a slot without a job       | a job, or its worker's end     | close                             |
 | `submit`                   | an outcome                     | as long as there are slots        |
@@ -42,7 +43,7 @@ from rookery.types import (
 __all__ = ["StartWorker", "WorkerPool", "check_num_workers", "open_pool"]
 
 START_S = 120.0
-"""For an interpreter, its imports and a warm sandbox, on a busy machine."""
+"""For an interpreter and its imports, on a busy machine."""
 START_ATTEMPTS = 3
 RESTART_DELAY_S = 0.5
 """Doubles with every failed start of a slot."""
@@ -71,6 +72,8 @@ class WorkerPool:
     slots: asyncio.TaskGroup
     down_s: float
     """How long jobs wait for a new slot when none is left."""
+    startup_s: float = 0.0
+    """How long a worker's task may take to open."""
     num_late: int = 0
     _in_flight: dict[int, _Entry] = field(default_factory=dict)
     _queue: OrderedDict[_Entry, None] = field(default_factory=OrderedDict)
@@ -82,6 +85,8 @@ class WorkerPool:
     _refused: dict[str, WorkerInfo] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a worker is ready and when a slot ends."""
+    _unsaid: list[str] = field(default_factory=list)
+    """Warnings that are left out if no worker gets ready: its error says the same."""
     _down_timer: asyncio.TimerHandle | None = None
     _down: str = ""
     """Why nothing can be submitted any more; "" while it can."""
@@ -193,31 +198,40 @@ class WorkerPool:
 
     async def _serve(self, slot: str) -> None:
         """Keep the worker of one slot running until it is refused or cannot be started."""
-        num_failed = 0
+        num_failed, limit_s = 0, START_S + self.startup_s
         try:
             while True:
                 try:
-                    async with asyncio.timeout(START_S):
+                    async with asyncio.timeout(limit_s):
                         worker = await self.start(slot)
                     await self._feed(slot, worker)
                     num_failed = 0
                 except (WorkerGone, TimeoutError) as error:
-                    reason = str(error) or f"It was not ready within {START_S:g} s."
+                    reason = str(error) or (
+                        f"It was not ready within {limit_s:g} s: {START_S:g} s for its process, "
+                        f"`startup_s` ({self.startup_s:g} s) for its task."
+                    )
                     num_failed += 1
                     _log.warning("Worker %s: %s", slot, reason)
                     if num_failed == START_ATTEMPTS:
                         raise WorkerRefused(reason, info=WorkerInfo(name=slot)) from None
                     await asyncio.sleep(RESTART_DELAY_S * 2**num_failed)
         except WorkerRefused as error:
-            _log.warning("Worker %s gets no work: %s", slot, _ends_of(str(error)))
+            self._unsaid.append(f"Worker {slot} gets no work: {_ends_of(str(error))}")
             self._refused[slot] = replace(error.info, refusal=str(error))
+            self._warn_of_refusals()
         finally:
             del self._tasks[slot]
             self._note_slot_ended()
 
+    def _warn_of_refusals(self) -> None:
+        while self._ready and self._unsaid:
+            _log.warning("%s", self._unsaid.pop(0))
+
     async def _feed(self, slot: str, worker: Worker) -> None:
         """Give jobs to a worker until it ends. Raises WorkerGone if it ends without a job."""
         self._ready[slot] = worker
+        self._warn_of_refusals()
         self._changed.set()
         try:
             entry = await self._next(worker)
@@ -311,10 +325,12 @@ def check_num_workers(number: int | None) -> None:
 
 
 @asynccontextmanager
-async def open_pool(start: StartWorker, *, down_s: float) -> AsyncIterator[WorkerPool]:
+async def open_pool(
+    start: StartWorker, *, down_s: float, startup_s: float = 0.0
+) -> AsyncIterator[WorkerPool]:
     """A pool without slots; all its workers are ended when the block is left."""
     async with task_group() as slots:
-        pool = WorkerPool(start=start, slots=slots, down_s=down_s)
+        pool = WorkerPool(start=start, slots=slots, down_s=down_s, startup_s=startup_s)
         try:
             yield pool
         finally:

@@ -40,6 +40,9 @@ NODES_POLL_S = 2.0
 """How soon a new node is used."""
 DOWN_S = 60.0
 """How long jobs wait for a node when the last one is lost."""
+HEAD_S = 45.0
+"""How long the head may be silent. After 60 s Ray ends this process itself, from outside of Python:
+the caller is told before, to end in order."""
 MAX_REASON_CHARS = 500
 
 
@@ -171,9 +174,13 @@ async def open_ray(
 
         async def start(slot: str) -> RayWorker:
             host = ray.remote(**_placed(node_ids[slot]))(RayHost)
-            return await _start(RayWorker(slot, host.remote(), ray), spec, content)
+            # It asks the head, and blocks while that does not answer. An actor that nobody waits
+            # for any more ends with its handle.
+            actor = await asyncio.to_thread(host.remote)
+            return await _start(RayWorker(slot, actor, ray), spec, content)
 
-        pool = await stack.enter_async_context(open_pool(start, down_s=DOWN_S))
+        opening = open_pool(start, down_s=DOWN_S, startup_s=spec.startup_s)
+        pool = await stack.enter_async_context(opening)
         group = await stack.enter_async_context(task_group())
         watching = group.create_task(_add_nodes(ray, pool, node_ids, num_workers))
         stack.callback(watching.cancel)
@@ -211,7 +218,12 @@ async def _add_nodes(
     """
     while True:
         with boundary(ExecutorError, "Listing the nodes of the Ray cluster"):
-            nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+            try:
+                listed = await asyncio.wait_for(asyncio.to_thread(ray.nodes), HEAD_S)
+            except TimeoutError:
+                said = f"The head of the Ray cluster did not answer within {HEAD_S:g} s."
+                raise ExecutorError(said) from None
+            nodes = [node for node in listed if node["Alive"]]
         for slot, node_id in _list_slots(nodes):
             is_full = num_workers is not None and pool.num_slots >= num_workers
             if slot not in node_ids and not is_full:

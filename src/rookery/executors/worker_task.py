@@ -81,6 +81,8 @@ class WorkerSpec:
     settings: bytes = b""
     folder: FolderPackage | None = None
     """Unpacked on the worker's machine before the task is opened."""
+    startup_s: float = 0.0
+    """How long the task may take to open, beyond the time for the worker's process."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -10,7 +10,7 @@ Nothing here takes a lock: runs that are in progress are summed up as they are a
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -22,9 +22,20 @@ from rookery.runs.run import Run
 from rookery.runs.run_folder import EVENTS
 from rookery.runs.run_view import RunView, Status
 
-__all__ = ["RunDetails", "RunSummary", "export_events", "list_runs", "show", "summarize"]
+__all__ = [
+    "RunDetails",
+    "RunSummary",
+    "export_events",
+    "list_runs",
+    "note_elsewhere",
+    "show",
+    "summarize",
+]
 
 NUM_LAST_EVENTS = 10
+ELSEWHERE = ".elsewhere"
+"""The paths of runs that are kept outside of the folder of runs, a line each; hidden, so that it
+does not travel to workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +69,10 @@ class RunDetails:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """The runs directly below a folder, the one with the newest event first.
+    """The runs directly below a folder and those noted there, the one with the newest event first.
 
     A damaged run is in the list with status "unreadable"; a folder that does not exist has none.
+    The name of a run that is elsewhere is its path.
     """
     if not root.exists():
         return []
@@ -68,8 +80,26 @@ def list_runs(root: Path) -> list[RunSummary]:
         raise RunError(f"{root} is a file: give the folder that holds the runs.")
     with disk_boundary(f"Reading {root}"):
         paths = sorted(path for path in root.iterdir() if (path / EVENTS).is_file())
+        noted = root / ELSEWHERE
+        lines = noted.read_text(encoding="utf-8").splitlines() if noted.is_file() else []
     summaries = [_summarize_path(path) for path in paths]
+    for path in map(Path, dict.fromkeys(lines)):
+        if (path / EVENTS).is_file():
+            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            summaries.append(replace(_summarize_path(path), name=str(here)))
     return sorted(summaries, key=lambda summary: summary.last_event_s, reverse=True)
+
+
+def note_elsewhere(root: Path, path: Path) -> None:
+    """Have `list_runs(root)` list a run that is kept elsewhere."""
+    if path.parent == root.absolute():
+        return
+    with disk_boundary(f"Noting {path} in {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / ELSEWHERE).open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            if f"{path}\n" not in file.readlines():
+                file.write(f"{path}\n")
 
 
 def show(path: Path) -> RunDetails:

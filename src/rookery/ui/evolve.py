@@ -94,11 +94,18 @@ def _gain(report: EvolveReport) -> float | None:
 def _beside_baselines(report: EvolveReport) -> str:
     assert report.best is not None and report.best.score is not None
     best = report.best.score
-    as_good = [each for each in report.baselines if each.best is not None and each.best >= best]
-    if not as_good:
-        return " No baseline with as much to spend is as good."
-    names = ", ".join(f"{each.name} ({_score(each.best)})" for each in as_good)
-    return f" As good or better with as much to spend: {names}."
+    scores = [(each.best, each.name) for each in report.baselines if each.best is not None]
+    as_good = [f"{name} ({_score(score)})" for score, name in scores if score >= best]
+    if as_good:
+        return f" As good or better with as much to spend: {', '.join(as_good)}."
+    if not scores:
+        return " No baseline has a score."
+    score, name = max(scores)
+    return (
+        f" The best baseline with as much to spend, {name}, reached {_score(score)}, which is "
+        f"{wording.signed(score - best)}. One run of each tells nothing of chance: repeat it with "
+        "other seeds before you call one better."
+    )
 
 
 def _diff_lines(row: ProgramRow) -> list[tuple[str, str]]:

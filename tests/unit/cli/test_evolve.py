@@ -51,6 +51,8 @@ RUN = ("evolve", "run", "program.py", "evaluator.py", "--unsafe")
         (("evolve", "run", "program.py", "none.py"), "There is no evaluator"),
         ((*RUN, "-i", "many"), "many"),
         ((*RUN, "-i", "-3"), "max_iterations"),
+        ((*RUN, "-i", "0"), "max_iterations is 0"),
+        ((*RUN, "--evaluator.memory_limit_mb", "8"), "greater than or equal to 16"),
         ((*RUN, "-l", "LOUD"), "LOUD"),
         ((*RUN, "--mode", "fast"), "fast"),
         ((*RUN, "--distributed", "--executor", "local"), "--distributed is --executor ray"),
@@ -197,6 +199,9 @@ def test_a_finished_run_is_extended_under_its_own_config(
     assert rookery("evolve", "export", "openevolve_output", population).code == 0
     lines = [json.loads(line) for line in population.read_text().splitlines()]
     assert [line.get("iteration") for line in lines].count(None) == 1 and len(lines) == 6
+    [listed] = rookery("runs", "list", "--json").document
+    assert (listed["name"], listed["kind"]) == ("openevolve_output", "evolve")
+    assert rookery("runs", "show", listed["name"]).code == 0
     again = rookery(*RUN, *model.flags)
     assert again.code == 2 and "-i N does N more iterations" in again.words
 

@@ -1,5 +1,6 @@
 """`run_evolve` from Python: a run, its keys, what may change when it goes on, what it leaves."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
@@ -10,14 +11,26 @@ from aiohttp import web
 from scripted import Scripted, serve_scripted
 
 import rookery
+from rookery.compose import evolve_inputs
 from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_log import describe
 from rookery.compose.proposers import open_models
-from rookery.errors import ConfigError, FleetError, RookeryError, RunError
+from rookery.compose.running import resumable
+from rookery.errors import (
+    ConfigError,
+    EngineDownError,
+    ExecutorError,
+    FleetError,
+    FleetSettingsError,
+    RookeryError,
+    RunError,
+)
 from rookery.fleet.http.external_embedding import ExternalEmbedder
 from rookery.fleet.http.external_text import ExternalTextModel
 from rookery.loops.evolve.config import EvolveConfig, read_config
 from rookery.loops.evolve.config.reading import with_keys
+from rookery.loops.evolve.evaluation_task import evaluation_spec
+from rookery.loops.evolve.first_program import read_first_program
 from rookery.loops.evolve.watcher import Iteration
 from rookery.runs import Run
 from rookery.ui.display import Display
@@ -131,8 +144,10 @@ async def test_models_that_are_named_twice_are_one_and_two_servers_are_refused()
     config = read_config({"llm": llm}, environment={}).config
     async with open_models(config, Display(is_quiet=True)) as models:
         assert list(models) == ["big"]
-    models_ = [{"name": "big"}, {"name": "big", "api_base": "http://127.0.0.1:8/v1"}]
-    config = read_config({"llm": {"api_base": url, "models": models_}}, environment={}).config
+    judge = {"name": "big", "api_base": "http://127.0.0.1:8/v1"}
+    judged = {"api_base": url, "primary_model": "big", "evaluator_models": [judge]}
+    document = {"llm": judged, "evaluator": {"use_llm_feedback": True}}
+    config = read_config(document, environment={}).config
     with pytest.raises(ConfigError, match="two servers"):
         async with open_models(config, Display(is_quiet=True)):
             pass
@@ -177,6 +192,32 @@ async def test_a_server_that_wants_a_key_is_refused_with_what_to_do() -> None:
                 pass
     finally:
         await runner.cleanup()
+
+
+async def test_a_slow_evaluator_has_a_limit_and_the_wait_is_told(
+    problem: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evolve_inputs, "TELL_EVERY_S", 0.05)
+    await asyncio.to_thread((problem / "evaluator.py").write_text, "import time; time.sleep(60)")
+    own = {"workers": 1, "sandbox": {"backend": "none", "startup_s": 0.3}}
+    config = read_config({"rookery": own}, environment={}).config
+    first = read_first_program(problem / "program.py", config=config)
+    spec = evaluation_spec(config, evaluator=problem / "evaluator.py", first=first)
+    with pytest.raises(ExecutorError, match=r"not imported within `startup_s` \(0\.3 s\)"):
+        async with evolve_inputs.open_executor(config, spec, Display()):
+            pass
+    assert "may take 0.3 s (rookery.sandbox.startup_s)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ExecutorError, FleetSettingsError, EngineDownError])
+def test_a_run_that_ends_early_says_how_it_goes_on(
+    error: type[RookeryError], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, is_told in ((tmp_path, True), (tmp_path / "none", False)):
+        with pytest.raises(error), resumable(folder, Display()):
+            raise error("The head died.")
+        said = f"Go on with: rookery runs resume {folder}"
+        assert (said in capsys.readouterr().err) == is_told
 
 
 def test_a_run_killed_before_it_began_is_begun_again(problem: Path, model: Scripted) -> None:

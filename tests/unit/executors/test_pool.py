@@ -242,8 +242,32 @@ async def test_a_refusal_of_many_lines_is_told_whole_once(caplog: pytest.LogCapt
             await pool.submit(job(1, echo=1))
     assert str(told.value).count("line 1") == 1
     assert "slot/0, slot/1: The import failed" in str(told.value)
-    assert "The import failed: ModuleNotFoundError: nothing" in caplog.text
+    assert not caplog.text, "the error says it"
+    script.errors = [WorkerRefused(refusal, info=WorkerInfo(name="slot/0"))]
+    async with opened(script, num_slots=2):
+        assert "The import failed: ModuleNotFoundError: nothing" in caplog.text
     assert "line 1" not in caplog.text
+
+
+@pytest.mark.parametrize("startup_s", [0.0, 30.0])
+async def test_a_worker_has_the_time_that_its_task_needs(
+    startup_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(pool_module, "START_S", 0.01)
+    script = Script()
+
+    async def start(slot: str) -> ScriptedWorker:
+        await asyncio.sleep(0.1)
+        return await script.start(slot)
+
+    async with open_pool(start, down_s=0.0, startup_s=startup_s) as pool:
+        pool.add_slot("slow")
+        if startup_s:
+            await pool.wait_ready()
+        else:
+            with pytest.raises(ExecutorError, match=r"not ready within .*`startup_s` \(0 s\)"):
+                await pool.wait_ready()
 
 
 async def test_a_bug_in_starting_ends_the_block_loudly() -> None:

@@ -280,9 +280,10 @@ async def test_what_is_refused_to_everybody_ends_the_run(
     api = Api()
     api.failures = [(status, headers)]
     async with connect(api, monkeypatch, max_in_flight=1) as sampler:
-        with pytest.raises(FleetDownError, match=f"refused .{status}"):
+        with pytest.raises(FleetDownError, match=f"refused .{status}") as caught:
             await sampler.sample([ask(sampler.base)] * 3)
     assert len(api.asked) == 1
+    assert isinstance(caught.value, ConfigError) == (status not in (402, 429))
 
 
 async def test_an_internal_error_is_asked_again_once(monkeypatch: pytest.MonkeyPatch) -> None:

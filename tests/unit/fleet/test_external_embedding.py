@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rookery.errors import ConfigError, FleetDownError, FleetError
+from rookery.errors import ConfigError, FleetError
 from rookery.fleet.http.api import ExternalConfig
 from rookery.fleet.http.external_embedding import ExternalEmbedder, open_embedder
 from rookery.ports import Embedder
@@ -82,7 +82,7 @@ async def test_a_refused_key_is_told_before_anything_is_embedded() -> None:
     api = Api(status=401)
     async with connect(api) as embedder:
         with pytest.raises(ConfigError, match="refuses the key, or wants one"):
-            await embedder.check_key()
+            await embedder.check()
         assert api.bodies == []
-        with pytest.raises(FleetDownError):
+        with pytest.raises(ConfigError):
             await embedder.embed("x = 1")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rookery.errors import ConfigError, FleetDownError, FleetError
+from rookery.config import parse_config
+from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
 from rookery.fleet import ServerLost, ServerRefusal
 from rookery.fleet.http.external import ExternalConfig
 from rookery.fleet.http.external_text import ExternalTextModel, open_text_model
@@ -126,13 +127,61 @@ async def test_a_gateway_that_fails_whatever_it_is_asked_is_down(code: int) -> N
         assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi.", "it is asked again"
 
 
+def listing(*names: str) -> web.Response:
+    return web.json_response({"data": [{"id": name} for name in names]})
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([status(401)], "refuses the key, or wants one.*The key is that of SOME_KEY"),
+        ([status(403)], "refuses the key, or wants one.*The key is that of SOME_KEY"),
+        ([status(404), status(404)], "Is http://.* all that comes before /chat/completions"),
+        (
+            [status(404), listing("small", "models/big-2", *"cdefghij")],
+            r"no model 'big'; it lists small, big-2, c, .*h and 2 more. Did you mean big-2\?",
+        ),
+        ([status(404), web.json_response([])], "refused .404"),
+        ([status(404), listing("big")], r"refused .404.: as asked\.$"),
+        ([status(500), status(401)], "refuses the key"),
+    ],
+)
+async def test_settings_that_no_waiting_mends_are_told_apart(
+    answers: list[web.Response], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    api = Api()
+    api.answers = answers
+    async with connect(api, api_key_env="SOME_KEY") as model:
+        with pytest.raises(FleetSettingsError, match=said):
+            await model.reply(TextRequest(messages=CHAT))
+        assert (await model.reply(TextRequest(messages=CHAT))).text == "Hi.", "it is asked again"
+
+
+async def test_an_api_that_refuses_whatever_it_is_asked_ends_a_loop() -> None:
+    """Unless it answered before: then it is the request that it refuses."""
+    api = Api()
+    requests = [TextRequest(messages=CHAT, seed=seed) for seed in (1, 1, 2, 3)]
+    for is_new in (False, True):
+        async with connect(api) as model:
+            if not is_new:
+                await model.reply(requests[0])
+            api.answers = [status(400) for _ in requests]
+            for request in requests[:3]:
+                with pytest.raises(ServerRefusal, match=r"refused .400.: as asked"):
+                    await model.reply(request)
+            kind = FleetSettingsError if is_new else ServerRefusal
+            with pytest.raises(kind, match=r"refused .400.: as asked"):
+                await model.reply(requests[3])
+
+
 async def test_who_can_serve_nobody_is_told_apart() -> None:
     api = Api()
     async with connect(api, client={"busy_s": 0.2}) as model:
-        for answer in (status(401), status(403), status(404), status(429, **{"Retry-After": "60"})):
-            api.answers = [answer]
-            with pytest.raises(FleetDownError):
-                await model.reply(TextRequest(messages=CHAT))
+        api.answers = [status(429, **{"Retry-After": "60"})]
+        with pytest.raises(FleetDownError) as caught:
+            await model.reply(TextRequest(messages=CHAT))
+        assert not isinstance(caught.value, FleetSettingsError)
         api.answers = [status(400)]
         with pytest.raises(ServerRefusal):
             await model.reply(TextRequest(messages=CHAT))
@@ -141,7 +190,7 @@ async def test_who_can_serve_nobody_is_told_apart() -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
     async with open_text_model(ExternalConfig(url=url, model="m", api_key_env="")) as model:
-        with pytest.raises(FleetDownError, match="can't be reached"):
+        with pytest.raises(FleetDownError, match="The API can't be reached"):
             await model.reply(TextRequest(messages=CHAT))
 
 
@@ -254,23 +303,47 @@ async def test_settings_that_texts_do_not_have_are_refused() -> None:
 async def test_a_key_that_is_refused_is_seen_before_a_model_is_asked(code: int) -> None:
     api = Api()
     async with connect(api, key="secret") as model:
-        await model.check_key()
+        await model.check()
         assert api.headers[0]["Authorization"] == "Bearer secret"
         api.answers = [status(code)]
         with pytest.raises(ConfigError, match="refuses the key, or wants one"):
-            await model.check_key()
+            await model.check()
     assert api.bodies == []
+
+
+@pytest.mark.parametrize("code", [404, 400, 500])
+async def test_a_model_that_is_not_listed_is_asked_for_a_word(code: int) -> None:
+    api = Api()
+    async with connect(api) as model:
+        api.answers = [listing("small"), status(code), *[status(code)] * (code == 500)]
+        if code == 404:
+            api.answers.append(listing("small"))
+            with pytest.raises(ConfigError, match="it lists small"):
+                await model.check()
+        else:
+            await model.check()
+        api.answers = [listing("small", "big")]
+        await model.check()
+    assert len(api.bodies) == (2 if code == 500 else 1)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000/v1", "not a url", "http://", "http://host:port/v1"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"url is .*write http://"):
+        parse_config(ExternalConfig, {"url": url, "model": "big"}, origin="the config")
 
 
 async def test_an_api_without_a_list_of_models_or_that_is_away_is_left_for_later() -> None:
     api = Api()
     async with connect(api) as model:
         api.answers = [status(404), status(500)]
-        await model.check_key()
-        await model.check_key()
+        await model.check()
+        await model.check()
     config = ExternalConfig(url="http://127.0.0.1:9/v1", model="big", api_key_env="")
     async with open_text_model(config) as model:
-        await model.check_key()
+        await model.check()
 
 
 async def test_the_url_is_all_before_chat_completions() -> None:

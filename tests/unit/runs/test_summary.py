@@ -7,6 +7,7 @@ import pytest
 
 from rookery.errors import RunError
 from rookery.runs import NewEvent, Run, export_events, list_runs, show
+from rookery.runs.summary import note_elsewhere
 
 
 def test_the_list_has_the_newest_first(tmp_path: Path) -> None:
@@ -28,6 +29,22 @@ def test_the_list_has_the_newest_first(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "other").mkdir()
     assert len(list_runs(tmp_path)) == 2
+
+
+def test_runs_that_are_kept_elsewhere_are_listed_by_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs, out = Path("runs"), tmp_path / "problem" / "out"
+    for folder in (out, tmp_path / "runs" / "here", out):
+        note_elsewhere(runs, folder)
+    assert list_runs(runs) == [], "there is none"
+    Run.create(out.parent, kind="evolve", name="out", config={}).close()
+    Run.create(runs, kind="eval", name="here", config={}).close()
+    assert {summary.name: summary.path for summary in list_runs(runs)} == {
+        "here": tmp_path / "runs" / "here",
+        "problem/out": out,
+    }
 
 
 def test_size_is_what_the_files_hold(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_the_page_says_what_the_report_says() -> None:
     assert page.charts == ["curve", "grid", "grid", "staleness"]
     assert "Best score 0.75 iteration 7 First program 0.25" in text
     assert "Better than the first program by +0.500." in text
-    assert "No baseline with as much to spend is as good." in text
+    assert "The best baseline with as much to spend, best_of_n, reached 0.5, which is" in text
+    assert "One run of each tells nothing of chance" in text
     assert ["timeout", "3", "2", "Over 10 s."] in page.rows
     assert "-x = 1 +x = 2" in text and "speed -2.5" in text
     assert "10 iterations 1,234 tokens 0.12 USD 12.0 s 30.0 s of evaluations 1 worker lost" in text
@@ -106,6 +107,7 @@ def test_lines_of_a_diff_are_marked_as_what_they_are() -> None:
             {"baselines": [{"name": "sequential", "best": 0.75}]},
             "As good or better with as much to spend: sequential (0.75).",
         ),
+        ({"baselines": [{"name": "sequential"}]}, "No baseline has a score."),
         ({"stop_reason": "The budget of tokens is spent."}, "The budget of tokens is spent."),
         ({"num_demoted": 2}, "2 programs looked like the best and did not hold"),
         ({"warnings": ["unsafe: no sandbox"]}, "1 warning unsafe: no sandbox"),

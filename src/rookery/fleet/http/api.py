@@ -4,26 +4,29 @@
         async with api.call():
             answer = await api.ask("/v1/chat/completions", body, cost=1200)
 
-| what goes wrong                                      | is raised      | and then               |
-|------------------------------------------------------|----------------|------------------------|
-| no connection, busy for `busy_s`, key, credit, model | FleetDownError | nobody can be served   |
-| 500 to 599 otherwise                                 | ServerLost     | sent again once        |
-| no answer in time                                    | ServerLost     |                        |
-| 400 to 499 otherwise                                 | ServerRefusal  |                        |
+| what goes wrong                                | is raised          | and then                   |
+|------------------------------------------------|--------------------|----------------------------|
+| no connection, busy for `busy_s`, no credit    | FleetDownError     | nobody can be served now   |
+| 401, 403 (the key), 404 (the model or the URL) | FleetSettingsError | waiting does not help      |
+| 500 to 599 otherwise                           | ServerLost         | sent again once            |
+| no answer in time                              | ServerLost         |                            |
+| 400 to 499 otherwise                           | ServerRefusal      |                            |
+| the same for each of the first `MAX_REFUSED`   | FleetSettingsError | the rest would be refused  |
 """
 
 import asyncio
 import contextlib
+import difflib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rookery.config import Config
-from rookery.errors import ConfigError, FleetDownError, FleetError
+from rookery.config import Config, check_url
+from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
 from rookery.fleet.http.client import (
     Client,
     ClientConfig,
@@ -37,14 +40,17 @@ from rookery.types import TokenUsage
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
 
-__all__ = ["Api", "ExternalConfig", "api_root", "open_api", "read_usage"]
+__all__ = ["Api", "ExternalConfig", "open_api", "read_usage"]
 
 MINUTE_S = 60.0
-NO_REQUEST = frozenset({401, 402, 403, 404, 429})
-"""Refusals of everybody: no key or one without rights, no credit (a 429 that waiting does not
-help), no such model."""
 NO_KEY = frozenset({401, 403})
+NO_CREDIT = frozenset({402, 429})
+"""A 429 that is no busy server: an account may be topped up while a run waits."""
+MAX_REFUSED = 3
+"""Different requests that an API may refuse before it has answered any."""
 CHECK_S = 10.0
+MAX_NAMES = 8
+"""Models of an API that a sentence names."""
 
 
 class ExternalClientConfig(ClientConfig):
@@ -82,6 +88,12 @@ class ExternalConfig(Config):
     """False: the API refuses requests with a seed."""
     client: ExternalClientConfig = ExternalClientConfig()
 
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        check_url(url, named="url is")
+        return url
+
 
 class Api:
     """One API under its limits; counts what it was paid. `open_api` makes one."""
@@ -92,15 +104,22 @@ class Api:
         *,
         config: ExternalConfig,
         limits: "tuple[AsyncLimiter | None, AsyncLimiter | None]",
+        key_hint: str,
     ) -> None:
         self.config = config
+        self.root = "/v1" if config.url.rstrip("/").endswith("/v1") else ""
+        """What the paths of requests begin with: clients take a URL without /v1, and some APIs
+        have another path, such as /v1beta/openai."""
         self.num_answers = 0
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.num_unreported = 0
         """Answers without a report of their tokens: the two sums leave them out."""
         self._client = client
+        self._key_hint = key_hint
         self._requests, self._tokens = limits
+        self._refused: set[bytes] = set()
+        """Requests that were refused before any was answered."""
         # Filled by every request, drained by its answer; bounds what the provider sees at once.
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
         self._calls: set[asyncio.Timeout] = set()
@@ -172,19 +191,23 @@ class Api:
         self._count(answer)
         return answer
 
-    async def check_key(self, path: str) -> None:
-        """Raise a ConfigError if the API refuses the key, or wants one. Asks for its list of
-        models, so no model is called; an API that does not answer is left for later."""
+    async def list_models(self) -> tuple[str, ...]:
+        """The names of its models, none where it does not tell. FleetSettingsError if it refuses
+        the key, or wants one; no model is called."""
         try:
             async with asyncio.timeout(CHECK_S):
-                await self._client.get(path)
+                answer = await self._client.get(f"{self.root}/models")
         except ServerRefusal as refusal:
             if refusal.status in NO_KEY:
-                raise ConfigError(
-                    f"{self.config.url} refuses the key, or wants one: {refusal}"
-                ) from refusal
+                raise self._no_key(refusal) from refusal
+            return ()
         except (ServerLost, TimeoutError):
-            return
+            return ()
+        rows = answer.get("data") if isinstance(answer, dict) else None
+        listed = rows if isinstance(rows, list) else []
+        ids = [row.get("id") for row in listed if isinstance(row, dict)]
+        # Some list `models/NAME` and take NAME.
+        return tuple(id.removeprefix("models/") for id in ids if isinstance(id, str))
 
     async def _post(self, path: str, content: bytes, admit: Callable[[], Any]) -> Any:
         limit_s = self.config.client.request_s
@@ -192,13 +215,33 @@ class Api:
             # Every attempt counts: the provider counts those that it answers with 429 too.
             return await self._client.post(path, content, limit_s=limit_s, admit=admit)
         except ServerRefusal as refusal:
-            if refusal.status in NO_REQUEST:
-                raise FleetDownError(str(refusal)) from refusal
-            raise
+            raise await self._classify(refusal, content) from refusal
         except ServerLost as loss:
             if loss.is_broken or isinstance(loss, ServerBusy):
                 raise FleetDownError(str(loss)) from loss
             raise
+
+    async def _classify(self, refusal: ServerRefusal, content: bytes) -> FleetError:
+        if refusal.status in NO_CREDIT:
+            return FleetDownError(str(refusal))
+        if refusal.status in NO_KEY:
+            return self._no_key(refusal)
+        if refusal.status == 404:
+            return FleetSettingsError(_no_model(refusal, await self.list_models(), self.config))
+        if not self.num_answers:
+            self._refused.add(content)
+        if self.num_answers or len(self._refused) < MAX_REFUSED:
+            return refusal
+        return FleetSettingsError(
+            f"{self.config.url} refused each of the first {MAX_REFUSED} requests to "
+            f"{self.config.model}. The last: {refusal}"
+        )
+
+    def _no_key(self, refusal: ServerRefusal) -> FleetSettingsError:
+        url = self.config.url
+        return FleetSettingsError(
+            f"{url} refuses the key, or wants one: {refusal} {self._key_hint}"
+        )
 
     def _count(self, answer: Mapping[str, Any]) -> None:
         self.num_answers += 1
@@ -211,8 +254,11 @@ class Api:
 
 
 @asynccontextmanager
-async def open_api(config: ExternalConfig, *, api_key: str | None = None) -> AsyncIterator[Api]:
-    """Connect. Where no key is given, that of `api_key_env` must be in the environment."""
+async def open_api(
+    config: ExternalConfig, *, api_key: str | None = None, key_hint: str = ""
+) -> AsyncIterator[Api]:
+    """Connect. Where no key is given, that of `api_key_env` must be in the environment. `key_hint`
+    says what to do about a key that is refused."""
     key = api_key
     if key is None:
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -221,19 +267,29 @@ async def open_api(config: ExternalConfig, *, api_key: str | None = None) -> Asy
             f"{config.url} needs a key, and {config.api_key_env} is not set: export it, or name "
             'another variable in api_key_env; write api_key_env: "" for a server without a key.'
         )
+    if not key_hint and config.api_key_env:
+        key_hint = f"The key is that of {config.api_key_env}: export another one."
+    elif not key_hint:
+        key_hint = "Name the environment variable that holds the key in api_key_env."
     limits = _limiter(config.requests_per_minute), _limiter(config.tokens_per_minute)
     async with open_session() as session:
-        client = Client(config.url, session=session, config=config.client, api_key=key)
-        with contextlib.closing(Api(client, config=config, limits=limits)) as api:
+        client = Client(config.url, session=session, config=config.client, api_key=key, kind="API")
+        api = Api(client, config=config, limits=limits, key_hint=key_hint)
+        with contextlib.closing(api):
             yield api
 
 
-def api_root(config: ExternalConfig) -> str:
-    """What the paths of requests begin with.
-
-    Clients take a URL without /v1. Some APIs have another path, such as /v1beta/openai.
-    """
-    return "/v1" if config.url.rstrip("/").endswith("/v1") else ""
+def _no_model(refusal: ServerRefusal, names: Sequence[str], config: ExternalConfig) -> str:
+    model, said = config.model, f"{str(refusal).rstrip('.')}."
+    if not names:
+        return f"{said} Is {config.url} all that comes before /chat/completions, mostly with /v1?"
+    if model in names:
+        return said
+    near = difflib.get_close_matches(model, names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    listed = ", ".join(names[:MAX_NAMES])
+    return f"{said} {config.url} has no model {model!r}; it lists {listed}{more}.{hint}"
 
 
 def read_usage(answer: Mapping[str, Any]) -> TokenUsage | None:

@@ -133,7 +133,10 @@ class Client:
         session: aiohttp.ClientSession,
         config: ClientConfig | None = None,
         api_key: str = "",
+        kind: str = "vLLM server",
     ) -> None:
+        """`kind` is what sentences call the server."""
+        self._kind = kind
         self.url = url.rstrip("/").removesuffix("/v1")
         self.config = config or ClientConfig()
         self._session = session
@@ -307,7 +310,7 @@ class Client:
                 said = "this process has no file descriptor left: raise `ulimit -n`"
                 raise _Busy(said, _FIRST_WAIT_S) from error
             raise ServerLost(
-                _unreachable(self.url, error), is_broken=True, was_sent=was_sent
+                _unreachable(self._kind, self.url, error), is_broken=True, was_sent=was_sent
             ) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ServerLost(f"{where} did not answer in HTTP: {error}", is_broken=True) from error
@@ -357,9 +360,9 @@ class Client:
         )
 
 
-def _unreachable(url: str, error: Exception) -> str:
+def _unreachable(what: str, url: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return f"The vLLM server can't be reached at {url}: {reason}. Is it running?"
+    return f"The {what} can't be reached at {url}: {reason}. Is it running?"
 
 
 def _decode(content: bytes, content_type: str, where: URL) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rookery.errors import FleetError
-from rookery.fleet.http.api import Api, ExternalConfig, api_root, open_api
+from rookery.fleet.http.api import Api, ExternalConfig, open_api
 from rookery.fleet.http.external_text import CHARACTERS_PER_TOKEN
 
 __all__ = ["ExternalEmbedder", "open_embedder"]
@@ -22,17 +22,16 @@ class ExternalEmbedder:
     def __init__(self, api: Api) -> None:
         self.config = api.config
         self._api = api
-        self._root = api_root(api.config)
 
-    async def check_key(self) -> None:
-        """Raise a ConfigError if the API refuses the key, or wants one. Embeds nothing."""
-        await self._api.check_key(f"{self._root}/models")
+    async def check(self) -> None:
+        """Raise a FleetSettingsError if the API refuses the key, or wants one. Embeds nothing."""
+        await self._api.list_models()
 
     async def embed(self, text: str) -> tuple[float, ...]:
         clean = text.encode(errors="replace").decode()
         body = {"model": self.config.model, "input": [clean], "encoding_format": "float"}
         async with self._api.call():
-            path = f"{self._root}/embeddings"
+            path = f"{self._api.root}/embeddings"
             answer = await self._api.ask(path, body, cost=1 + len(clean) // CHARACTERS_PER_TOKEN)
         rows = answer.get("data")
         row = rows[0] if isinstance(rows, list) and len(rows) == 1 else None
@@ -48,8 +47,8 @@ def _is_number(value: object) -> bool:
 
 @asynccontextmanager
 async def open_embedder(
-    config: ExternalConfig, *, api_key: str | None = None
+    config: ExternalConfig, *, api_key: str | None = None, key_hint: str = ""
 ) -> AsyncIterator[ExternalEmbedder]:
     """Connect to the API as `open_api` does. `url` is all that comes before /embeddings."""
-    async with open_api(config, api_key=api_key) as api:
+    async with open_api(config, api_key=api_key, key_hint=key_hint) as api:
         yield ExternalEmbedder(api)

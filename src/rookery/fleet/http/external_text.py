@@ -4,17 +4,19 @@
     async with open_text_model(config) as model:
         reply = await model.reply(TextRequest(messages=(Message(role="user", content="Hello"),)))
 
-An API that nobody can be served by (unreachable, busy for long, no key or credit, no such model,
-failing or silent whatever it is asked) is a FleetDownError: a loop waits, or ends to be resumed.
-Any other FleetError is of one request.
+An API that nobody can be served by (unreachable, busy for long, no credit, failing or silent
+whatever it is asked) is a FleetDownError: a loop waits, or ends to be resumed. One that refuses the
+key, the model or all it is asked is a FleetSettingsError: a loop ends. Any other FleetError is of
+one request.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rookery.errors import ConfigError, FleetDownError, FleetError
-from rookery.fleet.http.api import Api, ExternalConfig, api_root, open_api, read_usage
+from rookery.errors import ConfigError, FleetDownError, FleetError, FleetSettingsError
+from rookery.fleet.http.api import CHECK_S, Api, ExternalConfig, open_api, read_usage
 from rookery.fleet.http.client import ServerLost
 from rookery.types import Message, TextReply, TextRequest, TokenUsage
 
@@ -32,7 +34,6 @@ class ExternalTextModel:
     def __init__(self, api: Api) -> None:
         self.config = api.config
         self._api = api
-        self._root = api_root(self.config)
 
     @property
     def usage(self) -> TokenUsage:
@@ -42,9 +43,19 @@ class ExternalTextModel:
             completion_tokens=self._api.num_completion_tokens,
         )
 
-    async def check_key(self) -> None:
-        """Raise a ConfigError if the API refuses the key, or wants one. Calls no model."""
-        await self._api.check_key(f"{self._root}/models")
+    async def check(self) -> None:
+        """Raise a FleetSettingsError if the API refuses the key or has no such model. A model that
+        it lists is not called; an API that does not answer is left for later."""
+        names = await self._api.list_models()
+        if not names or self.config.model in names:
+            return
+        try:  # some list a part of what they serve
+            async with asyncio.timeout(CHECK_S):
+                await self._ask(SHORTEST)
+        except FleetSettingsError:
+            raise
+        except (FleetError, TimeoutError):
+            return
 
     async def reply(self, request: TextRequest) -> TextReply:
         """A server that failed is asked something short: a gateway whose model is gone answers
@@ -60,6 +71,8 @@ class ExternalTextModel:
     async def _serves_others(self) -> bool:
         try:
             await self._ask(SHORTEST)
+        except FleetSettingsError:
+            raise
         except (ServerLost, FleetDownError):
             return False
         except FleetError:
@@ -70,7 +83,7 @@ class ExternalTextModel:
         written = sum(len(message.content) for message in request.messages)
         cost = written // CHARACTERS_PER_TOKEN + request.max_tokens
         async with self._api.call():
-            path = f"{self._root}/chat/completions"
+            path = f"{self._api.root}/chat/completions"
             answer = await self._api.ask(path, self._body(request), cost=cost)
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
@@ -112,7 +125,7 @@ def _clean(text: str) -> str:
 
 @asynccontextmanager
 async def open_text_model(
-    config: ExternalConfig, *, api_key: str | None = None
+    config: ExternalConfig, *, api_key: str | None = None, key_hint: str = ""
 ) -> AsyncIterator[ExternalTextModel]:
     """Connect to the API as `open_api` does. `url` is all that comes before /chat/completions."""
     if config.route != "chat" or config.logprobs:
@@ -120,5 +133,5 @@ async def open_text_model(
             f"A model of texts needs route: chat and logprobs: false; given are {config.route} and "
             f"{str(config.logprobs).lower()}."
         )
-    async with open_api(config, api_key=api_key) as api:
+    async with open_api(config, api_key=api_key, key_hint=key_hint) as api:
         yield ExternalTextModel(api)

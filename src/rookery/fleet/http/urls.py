@@ -1,7 +1,8 @@
 """The addresses of servers, as they are written in a config."""
 
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+
+from rookery.config import check_url
 
 __all__ = ["check_urls"]
 
@@ -23,14 +24,7 @@ def check_urls(urls: Sequence[str]) -> None:
 
 def _place(url: str) -> tuple[str, str, int, str]:
     """Scheme, host, port and path: equal for two spellings of one server."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(
-            f"urls has {url!r}, which does not begin with http:// or https://: write "
-            f"http://{url.rpartition('://')[2] or 'host:8000'}."
-        )
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise ValueError(f"urls has {url!r}, which names no host: write http://host:8000.")
-    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    parts = check_url(url, named="urls has")
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
     path = parts.path.rstrip("/").removesuffix("/v1")
     return parts.scheme, host, parts.port or _PORTS[parts.scheme], path

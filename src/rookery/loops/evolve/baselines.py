@@ -21,6 +21,8 @@ from rookery.loops.evolve.search_state import SearchState, open_state, search_co
 from rookery.loops.evolve.stages import Evaluated
 from rookery.search.programs.bandit import Arm
 from rookery.search.programs.database import ProgramDatabase
+from rookery.search.programs.program import Member
+from rookery.search.programs.program import ProgramRecord as SearchedProgram
 from rookery.search.programs.sampling import Plan
 from rookery.seeding import stream_seed
 
@@ -28,16 +30,24 @@ __all__ = ["BASELINES", "Baseline", "BestOfN", "Sequential", "Start", "run_basel
 
 
 class BestOfN(ProgramDatabase):
-    """Independent children of the best first program."""
+    """Independent children of the best first program, which a better child may have replaced among
+    the members."""
+
+    first: Member | None = None
+
+    def tell(self, record: SearchedProgram) -> Member:
+        member = super().tell(record)
+        if record.attempt == 0 and (self.first is None or member.rank < self.first.rank):
+            self.first = member
+        return member
 
     def ask(self, attempt: int) -> Plan:
-        plan = super().ask(attempt)
-        firsts = [member for member in self.members.values() if member.record.attempt == 0]
-        parent = min(firsts, key=lambda member: member.rank)
+        plan, first = super().ask(attempt), self.first
+        assert first is not None
         return replace(
             plan,
-            parent=parent.id,
-            parent_score=parent.score,
+            parent=first.id,
+            parent_score=first.score,
             generation=1,
             inspirations=(),
             top=(),

@@ -5,6 +5,8 @@
 
 | what the model raises              | then                                                     |
 |------------------------------------|----------------------------------------------------------|
+| it refuses everybody               | the error ends the run: waiting does not help            |
+| (FleetSettingsError)               |                                                          |
 | it serves nobody (`...DownError`)  | one caller tries again, all others wait for it; no limit |
 |                                    | but `down_s`, after which the error ends the run         |
 | any other error of the request     | asked again, `retries` times; then ModelFailed           |
@@ -15,7 +17,13 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rookery.errors import EngineDownError, EngineError, FleetDownError, FleetError
+from rookery.errors import (
+    EngineDownError,
+    EngineError,
+    FleetDownError,
+    FleetError,
+    FleetSettingsError,
+)
 from rookery.loops.evolve.config import ModelConfig
 from rookery.ports import TextModel
 from rookery.types import Message, TextReply, TextRequest
@@ -74,6 +82,8 @@ class Endpoint:
             await self._is_up.wait()
             try:
                 return await self._model.reply(request)
+            except FleetSettingsError:
+                raise
             except (EngineDownError, FleetDownError) as error:
                 if self._is_up.is_set():
                     reply = await self._wait_until_up(request, error)
@@ -101,6 +111,8 @@ class Endpoint:
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 try:
                     return await self._model.reply(request)
+                except FleetSettingsError:
+                    raise
                 except (EngineDownError, FleetDownError) as again:
                     error = again
                 except (EngineError, FleetError):

@@ -72,6 +72,7 @@ def evaluation_spec(
             ignored=(*IGNORED, ".*", "openevolve_output"),
             left_out=output.resolve() if output else None,
         ),
+        startup_s=settings.sandbox.startup_s,
     )
 
 
@@ -87,6 +88,7 @@ def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
             "cpu_s": own.cpu_s,
             "scratch_bytes": own.scratch_mb * _MB,
             "output_bytes": own.output_mb * _MB,
+            "startup_s": own.startup_s,
             "network": own.network,
             "devices": own.devices,
             "variables": own.variables,

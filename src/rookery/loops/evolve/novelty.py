@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rookery.concurrency import run_in_thread
-from rookery.errors import EngineError, FleetError
+from rookery.errors import EngineError, FleetError, FleetSettingsError
 from rookery.loops.evolve.endpoint import Endpoint, ModelFailed
 from rookery.loops.evolve.program_store import ProgramStore
 from rookery.loops.evolve.proposer import Child, seed_of
@@ -124,6 +124,8 @@ class Novelty:
         try:
             vector = await self._embedder.embed(code)
             return Comparison(embedding=await run_in_thread(pack_vector, vector))
+        except FleetSettingsError:
+            raise
         except (EngineError, FleetError, ValueError) as error:
             return Comparison(error=_shorten(f"No embedding: {error}"))
 

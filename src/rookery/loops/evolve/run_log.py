@@ -3,11 +3,13 @@
 with log_to_file(config, run.path):
     ...
 
-A thread writes: the event loop does not wait for the file.
+A thread writes: the event loop does not wait for the file. What programs and servers wrote cannot
+colour or move the terminal of whoever reads it.
 """
 
 import logging
 import queue
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
@@ -18,7 +20,17 @@ from rookery.loops.evolve.config import EvolveConfig
 
 __all__ = ["log_to_file"]
 
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Colours and moves of the cursor; of other sequences the control characters go."""
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+class _PlainFormatter(logging.Formatter):
+    """Without terminal escapes and other control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = _ESCAPES.sub("", super().format(record))
+        return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
 @contextmanager
@@ -28,7 +40,7 @@ def log_to_file(config: EvolveConfig, folder: Path) -> Iterator[Path]:
     with boundary(RunError, f"Opening the log in {place}", foreign=(OSError,)):
         place.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(place / "evolve.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter(FORMAT))
+    file.setFormatter(_PlainFormatter(FORMAT))
     # Filled by whoever logs, drained by the listener's thread.
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     listener, handler = QueueListener(lines, file), QueueHandler(lines)

@@ -170,6 +170,22 @@ def test_the_examples_of_a_checkout_are_read_as_there(openevolve: OpenEvolve) ->
         ({"llm": {"models": {"name": "a"}}}, "llm.models is .* should be a list"),
         ({"database": 5}, "database is 5; it should be a section"),
         ({"database": {"feature_bins": "4"}}, 'database.feature_bins is "4"'),
+        ({"database": {"feature_bins": 10**9}}, "feature_bins is 1000000000; .* 1 to 1000 bins"),
+        ({"database": {"feature_bins": {"complexity": 0}}}, "feature_bins is .* 1 to 1000 bins"),
+        ({"database": {"exploration_ratio": 0.6}}, "exploitation_ratio is 0.7; .* at most 1"),
+        ({"max_iterations": 0}, "max_iterations is 0; it should be greater than or equal to 1"),
+        ({"evaluator": {"memory_limit_mb": 8}}, "evaluator.memory_limit_mb is 8; .* equal to 16"),
+        ({"rookery": {"sandbox": {"memory_mb": 1}}}, "sandbox.memory_mb is 1; .* equal to 16"),
+        (
+            {"llm": {"models": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}},
+            "llm.models names 'a' twice",
+        ),
+        (
+            {"llm": {"primary_model": "a", "api_base": "gpu1:8000/v1"}},
+            "api_base of the model 'a' is 'gpu1:8000/v1', .* write http://gpu1:8000/v1",
+        ),
+        ({"llm": {"primary_model": "a", "api_base": "not a url"}}, "write http://host:8000"),
+        ({"database": {"embedding_api_base": "x:1"}}, "database.embedding_api_base is 'x:1'"),
         ({"diff_pattern": "(a"}, "diff_pattern: .* is not a regular expression"),
         ({"diff_pattern": "(a)b"}, "diff_pattern: .* has 1 groups; it needs two"),
         ({"evolution_trace": {"format": "xml"}}, "evolution_trace.format"),
@@ -182,7 +198,10 @@ def test_the_examples_of_a_checkout_are_read_as_there(openevolve: OpenEvolve) ->
             {"diff_based_evolution": False, "prompt": {"programs_as_changes_description": True}},
             "needs diff_based_evolution: true",
         ),
-        ({"prompt": {"template_dir": "nowhere"}}, "template_dir is .*nowhere"),
+        (
+            {"prompt": {"template_dir": "nowhere"}},
+            "template_dir is nowhere, and there is no folder .*/nowhere nor .*/nowhere",
+        ),
         ({"llm": {"primary_model": "a", "api_key": "${NO_SUCH}"}}, "NO_SUCH is not set"),
     ],
 )
@@ -342,7 +361,14 @@ def test_distributed_is_ray(tmp_path: Path) -> None:
     assert EvolveConfig().executor == "local"
 
 
-def test_templates_are_beside_the_config(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    path = _write(tmp_path / "config.yaml", {"prompt": {"template_dir": "mine"}})
-    assert _read(path).config.prompt.template_dir == (tmp_path / "mine").resolve()
+def test_templates_are_beside_the_config_or_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        (folder / "mine").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    path = _write(there / "config.yaml", {"prompt": {"template_dir": "mine"}})
+    assert _read(path).config.prompt.template_dir == (there / "mine").resolve()
+    (there / "mine").rmdir()
+    assert _read(path).config.prompt.template_dir == (here / "mine").resolve()

@@ -1,6 +1,7 @@
 """The evolve loop on a toy: it improves, writes its files, counts failures, obeys its limits."""
 
 import json
+import logging
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from loops.evolve.toy import (
 
 from rookery.loops.evolve import outputs
 from rookery.loops.evolve.checkpoints import fill_best, read_checkpoint
+from rookery.loops.evolve.run_log import log_to_file
 
 
 async def test_it_improves_and_leaves_its_files(tmp_path: Path) -> None:
@@ -113,6 +115,14 @@ async def test_iterations_are_in_the_log(tmp_path: Path) -> None:
     quiet = toy_config(max_iterations=5, log_level="ERROR", log_dir=str(tmp_path / "elsewhere"))
     await evolve_toy(tmp_path / "quiet", quiet)
     assert (tmp_path / "elsewhere" / "evolve.log").read_text() == ""
+
+
+def test_the_log_cannot_move_the_terminal(tmp_path: Path) -> None:
+    with log_to_file(toy_config(), tmp_path) as file:
+        logging.getLogger("rookery.hostile").warning(
+            "%s", "a\x1b[2J\x1b[1;31mb\x07\x1b]0;title\tc\nd"
+        )
+    assert file.read_text().endswith("ab]0;title\tc\nd\n")
 
 
 async def test_checkpoints_share_programs_with_each_other_and_not_with_the_run(

@@ -18,7 +18,13 @@ from loops.evolve.toy import (
     toy_outcome,
 )
 
-from rookery.errors import ConfigError, EngineDownError, EngineError, ExecutorError
+from rookery.errors import (
+    ConfigError,
+    EngineDownError,
+    EngineError,
+    ExecutorError,
+    FleetSettingsError,
+)
 from rookery.loops.evolve import endpoint
 from rookery.loops.evolve.watcher import Iteration
 from rookery.sandbox import Failure, Outcome
@@ -248,6 +254,18 @@ async def test_a_model_that_stays_down_ends_the_run_which_resumes(
         await evolve_toy(tmp_path, config, model=model)
     assert all(states == ["planned"] for states in decided_states(tmp_path).values())
     result = await evolve_toy(tmp_path, config)
+    assert result.report.num_iterations == 20
+
+
+async def test_settings_that_a_model_refuses_end_the_run_at_once_which_resumes(
+    tmp_path: Path,
+) -> None:
+    seen, model = Seen(), FlakyModel(FleetSettingsError("It wants a key."))
+    with pytest.raises(ConfigError, match="It wants a key"):
+        await evolve_toy(tmp_path, toy_config(), model=model, watcher=seen)
+    assert not seen.sentences, "it is not waited for"
+    assert all(states == ["planned"] for states in decided_states(tmp_path).values())
+    result = await evolve_toy(tmp_path, toy_config())
     assert result.report.num_iterations == 20
 
 

@@ -378,10 +378,19 @@ async def test_baselines_without_counted_tokens_try_as_often(tmp_path: Path) -> 
     assert not any(row.note for row in report.baselines)
 
 
-async def test_best_of_n_asks_for_children_of_the_first_program_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "database",
+    [{"num_islands": 2}, {"num_islands": 1, "feature_bins": 1, "archive_size": 1}],
+    ids=["in the population", "replaced by a better child"],
+)
+async def test_best_of_n_asks_for_children_of_the_first_program_alone(
+    tmp_path: Path, database: dict[str, int]
+) -> None:
     model = toy_model()
-    config = toy_config(max_iterations=10, rookery={"baselines": ("best_of_n",)})
-    await evolve_toy(tmp_path, config, model=model)
+    own = {"baselines": ("best_of_n",)}
+    config = toy_config(max_iterations=10, database=database, rookery=own)
+    report = (await evolve_toy(tmp_path, config, model=model)).report
+    assert report.baselines[0].num_iterations >= 10
     for request in model.requests[10:]:
         user = request.messages[-1].content
         assert "x = 1\n" in user and user.count("x = ") == 1

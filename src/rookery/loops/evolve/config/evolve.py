@@ -23,7 +23,7 @@ __all__ = ["EvolveConfig"]
 class EvolveConfig(Section):
     """One evolution of programs."""
 
-    max_iterations: int = Field(default=10_000, ge=0)
+    max_iterations: int = Field(default=10_000, ge=1)
     checkpoint_interval: int = Field(default=100, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     log_dir: str | None = None

@@ -7,7 +7,11 @@ from pydantic import Field, model_validator
 from rookery.config import Config
 from rookery.runs.trackers import TrackerName
 
-__all__ = ["BudgetConfig", "RookeryConfig", "SandboxSettings"]
+__all__ = ["LEAST_MEMORY_MB", "BudgetConfig", "RookeryConfig", "SandboxSettings"]
+
+
+LEAST_MEMORY_MB = 16
+"""The least that a sandbox takes."""
 
 
 class BudgetConfig(Config):
@@ -36,8 +40,10 @@ class SandboxSettings(Config):
 
     backend: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
     """`none` is what `--unsafe` says: the program runs with all that you may do."""
-    memory_mb: int = Field(default=4096, gt=0)
+    memory_mb: int = Field(default=4096, ge=LEAST_MEMORY_MB)
     """Of all processes of a program together."""
+    startup_s: float = Field(default=120.0, gt=0)
+    """How long the evaluator's imports may take."""
     cpu_s: float | None = Field(default=None, gt=0)
     processes: int = Field(default=64, gt=0)
     scratch_mb: int = Field(default=1024, gt=0)

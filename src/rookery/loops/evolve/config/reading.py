@@ -9,6 +9,7 @@ they are not written with the config and are read again when a run is resumed.
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from rookery.config import override, parse_config, parse_overrides, read_document
+from rookery.config import check_url, override, parse_config, parse_overrides, read_document
 from rookery.errors import ConfigError
 from rookery.loops.evolve.config.evolve import EvolveConfig
 from rookery.loops.evolve.config.ignored import drop_unknown, warn_not_built, warn_unknown
@@ -181,7 +182,19 @@ def _with_engine_models(config: EvolveConfig) -> EvolveConfig:
 
 
 def _check_models(config: EvolveConfig) -> None:
-    for model in (*config.llm.ensemble, *config.llm.judges):
+    llm = config.llm
+    for key, models in (("models", llm.models), ("evaluator_models", llm.evaluator_models)):
+        counts = Counter(model.name for model in models)
+        if name := next((name for name, count in counts.items() if count > 1), None):
+            raise ConfigError(
+                f"llm.{key} names {name!r} twice: models are told apart by name, write it once "
+                "with the weight of both."
+            )
+    if config.database.embedding_api_base:
+        _check_url(config.database.embedding_api_base, "database.embedding_api_base is")
+    for model in (*llm.ensemble, *llm.judges):
+        if model.name not in config.rookery.engine_models:
+            _check_url(model.api_base or "", f"api_base of the model {model.name!r} is")
         if model.provider not in (None, "openai"):
             raise ConfigError(
                 f"llm.provider is {model.provider!r}; it should be 'openai': give --api-base, "
@@ -191,6 +204,13 @@ def _check_models(config: EvolveConfig) -> None:
             raise ConfigError("llm.manual_mode is true; answers by hand are not supported.")
         if not model.name:
             raise ConfigError("A model of llm.models has no name: write `- name: ...`.")
+
+
+def _check_url(url: str, named: str) -> None:
+    try:
+        check_url(url, named=named)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
@@ -207,10 +227,13 @@ def _beside(config: EvolveConfig, path: Path | None) -> EvolveConfig:
     folder = config.prompt.template_dir
     if folder is None:
         return config
-    folder = Path(_absolute(base, str(folder)))
-    if not folder.is_dir():
-        raise ConfigError(f"prompt.template_dir is {folder}, and there is no such folder.")
-    prompt = config.prompt.model_copy(update={"template_dir": folder})
+    # OpenEvolve's are relative to the current folder.
+    tried = dict.fromkeys(Path(_absolute(start, str(folder))) for start in (base, Path.cwd()))
+    found = next((each for each in tried if each.is_dir()), None)
+    if found is None:
+        places = " nor ".join(map(str, tried))
+        raise ConfigError(f"prompt.template_dir is {folder}, and there is no folder {places}.")
+    prompt = config.prompt.model_copy(update={"template_dir": found})
     return config.model_copy(update={"prompt": prompt})
 
 

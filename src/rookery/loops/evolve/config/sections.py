@@ -1,20 +1,25 @@
 """The sections `prompt`, `database`, `evaluator` and `evolution_trace`, with 0.4's defaults."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rookery.loops.evolve.config.own import LEAST_MEMORY_MB
 from rookery.loops.evolve.config.section import Section
 
 __all__ = ["DatabaseConfig", "EvaluatorConfig", "PromptConfig", "TraceConfig"]
+
+MAX_BINS = 1000
+"""Of a feature dimension: with more, hardly two programs ever compete for a cell."""
 
 
 class PromptConfig(Section):
     """What the model is told."""
 
     template_dir: Path | None = Field(default=None, strict=False)
-    """A folder of `*.txt` templates and `fragments.json` over the defaults; beside the config."""
+    """A folder of `*.txt` templates and `fragments.json` over the defaults; beside the config, or
+    else in the current folder."""
     system_message: str = "system_message"
     """The text itself, or the name of a template."""
     evaluator_system_message: str = "evaluator_system_message"
@@ -80,6 +85,20 @@ class DatabaseConfig(Section):
     similarity_threshold: float = 0.99
     """Cosine of two embeddings from which on a program is similar; 0 compares none."""
 
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        explored, exploited = self.exploration_ratio, self.exploitation_ratio
+        if explored + exploited > 1 + 1e-9:
+            raise ValueError(
+                f"exploration_ratio is {explored:g} and exploitation_ratio is {exploited:g}; they "
+                "are shares of the parents: together at most 1."
+            )
+        bins = self.feature_bins
+        counts = bins.values() if isinstance(bins, dict) else (bins,)
+        if not all(1 <= count <= MAX_BINS for count in counts):
+            raise ValueError(f"feature_bins is {bins}; a dimension has 1 to {MAX_BINS} bins.")
+        return self
+
     @property
     def is_compared(self) -> bool:
         """Whether programs are compared by embedding; no cosine is above 1."""
@@ -93,7 +112,7 @@ class EvaluatorConfig(Section):
     """Seconds, for each stage."""
     max_retries: int = Field(default=3, ge=0)
     """More tries of an evaluator that raises, where `cascade_evaluation` is off."""
-    memory_limit_mb: int | None = Field(default=None, gt=0)
+    memory_limit_mb: int | None = Field(default=None, ge=LEAST_MEMORY_MB)
     cpu_limit: float | None = Field(default=None, gt=0)
     cascade_evaluation: bool = True
     cascade_thresholds: tuple[float, ...] = Field(default=(0.5, 0.75, 0.9), strict=False)
