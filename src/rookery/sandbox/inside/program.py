@@ -171,6 +171,9 @@ class _Process:
             raise
         except BaseException as error:  # noqa: BLE001 (the program's own, `sys.exit` included)
             data = encode(["error", *describe_error(error)], self.refer)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the program closed it
+                stream.flush()
         send(channel, data)
 
 

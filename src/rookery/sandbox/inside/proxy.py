@@ -156,6 +156,7 @@ class ProgramProxy:
         return found
 
     def call(self, number: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        sys.stdout.flush()
         is_captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
         value, changed, texts = self.request("call", _Thing(number), args, options, is_captured)
         for place, new in changed.items():

@@ -5,7 +5,7 @@ object of the program's making reaches the evaluator. All else it sends is a ref
 
     (1, 2.5)                {"t": [1, 2.5]}
     {"a": 1}                {"d": ["a", 1]}
-    numpy.zeros(2)          {"n": ["<f8", [2], "AAAA..."]}
+    numpy.zeros(2)          {"n": ["<f8", [2], 0, 16]}          bytes 0 to 16 after the JSON
     a function              {"r": [17, "solve", true]}          the 17th thing that was referred to
 """
 
@@ -30,17 +30,23 @@ _COLLECTIONS = ("collections", "builtins")
 
 def encode(value: Any, refer: Refer) -> bytes:
     """`refer` gives the number, the name and whether it can be called of what is not plain."""
-    return json.dumps(_mark(value, refer)).encode()
+    arrays = bytearray()
+    text = json.dumps(_mark(value, _Marker(refer, arrays))).encode()
+    return len(text).to_bytes(8, "big") + text + arrays
 
 
 def decode(data: bytes, resolve: Callable[[int, str, bool], Any]) -> Any:
     """`resolve` makes the object that stands for a reference."""
+    end = 8 + int.from_bytes(data[:8], "big")
+    arrays = memoryview(data)[end:]
 
     def restore(marked: dict[str, Any]) -> Any:
         [(mark, found)] = marked.items()
-        return resolve(*found) if mark == "r" else _RESTORE[mark](found)
+        if mark == "r":
+            return resolve(*found)
+        return _array(found, arrays) if mark == "n" else _RESTORE[mark](found)
 
-    return json.loads(data, object_hook=restore)
+    return json.loads(data[8:end], object_hook=restore)
 
 
 def send(to: socket.socket, data: bytes) -> None:
@@ -65,26 +71,39 @@ def _read(source: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _mark(value: Any, refer: Refer) -> Any:
+class _Marker:
+    """Where the bytes of arrays go, and who counts references."""
+
+    def __init__(self, refer: Refer, arrays: bytearray) -> None:
+        self.refer = refer
+        self._arrays = arrays
+
+    def add(self, array: Any) -> list[Any]:
+        start = len(self._arrays)
+        self._arrays += array.tobytes()
+        return [array.dtype.str, array.shape, start, len(self._arrays)]
+
+
+def _mark(value: Any, to: _Marker) -> Any:
     kind = type(value)
     if kind in _SCALARS:
         return value
     if kind is list:
-        return value if _SCALARS.issuperset(map(type, value)) else _mark_all(value, refer)
+        return value if _SCALARS.issuperset(map(type, value)) else _mark_all(value, to)
     if kind is tuple:
-        return {"t": _mark_all(value, refer)}
+        return {"t": _mark_all(value, to)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray and _DTYPE.fullmatch(value.dtype.str):
-        return {"n": [value.dtype.str, value.shape, _text(value.tobytes())]}
+        return {"n": to.add(value)}
     if numpy is not None and isinstance(value, numpy.generic) and _DTYPE.fullmatch(value.dtype.str):
-        return {"g": [value.dtype.str, [], _text(value.tobytes())]}
+        return {"g": {"n": to.add(value)}}
     if isinstance(value, dict):
         pairs = [part for pair in value.items() for part in pair]
-        return {"d" if kind.__module__ in _COLLECTIONS else "D": _mark_all(pairs, refer)}
+        return {"d" if kind.__module__ in _COLLECTIONS else "D": _mark_all(pairs, to)}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"T": [kind.__name__, list(kind._fields), _mark_all(value, refer)]}
+        return {"T": [kind.__name__, list(kind._fields), _mark_all(value, to)]}
     if kind in (set, frozenset):
-        return {"s" if kind is set else "f": _mark_all(value, refer)}
+        return {"s" if kind is set else "f": _mark_all(value, to)}
     if isinstance(value, (bytes, bytearray)):
         return {"b" if isinstance(value, bytes) else "B": _text(value)}
     if isinstance(value, complex):
@@ -94,26 +113,25 @@ def _mark(value: Any, refer: Refer) -> Any:
             return base(value)
     for base in (list, tuple):
         if isinstance(value, base):
-            return _mark(base(value), refer)
-    return {"r": refer(value)}
+            return _mark(base(value), to)
+    return {"r": to.refer(value)}
 
 
-def _mark_all(values: Any, refer: Refer) -> list[Any]:
-    return [_mark(value, refer) for value in values]
+def _mark_all(values: Any, to: _Marker) -> list[Any]:
+    return [_mark(value, to) for value in values]
 
 
 def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _array(found: list[Any]) -> Any:
+def _array(found: list[Any], arrays: memoryview) -> Any:
     import numpy
 
-    dtype, shape, data = found
+    dtype, shape, start, end = found
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"An array of {dtype!r}.")
-    flat = numpy.frombuffer(base64.b64decode(data), dtype=dtype)
-    return flat.reshape(shape).copy()
+    return numpy.frombuffer(arrays[start:end], dtype=dtype).reshape(shape).copy()
 
 
 class _Record(dict[Any, Any]):
@@ -132,8 +150,7 @@ def _pairs(found: list[Any]) -> dict[Any, Any]:
 
 _RESTORE: dict[str, Callable[[Any], Any]] = {
     "t": tuple,
-    "n": _array,
-    "g": lambda found: _array(found)[()],
+    "g": lambda found: found[()],
     "d": _pairs,
     "D": lambda found: _Record(_pairs(found)),
     "T": lambda found: namedtuple(found[0], found[1])(*found[2]),  # noqa: PYI024 (made at run time)
