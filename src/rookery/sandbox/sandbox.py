@@ -58,9 +58,7 @@ class Sandbox:
         self._box = None
         await self._stack.aclose()
 
-    async def evaluate(
-        self, program: Program, *, seed: int = 0, isolate: bool = True
-    ) -> Outcome:
+    async def evaluate(self, program: Program, *, seed: int = 0, isolate: bool = True) -> Outcome:
         """Run the evaluator on a program: one file's text, or a folder's by relative path.
 
         `seed` is what random generators start from. Without `isolate` the program runs in the

@@ -39,7 +39,13 @@ def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
-    readable = [*_SYSTEM, *(f"/proc/{name}" for name in _PROC), *_ETC, *(_ETC_NETWORK if config.network else ()), *_DEVICES]
+    readable = [
+        *_SYSTEM,
+        *(f"/proc/{name}" for name in _PROC),
+        *_ETC,
+        *(_ETC_NETWORK if config.network else ()),
+        *_DEVICES,
+    ]
     readable += [str(path) for path in (*python_folders(), *readable_paths(config), box.inside)]
     writable = [box.scratch, Path("/dev/null"), *config.devices]
     policy = {

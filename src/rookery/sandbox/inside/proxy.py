@@ -26,7 +26,7 @@ import runpy
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -167,8 +167,8 @@ class ProgramProxy:
         return value
 
     def _channel(self) -> socket.socket:
-        known, pid = getattr(self._local, "channel", None), getattr(self._local, "pid", 0)
-        if known is not None and pid == os.getpid():
+        known: socket.socket | None = getattr(self._local, "channel", None)
+        if known is not None and self._local.pid == os.getpid():
             return known
         ours, theirs = socket.socketpair()
         is_main = threading.current_thread() is threading.main_thread()
@@ -388,7 +388,7 @@ class Remote:
                 return
             yield value
 
-    def __await__(self) -> Iterator[Any]:
+    def __await__(self) -> Generator[None, None, Any]:
         yield from ()
         return self._proxy.request("await", self)[0]
 
@@ -425,13 +425,16 @@ class RemoteModule(ModuleType):
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def refused(self: Remote, *_: object) -> NoReturn:
-        self._proxy.refuse(f"`{name}` of the program's {self._name}")
+        proxy: ProgramProxy = self._proxy
+        proxy.refuse(f"`{name}` of the program's {self._name}")
 
     return refused
 
 
-for _name in (
-    "len getitem setitem delitem contains float int index complex lt le gt ge add radd sub rsub mul "
-    "rmul truediv rtruediv pow neg abs matmul enter exit reduce_ex copy delattr"
-).split():
+_REFUSED = (
+    *("len", "getitem", "setitem", "delitem", "contains", "enter", "exit", "reduce_ex", "delattr"),
+    *("float", "int", "index", "complex", "neg", "abs", "lt", "le", "gt", "ge", "pow", "matmul"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "copy"),
+)
+for _name in _REFUSED:
     setattr(Remote, f"__{_name}__", _refuse(f"__{_name}__"))

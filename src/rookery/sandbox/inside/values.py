@@ -97,6 +97,10 @@ def _mark(value: Any, to: _Marker) -> Any:
         return {"n": to.add(value)}
     if numpy is not None and isinstance(value, numpy.generic) and _DTYPE.fullmatch(value.dtype.str):
         return {"g": {"n": to.add(value)}}
+    return _mark_other(value, kind, to)
+
+
+def _mark_other(value: Any, kind: type, to: _Marker) -> Any:
     if isinstance(value, dict):
         pairs = [part for pair in value.items() for part in pair]
         return {"d" if kind.__module__ in _COLLECTIONS else "D": _mark_all(pairs, to)}
@@ -108,10 +112,8 @@ def _mark(value: Any, to: _Marker) -> Any:
         return {"b" if isinstance(value, bytes) else "B": _text(value)}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
-    for base in (int, float, str):
-        if isinstance(value, base):
-            return base(value)
-    for base in (list, tuple):
+    bases: tuple[type, ...] = (int, float, str, list, tuple)
+    for base in bases:
         if isinstance(value, base):
             return _mark(base(value), to)
     return {"r": to.refer(value)}
@@ -153,7 +155,7 @@ _RESTORE: dict[str, Callable[[Any], Any]] = {
     "g": lambda found: found[()],
     "d": _pairs,
     "D": lambda found: _Record(_pairs(found)),
-    "T": lambda found: namedtuple(found[0], found[1])(*found[2]),  # noqa: PYI024 (made at run time)
+    "T": lambda found: namedtuple(found[0], found[1])(*found[2]),
     "s": set,
     "f": frozenset,
     "b": base64.b64decode,

@@ -36,6 +36,9 @@ class SandboxSettings(Config):
 
     backend: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
     """`none` is what `--unsafe` says: the program runs with all that you may do."""
+    isolate: Literal["auto", "always", "never"] = "auto"
+    """Whether a program runs in another process than its evaluator, where it cannot forge its
+    score. `auto`: unless the evaluator needs the first program in its own process."""
     memory_mb: int = Field(default=4096, gt=0)
     """Of all processes of a program together."""
     cpu_s: float | None = Field(default=None, gt=0)
