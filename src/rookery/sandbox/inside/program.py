@@ -87,7 +87,8 @@ class _Process:
             self._next = number = self._next + 1
             self._things[number], self._numbers[id(thing)] = thing, number
         name = getattr(thing, "__name__", type(thing).__name__)
-        return [number, str(name), callable(thing)]
+        kind = "call" if callable(thing) else "iterate" if hasattr(thing, "__next__") else ""
+        return [number, str(name), kind]
 
     def forget(self, numbers: list[int]) -> None:
         for number in numbers:

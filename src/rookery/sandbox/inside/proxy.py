@@ -184,8 +184,8 @@ class ProgramProxy:
         _Pickler(data, self).dump((dead, *message))
         send(channel, data.getvalue())
 
-    def _resolve(self, number: int, name: str, is_callable: bool) -> "Remote":
-        return (RemoteCallable if is_callable else Remote)(self, int(number), str(name))
+    def _resolve(self, number: int, name: str, kind: str) -> "Remote":
+        return _KINDS[kind](self, int(number), str(name))
 
     def export(self, value: Any) -> int:
         self._exports[id(value)] = value
@@ -405,6 +405,16 @@ class RemoteCallable(Remote):
         return self._proxy.call(self._number, args, options)
 
 
+class RemoteIterator(Remote):
+    """A generator, or another iterator, in the program's process. It has no length."""
+
+    __slots__ = ()
+    __len__ = None
+
+    def __next__(self) -> Any:
+        return self._proxy.request("next", self)[0]
+
+
 class RemoteModule(ModuleType):
     """A module whose names are those of the program's, as they are now."""
 
@@ -431,6 +441,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
+_KINDS = {"": Remote, "call": RemoteCallable, "iterate": RemoteIterator}
 _REFUSED = (
     *("len", "getitem", "setitem", "delitem", "contains", "enter", "exit", "reduce_ex", "delattr"),
     *("float", "int", "index", "complex", "neg", "abs", "lt", "le", "gt", "ge", "pow", "matmul"),

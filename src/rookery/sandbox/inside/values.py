@@ -6,7 +6,7 @@ object of the program's making reaches the evaluator. All else it sends is a ref
     (1, 2.5)                {"t": [1, 2.5]}
     {"a": 1}                {"d": ["a", 1]}
     numpy.zeros(2)          {"n": ["<f8", [2], 0, 16]}          bytes 0 to 16 after the JSON
-    a function              {"r": [17, "solve", true]}          the 17th thing that was referred to
+    a function              {"r": [17, "solve", "call"]}        the 17th thing that was referred to
 """
 
 import base64
@@ -29,13 +29,13 @@ _COLLECTIONS = ("collections", "builtins")
 
 
 def encode(value: Any, refer: Refer) -> bytes:
-    """`refer` gives the number, the name and whether it can be called of what is not plain."""
+    """`refer` gives the number, name and kind of what is not plain."""
     arrays = bytearray()
     text = json.dumps(_mark(value, _Marker(refer, arrays))).encode()
     return len(text).to_bytes(8, "big") + text + arrays
 
 
-def decode(data: bytes, resolve: Callable[[int, str, bool], Any]) -> Any:
+def decode(data: bytes, resolve: Callable[[int, str, str], Any]) -> Any:
     """`resolve` makes the object that stands for a reference."""
     end = 8 + int.from_bytes(data[:8], "big")
     arrays = memoryview(data)[end:]
