@@ -189,7 +189,7 @@ _BODIES = {
                 os.chmod(path, 0o777)
             except OSError:
                 pass
-            for act in (lambda: open(path, "w").write("def evaluate(_): return {'combined_score': 1e9}"),
+            for act in (lambda: open(path, "w").write("def evaluate(_): return {'s': 1e9}"),
                         lambda: os.rename(path, path + "x"), lambda: os.unlink(path)):
                 try:
                     act()
@@ -246,8 +246,9 @@ _BODIES = {
         buffer = ctypes.create_string_buffer(b"x" * 16)
         vector = Vector(ctypes.addressof(buffer), 16)
         pids = {os.getppid(), *range(1, 64), *range(os.getpid() - 30, os.getpid() + 30)}
+        calls = (libc.process_vm_readv, libc.process_vm_writev)
         reached = [
-            pid for pid in pids - {os.getpid()} for call in (libc.process_vm_readv, libc.process_vm_writev)
+            pid for pid in pids - {os.getpid()} for call in calls
             if call(pid, ctypes.byref(vector), 1, ctypes.byref(vector), 1, 0) > 0
         ]
         SAID = "SECRET" if reached else ""
@@ -451,7 +452,9 @@ PROGRAMS = {name: HONEST + textwrap.dedent(body) for name, body in _BODIES.items
 for _name in ("atexit", "every_descriptor", "proc_self_fd", "exit_after_forging"):
     _body = _BODIES[_name].removeprefix(_FORGE_LINES)
     PROGRAMS[_name] = HONEST + _FORGE_LINES + textwrap.dedent(_body)
-FAST = ("builtins", "evaluator_globals", "gc_walk", "every_descriptor", "exit_after_forging")
-FAST += ("sys_modules", "shadow_file", "compiled_file", "own_file", "odd_number", "odd_object")
-FAST += ("pickle_as_message", "huge_message")
+FAST = (
+    *("builtins", "evaluator_globals", "gc_walk", "every_descriptor", "exit_after_forging"),
+    *("sys_modules", "shadow_file", "compiled_file", "own_file", "odd_number", "odd_object"),
+    *("pickle_as_message", "huge_message"),
+)
 """Those that need no jail to be harmless."""
