@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
 
+import hostile_programs
 import pytest
 
 from rookery.errors import SandboxError
@@ -458,28 +459,6 @@ async def test_processes_left_behind_do_not_count_for_later_candidates(sandbox: 
         assert (await sandbox.evaluate(starting)).metrics == {"s": 2.0}
 
 
-async def test_a_forged_result_is_taken_if_well_formed(sandbox: Sandbox) -> None:
-    """What docs/sandbox.md admits: candidate and evaluator share a process."""
-    text = """
-    import json, os
-    lines = [{{"begin": "evaluation"}}, {record}, {{"done": True}}]
-    data = "".join(json.dumps(line) + "\\n" for line in lines).encode()
-    for descriptor in range(3, 64):
-        try:
-            os.write(descriptor, data)
-        except OSError:
-            pass
-    os._exit(0)
-    """
-    good = '{"stage": "evaluation", "metrics": {"combined_score": 1e9}, "artifacts": {}}'
-    outcome = await sandbox.evaluate(program(text.format(record=good)))
-    assert outcome.metrics == {"combined_score": 1e9}
-    bad = '{"stage": "evaluation", "metrics": {"combined_score": [1]}, "artifacts": {}}'
-    outcome = await sandbox.evaluate(program(text.format(record=bad)))
-    assert kind_of(outcome) == "bad_result"
-    await healthy(sandbox)
-
-
 async def test_a_candidate_holds_no_descriptor_but_its_own(sandbox: Sandbox) -> None:
     """Standard ones, its result, and the listing itself: no way to the server or to the log."""
     outcome = await sandbox.evaluate("import os; metrics = {'n': len(os.listdir('/proc/self/fd'))}")
@@ -671,3 +650,47 @@ async def test_without_nested_namespaces_each_candidate_has_its_jail(
         killed = await sandbox.evaluate("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
         assert kind_of(killed) == "killed"
         await healthy(sandbox)
+
+
+@pytest.fixture
+async def scoring(config: SandboxConfig, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    folder = tmp_path / "evaluator"
+    folder.mkdir()
+    (folder / "helper.py").write_text("low = min")
+    (folder / "late.py").write_text("FACTOR = 1.0")
+    async with Sandbox(config, write_evaluator(tmp_path, hostile_programs.EVALUATOR)) as opened:
+        yield opened
+
+
+async def test_no_hostile_program_succeeds(
+    scoring: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None forges a score, holds more memory, damages a file or tells a secret; after each of them
+    an honest program has its own score."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-SECRET")
+    victim = tmp_path / "victim"
+    victim.write_text("SECRET")
+    victim.chmod(0o600)
+    before = victim.stat(), os.stat(os.__file__)
+    succeeded = {}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        abstract.bind("\0rookery-victim")
+        abstract.listen()
+        port = str(listener.getsockname()[1])
+        for name, text in hostile_programs.PROGRAMS.items():
+            text = text.replace("VICTIM", repr(str(victim))).replace("PORT", port)
+            outcome = await scoring.evaluate(text)
+            honest = await scoring.evaluate(hostile_programs.HONEST)
+            forged = outcome.failure is None and outcome.metrics["combined_score"] != 0.5
+            told = "SECRET" in repr((outcome.metrics, outcome.artifacts, outcome.output_tail))
+            if forged or told or honest.metrics.get("combined_score") != 0.5:
+                succeeded[name] = (outcome, honest)
+    after = victim.stat(), os.stat(os.__file__)
+    assert not succeeded, sorted(succeeded.items())
+    assert victim.read_text() == "SECRET" and not os.listxattr(victim)
+    assert [(s.st_mode, s.st_mtime_ns, s.st_nlink) for s in before] == [
+        (s.st_mode, s.st_mtime_ns, s.st_nlink) for s in after
+    ]

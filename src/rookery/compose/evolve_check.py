@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from rookery.compose.embedders import open_config_embedder
 from rookery.compose.evolve_inputs import Problem, open_executor, read_inputs, run_config
@@ -11,6 +12,7 @@ from rookery.compose.running import run_async
 from rookery.errors import SandboxError
 from rookery.fleet.http.external_embedding import ExternalEmbedder
 from rookery.loops.evolve.config import LoadedConfig
+from rookery.loops.evolve.evaluation_task import FORGEABLE, EvaluationRequest, say_not_isolated
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.search_state import search_config
 from rookery.ports import Executor, TextModel
@@ -43,11 +45,18 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
         lines = [f"workers: {worker.name} {worker.about}" for worker in executor.workers]
         firsts = [each for each in inputs.programs if isinstance(each, FirstProgram)]
         for number, program in enumerate(firsts):
-            outcome = await _score(program, number, executor, limit_s=limit_s)
+            isolate = config.rookery.sandbox.isolate
+            score = partial(_score, program, number, executor, limit_s=limit_s)
+            outcome = await score(isolate=isolate != "never")
+            if outcome.unsupported and isolate == "auto":
+                outcome = await score(isolate=False)
+            _require_score(outcome)
             problem_with = search_config(config).problem_with(numeric_metrics(outcome.metrics))
             if problem_with is not None:
                 raise SandboxError(f"The first program cannot be used. {problem_with}")
             lines.append(_describe(outcome))
+            if outcome.is_forgeable:
+                display.note([FORGEABLE])
         async with open_models(config, display) as models:
             lines += await _ask(models)
         async with open_config_embedder(config, environment=os.environ) as embedder:
@@ -57,14 +66,19 @@ async def _check(problem: Problem, loaded: LoadedConfig, display: Display) -> li
 
 
 async def _score(
-    program: FirstProgram, number: int, executor: Executor, *, limit_s: float
+    program: FirstProgram, number: int, executor: Executor, *, limit_s: float, isolate: bool
 ) -> Outcome:
-    payload = program.code.encode("utf-8", "surrogatepass")
-    job = Job(attempt=number, epoch=0, payload=payload, limit_s=limit_s)
+    payload = EvaluationRequest(code=program.code, isolate=isolate).encode()
+    job = Job(attempt=number, epoch=int(not isolate), payload=payload, limit_s=limit_s)
     ended = await executor.submit(job)
     if not isinstance(ended, JobDone):
         raise SandboxError(f"The first program could not be scored: {ended}.")
-    outcome = decode_outcome(ended.output)
+    return decode_outcome(ended.output)
+
+
+def _require_score(outcome: Outcome) -> None:
+    if outcome.unsupported:
+        raise SandboxError(say_not_isolated(outcome))
     if outcome.failure is not None:
         failure = outcome.failure
         told = f"\n{outcome.output_tail}" if outcome.output_tail.strip() else ""
@@ -72,7 +86,6 @@ async def _score(
             f"The first program fails ({failure.kind}): {failure.reason} An evolution starts from "
             f"a program that the evaluator can score.{told}"
         )
-    return outcome
 
 
 def _describe(outcome: Outcome) -> str:

@@ -150,6 +150,8 @@ class EvolveReport(Record):
     """Summed over all evaluations."""
     num_workers_lost: int = 0
     baselines: tuple[BaselineRecord, ...] = ()
+    is_forgeable: bool = False
+    """Whether programs ran in their evaluator's process, and so could write their own scores."""
     warnings: tuple[Text, ...] = ()
 
 

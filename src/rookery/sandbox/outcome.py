@@ -89,6 +89,10 @@ class Outcome:
     failure: Failure | None = None
     stage: str = ""
     """The last stage that began: `stage1` to `stage3`, `cascade_setup` or `evaluation`."""
+    is_forgeable: bool = False
+    """Whether the program ran in the evaluator's process, and so could write its own score."""
+    unsupported: str = ""
+    """What the evaluator tried with the program that is not possible across processes."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,7 @@ class Report:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     failure: Failure | None = None
     is_done: bool = False
+    unsupported: str = ""
 
 
 class _BadLineError(Exception):
@@ -113,6 +118,7 @@ def make_outcome(
     evaluator: EvaluatorConfig,
     seconds: float,
     output_tail: str,
+    is_forgeable: bool = False,
 ) -> Outcome:
     """The outcome of a result and of why the candidate was stopped or died, if it was."""
     report = _read(result)
@@ -133,6 +139,8 @@ def make_outcome(
         output_tail=output_tail,
         failure=failure,
         stage=report.stage,
+        is_forgeable=is_forgeable,
+        unsupported=report.unsupported,
     )
 
 
@@ -174,6 +182,8 @@ def _read(result: bytes) -> Report:
 
 
 def _follow(report: Report, line: Any) -> None:
+    if isinstance(line, dict):
+        report.unsupported = _clean(str(line.get("unsupported", "")))
     match line:
         case {"begin": ("stage1" | "stage2" | "stage3" | "cascade_setup" | "evaluation") as stage}:
             report.stage = stage

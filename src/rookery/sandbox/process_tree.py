@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Usage", "descendants", "measure", "measure_pss"]
+__all__ = ["Usage", "data_bytes", "descendants", "measure", "measure_pss"]
 
 _PROC = Path("/proc")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,6 +29,11 @@ def descendants(pid: int) -> list[int]:
             for task in (_PROC / str(each) / "task").iterdir():
                 found.extend(int(child) for child in (task / "children").read_text().split())
     return found
+
+
+def data_bytes(pid: int) -> int:
+    """What a process has taken of what `RLIMIT_DATA` counts."""
+    return int((_PROC / str(pid) / "statm").read_text().split()[5]) * _PAGE
 
 
 def measure(pid: int) -> Usage:

@@ -58,8 +58,12 @@ class Sandbox:
         self._box = None
         await self._stack.aclose()
 
-    async def evaluate(self, program: Program) -> Outcome:
-        """Run the evaluator on a program: one file's text, or a folder's by relative path."""
+    async def evaluate(self, program: Program, *, seed: int = 0, isolate: bool = True) -> Outcome:
+        """Run the evaluator on a program: one file's text, or a folder's by relative path.
+
+        `seed` is what random generators start from. Without `isolate` the program runs in the
+        evaluator's process, where it can forge its score.
+        """
         _check(program)
         async with self._turn:
             if self._box is None:
@@ -67,7 +71,9 @@ class Sandbox:
             server = await self._running_server(self._box)
             is_clean = False
             try:
-                outcome = await server.evaluate(program, self._config, self._evaluator)
+                outcome = await server.evaluate(
+                    program, self._config, self._evaluator, seed=seed, isolate=isolate
+                )
                 is_clean = server.is_alive and server.is_isolated
             finally:
                 if not is_clean:

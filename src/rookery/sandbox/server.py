@@ -25,9 +25,10 @@ from rookery.errors import SandboxError
 from rookery.sandbox.backends import Jail
 from rookery.sandbox.cgroup import Cgroup, make_cgroup
 from rookery.sandbox.config import EvaluatorConfig, SandboxConfig
+from rookery.sandbox.inside.isolation import OWN_PROCESSES
 from rookery.sandbox.outcome import MAX_LINES, Failure, FailureKind, Outcome, make_outcome
 from rookery.sandbox.pipes import PipeReader
-from rookery.sandbox.process_tree import Usage, descendants, measure, measure_pss
+from rookery.sandbox.process_tree import Usage, data_bytes, descendants, measure, measure_pss
 from rookery.signal_names import signal_name
 
 __all__ = ["ForkServer", "Program"]
@@ -64,6 +65,8 @@ class ForkServer:
         self._log = log
         self._aliases = aliases
         self._closing: asyncio.Task[None] | None = None
+        self._pid: object = None
+        """Of the server, if it has to be told about itself."""
         self.is_isolated = False
 
     @classmethod
@@ -115,12 +118,13 @@ class ForkServer:
         if "unusable" in answer:
             raise SandboxError(f"The evaluator cannot be used: {answer['unusable']}")
         self.is_isolated = bool(answer["is_isolated"])
+        self._pid = answer["pid"]
         if self._cgroup is not None:
-            # The monitor and the first process of the candidate's namespace are ours.
+            # Of the candidate's processes these are ours.
             await asyncio.to_thread(
                 self._cgroup.limit,
                 memory_bytes=config.memory_bytes + config.scratch_bytes,
-                max_processes=config.max_processes + 2,
+                max_processes=config.max_processes + OWN_PROCESSES,
             )
 
     @property
@@ -128,7 +132,13 @@ class ForkServer:
         return self._process.returncode is None and self._closing is None
 
     async def evaluate(
-        self, program: Program, config: SandboxConfig, evaluator: EvaluatorConfig
+        self,
+        program: Program,
+        config: SandboxConfig,
+        evaluator: EvaluatorConfig,
+        *,
+        seed: int,
+        isolate: bool,
     ) -> Outcome:
         """Run one candidate. Cancelling it leaves a server to be closed."""
         started = time.monotonic()
@@ -140,7 +150,22 @@ class ForkServer:
             stack.callback(run.disarm)
             result, output = stack.enter_context(run.result), stack.enter_context(run.output)
             run.arm()
-            await self._send(program, evaluator, (result.writer, output.writer))
+            body: dict[str, object] = {
+                "program": program if isinstance(program, str) else dict(program),
+                "suffix": evaluator.suffix,
+                "cascade": evaluator.cascade,
+                "thresholds": list(evaluator.thresholds),
+                "seed": seed,
+                "isolate": isolate,
+            }
+            descriptors = [result.writer, output.writer]
+            if self._pid is not None:
+                body["server_bytes"] = data_bytes(int(str(self._pid)))
+                children = stack.enter_context(
+                    open(f"/proc/{self._pid}/task/{self._pid}/children", "rb")  # noqa: ASYNC230
+                )
+                descriptors.append(children.fileno())
+            await self._send(body, descriptors)
             result.close_writer()
             output.close_writer()
             answer = await self._watched(run, config)
@@ -168,6 +193,7 @@ class ForkServer:
             evaluator=evaluator,
             seconds=seconds,
             output_tail=tail,
+            is_forgeable=not isolate,
         )
 
     async def _watched(self, run: "_Run", config: SandboxConfig) -> dict[str, object] | None:
@@ -188,7 +214,7 @@ class ForkServer:
         if self._num_oom_kills() > run.oom_kills:
             return _out_of_memory(config)
         usage = measure(self._process.pid)
-        threads = usage.num_threads - run.idle.num_threads - 2
+        threads = usage.num_threads - run.idle.num_threads - OWN_PROCESSES
         if threads > config.max_processes:
             return _over("processes", f"More than {config.max_processes} processes and threads.")
         if config.cpu_s is not None and usage.cpu_s - run.idle.cpu_s > config.cpu_s:
@@ -207,15 +233,7 @@ class ForkServer:
             self._control.send(b"K")
         return asyncio.get_running_loop().call_later(_GRACE_S, self._kill)
 
-    async def _send(
-        self, program: Program, evaluator: EvaluatorConfig, descriptors: tuple[int, int]
-    ) -> None:
-        body = {
-            "program": program if isinstance(program, str) else dict(program),
-            "suffix": evaluator.suffix,
-            "cascade": evaluator.cascade,
-            "thresholds": list(evaluator.thresholds),
-        }
+    async def _send(self, body: Mapping[str, object], descriptors: Sequence[int]) -> None:
         data = await asyncio.to_thread(lambda: json.dumps(body).encode())
         with suppress(OSError):  # the server is gone: no answer will come
             socket.send_fds(self._control, [len(data).to_bytes(8, "big")], descriptors)

@@ -55,7 +55,7 @@ def test_thresholds_decide_the_stages(
     lines = lines_of(tmp_path, text)
     begun = [line["begin"] for line in lines if "begin" in line]
     assert begun == ["stage1", "stage2", "stage3"][:stages]
-    assert lines[-2]["metrics"] == metrics and lines[-1] == {"done": True}
+    assert lines[-2]["metrics"] == metrics and lines[-1]["done"]
 
 
 def test_without_a_combined_score_the_mean_decides(tmp_path: Path) -> None:

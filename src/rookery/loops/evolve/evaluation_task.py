@@ -3,13 +3,17 @@
     spec = evaluation_spec(config, evaluator=Path("evaluator.py"), first=first_program)
     async with open_local(spec, num_workers=8) as executor: ...
 
-A payload is a program's text, an output what `decode_outcome` reads. A machine without a sandbox
+A payload is a line of settings and a program's text (`EvaluationRequest`), an output what
+`decode_outcome` reads. A machine without a sandbox
 refuses the task with the line that mends it, and its workers get no work.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field
 
@@ -23,15 +27,28 @@ from rookery.loops.evolve.source_files import split_files
 from rookery.runs.document import decode
 from rookery.sandbox import (
     EvaluatorConfig,
+    Outcome,
     Sandbox,
     SandboxConfig,
     encode_outcome,
     open_sandbox,
 )
 
-__all__ = ["EvaluationSettings", "EvaluationTask", "evaluation_spec", "open_evaluation"]
+__all__ = [
+    "FORGEABLE",
+    "EvaluationRequest",
+    "EvaluationSettings",
+    "EvaluationTask",
+    "evaluation_spec",
+    "open_evaluation",
+    "say_not_isolated",
+]
 
 _MB = 2**20
+FORGEABLE = (
+    "This evaluator runs the program in its own process: a program can forge its score. "
+    "docs/sandbox.md says what an evaluator must do without."
+)
 
 
 class EvaluationSettings(Config):
@@ -42,6 +59,26 @@ class EvaluationSettings(Config):
     """Its file is relative to the folder that travels with the task."""
     other_files: dict[str, str] = Field(default_factory=dict)
     """Of a program that is a folder: files that are the same for all programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """One evaluation of a program."""
+
+    code: str
+    seed: int = 0
+    """What random generators start from."""
+    isolate: bool = True
+    """Whether the program runs in another process than its evaluator."""
+
+    def encode(self) -> bytes:
+        head = json.dumps({"seed": self.seed, "isolate": self.isolate}).encode()
+        return head + b"\n" + self.code.encode("utf-8", "surrogatepass")
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        head, _, code = payload.partition(b"\n")
+        return cls(code=code.decode("utf-8", "surrogatepass"), **json.loads(head))
 
 
 def evaluation_spec(
@@ -97,6 +134,13 @@ def _sandbox_config(config: EvolveConfig) -> SandboxConfig:
     )
 
 
+def say_not_isolated(outcome: Outcome) -> str:
+    return (
+        f"{outcome.unsupported} needs the program in the evaluator's process, and "
+        "`rookery.sandbox.isolate` is `always`: write `auto`, and programs can forge their scores."
+    )
+
+
 class EvaluationTask:
     """One sandbox, for as long as its worker lives."""
 
@@ -109,10 +153,11 @@ class EvaluationTask:
         self._other_files = other_files
 
     async def run(self, payload: bytes) -> bytes:
-        code = payload.decode("utf-8", "surrogatepass")
-        files = split_files(code)
-        program = {**self._other_files, **files} if files else code
-        return encode_outcome(await self._sandbox.evaluate(program))
+        request = EvaluationRequest.decode(payload)
+        files = split_files(request.code)
+        program = {**self._other_files, **files} if files else request.code
+        outcome = await self._sandbox.evaluate(program, seed=request.seed, isolate=request.isolate)
+        return encode_outcome(outcome)
 
     async def close(self) -> None:
         await self._stack.aclose()

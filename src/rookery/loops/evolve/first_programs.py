@@ -76,7 +76,10 @@ def tell_first_programs(
     parts: Parts,
     state: SearchState,
 ) -> None:
-    """In their order: each on its own island, or on the one that it was on before."""
+    """In their order: each on its own island, or on the one that it was on before. Where they run
+    is where all programs do."""
+    if any(evaluated.is_forgeable for evaluated in measured):
+        parts.evaluator.isolate = False
     num_islands = parts.config.database.num_islands
     for number, (evaluated, program) in enumerate(zip(measured, programs, strict=True), start=1):
         parts.store.add(first_id(number), evaluated.program)

@@ -79,7 +79,9 @@ async def open_parts(config: EvolveConfig, providers: Providers, *, seed: int) -
             seed=seed,
             with_prompts=config.database.log_prompts,
         ),
-        evaluator=ProgramEvaluator(config, executor=providers.executor, store=store, judges=judges),
+        evaluator=ProgramEvaluator(
+            config, executor=providers.executor, store=store, judges=judges, seed=seed
+        ),
         watcher=providers.watcher,
         novelty=_open_novelty(config, providers, endpoints, store, seed),
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from rookery.concurrency import run_in_thread
 from rookery.errors import ExecutorError
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.evaluation_task import EvaluationRequest, say_not_isolated
 from rookery.loops.evolve.judges import Judgement, Judges
 from rookery.loops.evolve.program_store import ProgramStore, has_large, keep_artifacts
 from rookery.loops.evolve.proposer import Child
@@ -24,6 +25,7 @@ from rookery.loops.evolve.stages import AttemptFailure, Evaluated
 from rookery.ports import Executor
 from rookery.sandbox import Metric, Outcome, decode_outcome
 from rookery.search.programs.program import numeric_metrics, score_of
+from rookery.seeding import stream_seed
 from rookery.types import Job, JobCancelled, JobDone, JobFailed, TokenUsage, WorkerLost
 
 __all__ = ["Lease", "ProgramEvaluator"]
@@ -49,6 +51,11 @@ class Lease:
     epoch: int = 0
     num_lost: int = 0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is for a program that the evolution starts from: it is the user's own."""
+        return self.attempt < 1
+
     async def renew(self) -> int:
         """The epoch of the next job."""
         self.epoch += 1
@@ -66,8 +73,12 @@ class ProgramEvaluator:
         executor: Executor,
         store: ProgramStore,
         judges: Judges | None,
+        seed: int,
     ) -> None:
         self._config = config
+        self._seed = seed
+        self.isolate = config.rookery.sandbox.isolate != "never"
+        """Whether programs run in another process than the evaluator."""
         self._executor = executor
         self._store = store
         self._judges = judges
@@ -122,6 +133,7 @@ class ProgramEvaluator:
             scores=tuple(score for score in scores if score is not None),
             seconds=sum(outcome.seconds for outcome in outcomes),
             num_lost=num_lost,
+            is_forgeable=any(outcome.is_forgeable for outcome in outcomes),
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,
         )
@@ -129,8 +141,8 @@ class ProgramEvaluator:
     async def _score_enough(
         self, child: Child, lease: Lease, best_score: float | None
     ) -> list[Outcome] | AttemptFailure:
-        payload = child.program.code.encode("utf-8", "surrogatepass")
-        first = await self._run(payload, lease)
+        code = child.program.code
+        first = await self._run(code, lease)
         if isinstance(first, AttemptFailure):
             return first
         outcomes = [first]
@@ -138,23 +150,39 @@ class ProgramEvaluator:
         if best_score is None or score is None or score <= best_score:
             return outcomes
         for number in range(1, self._config.rookery.confirm + 1):
-            again = await self._run(payload, lease)
+            again = await self._run(code, lease, repetition=number)
             if isinstance(again, AttemptFailure):
                 message = f"Scored again, time {number}: {again.message}"
                 return AttemptFailure(kind=again.kind, message=message)
             outcomes.append(again)
         return outcomes
 
-    async def _run(self, payload: bytes, lease: Lease) -> Outcome | AttemptFailure:
-        """One outcome that counts."""
+    async def _run(
+        self, code: str, lease: Lease, *, repetition: int = 0
+    ) -> Outcome | AttemptFailure:
+        """One outcome that counts. Its random numbers are those of the attempt and repetition,
+        whoever evaluates it."""
         num_tries = num_errors = 0
         while True:
             epoch = await lease.renew()
-            job = Job(attempt=lease.attempt, epoch=epoch, payload=payload, limit_s=self._limit_s)
+            seed = stream_seed(self._seed, "evaluation", lease.attempt, repetition, num_tries)
+            request = EvaluationRequest(code=code, seed=seed, isolate=self.isolate)
+            job = Job(
+                attempt=lease.attempt,
+                epoch=epoch,
+                payload=request.encode(),
+                limit_s=self._limit_s,
+            )
             ended = await self._executor.submit(job)
             match ended:
                 case JobDone():
                     outcome = await _decode(ended.output)
+                    if outcome.unsupported and lease.is_first:
+                        if self._config.rookery.sandbox.isolate == "always":
+                            message = say_not_isolated(outcome)
+                            return AttemptFailure(kind="isolation", message=message)
+                        self.isolate = False
+                        continue
                     num_tries += 1
                     if outcome.failure is None:
                         return outcome

@@ -8,6 +8,7 @@ from rookery.loops.evolve.answers import code_diff
 from rookery.loops.evolve.baselines import Baseline
 from rookery.loops.evolve.budget import price
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.evaluation_task import FORGEABLE
 from rookery.loops.evolve.parts import Parts
 from rookery.loops.evolve.program import ProgramRecord
 from rookery.loops.evolve.search_state import SearchState, Spending, search_config
@@ -77,7 +78,8 @@ def make_report(
         evaluation_seconds=state.spending.evaluation_s,
         num_workers_lost=state.spending.num_lost,
         baselines=tuple(_baseline(baseline) for baseline in baselines),
-        warnings=tuple(_warnings(config, state)),
+        is_forgeable=not parts.evaluator.isolate,
+        warnings=tuple(_warnings(config, state, is_forgeable=not parts.evaluator.isolate)),
     )
 
 
@@ -185,7 +187,9 @@ def _baseline(baseline: Baseline) -> BaselineRecord:
     )
 
 
-def _warnings(config: EvolveConfig, state: SearchState) -> Iterator[str]:
+def _warnings(config: EvolveConfig, state: SearchState, *, is_forgeable: bool) -> Iterator[str]:
+    if is_forgeable:
+        yield FORGEABLE
     if config.rookery.sandbox.backend == "none":
         yield "Generated programs ran without a sandbox (unsafe): they could do what you may do."
     if state.spending.num_unreported:

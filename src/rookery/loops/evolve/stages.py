@@ -86,6 +86,8 @@ class Evaluated:
     """In the evaluator, summed."""
     num_lost: int = 0
     """Workers that ended while they evaluated it."""
+    is_forgeable: bool = False
+    """Whether it ran in the evaluator's process, and so could write its own score."""
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
     """Of the models that judge programs, and of those that judge whether they are new."""

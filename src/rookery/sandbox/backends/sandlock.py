@@ -20,22 +20,32 @@ from rookery.sandbox.backends.jail import (
 )
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import SandboxConfig
+from rookery.sandbox.inside.isolation import OWN_PROCESSES
 
 __all__ = ["sandlock_jail"]
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/proc")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
+_PROC = ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime", "version")
+"""Of /proc nothing about processes: sandlock opens its files in the name of the user, so that one
+would show the memory of another. The server gets what it needs from outside."""
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _ETC_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_SERVER_PROCESSES = 3
-"""The server, the candidate's monitor, and one more while the server tries something."""
+_SERVER_PROCESSES = 2 + OWN_PROCESSES
+"""The server, one more while it tries something, and the candidate's that are ours."""
 
 
 def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
-    readable = [*_SYSTEM, *_ETC, *(_ETC_NETWORK if config.network else ()), *_DEVICES]
+    readable = [
+        *_SYSTEM,
+        *(f"/proc/{name}" for name in _PROC),
+        *_ETC,
+        *(_ETC_NETWORK if config.network else ()),
+        *_DEVICES,
+    ]
     readable += [str(path) for path in (*python_folders(), *readable_paths(config), box.inside)]
     writable = [box.scratch, Path("/dev/null"), *config.devices]
     policy = {

@@ -1,15 +1,19 @@
 """One candidate's processes, from the fork of the server to the last line of its result.
 
-    server ── monitor ── init ── candidate      (own namespaces: init is process 1 in them)
-    server ── candidate                         (none: Landlock keeps it from the server)
+    server ── monitor ── init ── evaluator, program   (own namespaces: init is process 1 in them)
+    server ── monitor ── evaluator, program           (none: Landlock keeps them from the server)
 
-Init reaps, reports how the candidate ended, and ends: the kernel then ends all the others in its
-namespace. The monitor only waits for init and takes it along when it is killed.
+The evaluator's process holds the descriptor of the result, and no other can read its memory; the
+program runs beside it and is called over a socket. With `isolate` off both are one process.
+
+Who started the two reaps, and reports how they ended. When init ends the kernel ends all the others
+in its namespace. The monitor only waits for init and takes it along when it is killed.
 """
 
 import json
 import os
 import resource
+import socket
 import sys
 import tempfile
 import time
@@ -21,11 +25,16 @@ from typing import Any, NoReturn
 
 from . import isolation
 from .contract import evaluate
+from .program import serve_program
+from .proxy import PROGRAM_ENDED, ProgramProxy
+from .seeds import seed_generators
 
 __all__ = ["Descriptors", "start_candidate"]
 
 OPEN_FILES = 1024
 FORK_S = 5.0
+PROGRAM_END_S = 1.0
+"""How long a program may take to end after its evaluator has; then it is killed."""
 Settings = dict[str, Any]
 
 
@@ -41,11 +50,6 @@ class Descriptors:
 
 def start_candidate(module: ModuleType, settings: Settings, to: Descriptors) -> int:
     """Fork; the parent gets the process id."""
-
-    def run() -> None:
-        os.close(to.status)
-        _run(module, settings, to)
-
     child = _fork_when_possible()
     if child:
         return child
@@ -56,50 +60,101 @@ def start_candidate(module: ModuleType, settings: Settings, to: Descriptors) -> 
         isolation.die_with_parent()
         if settings["isolation"] == "namespaces":
             isolation.enter_namespaces()
-            _wait_for(_fork(lambda: _be_init(run, settings, to.status)))
+            _wait_for(_fork(lambda: _be_init(module, settings, to)))
         else:
-            _report(to.status, _wait_for(_fork(run)))
+            _run(module, settings, to)
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def _be_init(run: Callable[[], None], settings: Settings, status: int) -> None:
+def _be_init(module: ModuleType, settings: Settings, to: Descriptors) -> None:
     isolation.die_with_parent()
     isolation.mount_private(settings["scratch"], settings["scratch_bytes"])
-    _report(status, _wait_for(_fork(run)))
+    _run(module, settings, to)
 
 
 def _run(module: ModuleType, settings: Settings, to: Descriptors) -> None:
-    """The candidate itself: its scratch folder, its limits, then the evaluator's functions."""
+    """Start the evaluator's process and the program's, and report how they ended."""
+    is_hidden = settings["isolation"] in ("namespaces", "jail")  # the others show no /proc/PID
+    isolation.hide_memory(is_hidden)
+    path = _write_program(Path(settings["scratch"]), settings)
+    ours, theirs = socket.socketpair()
+
+    def be_program() -> None:
+        ours.close()
+        os.close(to.result)
+        _confine(settings, to)
+        isolation.hide_memory(is_hidden=False)
+        seed_generators(settings["seed"])
+        serve_program(theirs)
+
+    def be_evaluator() -> None:
+        theirs.close()
+        os.set_inheritable(to.result, False)
+        _confine(settings, to)
+        _evaluate(module, path, settings, to.result, ours)
+
+    program = _fork(be_program) if settings["isolate"] else 0
+    evaluator = _fork(be_evaluator)
+    for each in (ours, theirs):
+        each.close()
+    codes: dict[int, int] = {}
+    _wait_for(evaluator, codes)
+    if program and codes[evaluator] == PROGRAM_ENDED:
+        _wait_for(program, codes)
+    elif program and settings["isolation"] != "namespaces":
+        _wait_for(program, codes, limit_s=PROGRAM_END_S)
+    is_program = codes[evaluator] == PROGRAM_ENDED and program in codes
+    _report(to.status, codes[program if is_program else evaluator])
+
+
+def _confine(settings: Settings, to: Descriptors) -> None:
+    """What holds for both processes: their output, place, limits and rights."""
+    os.close(to.status)
     os.dup2(to.output, 1)
     os.dup2(to.output, 2)
     os.close(to.output)
-    os.set_inheritable(to.result, False)
     if settings["isolation"] != "none":
         # A signal to its own group must not reach init and the monitor.
         os.setsid()
         _set_oom_score()
-    scratch = Path(settings["scratch"])
-    os.chdir(scratch)
-    program = _write_program(scratch, settings)
+    os.chdir(settings["scratch"])
     _limit(settings)
-    if settings["isolation"] == "landlock":
-        isolation.confine_signals()
-    if settings["isolation"] != "none":
-        isolation.drop_capabilities()
+    if settings["isolation"] == "none":
+        return
+    isolation.confine_signals()
+    isolation.drop_capabilities()
+    isolation.refuse_calls(files=settings["isolation"] == "landlock")
+
+
+def _evaluate(
+    module: ModuleType, path: str, settings: Settings, result: int, control: socket.socket
+) -> None:
+    """The evaluator's functions, on the program in the other process or in this one."""
+    names = [] if isinstance(settings["program"], str) else settings["program"]
+    proxy = ProgramProxy(
+        control,
+        scratch=settings["scratch"],
+        evaluator=settings["evaluator"],
+        names=frozenset(PurePosixPath(name).parts[0].removesuffix(".py") for name in names),
+    )
+    seed_generators(settings["seed"], proxy.note_seed if settings["isolate"] else None)
+    if settings["isolate"]:
+        proxy.install()
 
     def emit(record: dict[str, Any]) -> None:
         view = memoryview(json.dumps(record).encode() + b"\n")
         while view:
-            view = view[os.write(to.result, view) :]
+            view = view[os.write(result, view) :]
 
     evaluate(
         module,
-        program,
+        path,
         is_cascade=settings["cascade"],
         thresholds=settings["thresholds"],
         emit=emit,
+        note=lambda: proxy.unsupported,
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,8 +184,8 @@ def _limit(settings: Settings) -> None:
     _lower(resource.RLIMIT_CPU, settings["cpu_s"], more=1)
     if settings["isolation"] == "namespaces":
         # Counted per user namespace: elsewhere the user's other processes would count too. The
-        # monitor and init are in it.
-        _lower(resource.RLIMIT_NPROC, settings["max_processes"] + 2)
+        # monitor, init and the evaluator are in it.
+        _lower(resource.RLIMIT_NPROC, settings["max_processes"] + isolation.OWN_PROCESSES)
 
 
 def _lower(which: int, value: int, *, more: int = 0) -> None:
@@ -171,12 +226,21 @@ def _fork(run: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def _wait_for(child: int) -> int:
-    """Reap until `child` has ended; its exit code, or minus the signal."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
+def _wait_for(
+    child: int, codes: dict[int, int] | None = None, *, limit_s: float | None = None
+) -> None:
+    """Reap until `child` has ended; notes exit codes, or minus the signal."""
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    while codes is None or child not in codes:
+        ended, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
+        if ended and codes is not None:
+            codes[ended] = os.waitstatus_to_exitcode(status)
         if ended == child:
-            return os.waitstatus_to_exitcode(status)
+            return
+        if not ended and deadline is not None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
 
 def _report(status: int, code: int) -> NoReturn:

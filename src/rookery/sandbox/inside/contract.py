@@ -2,7 +2,7 @@
 
     {"begin": "stage1"}
     {"stage": "stage1", "metrics": {"combined_score": 0.7}, "artifacts": {"log": {"text": "ok"}}}
-    {"done": true}
+    {"done": true, "unsupported": ""}
 
 A failure is one last line: {"failed": "error", "type": ..., "message": ..., "traceback": ...}.
 Every line of results holds all that was measured so far, merged.
@@ -54,9 +54,16 @@ def load_evaluator(path: Path) -> ModuleType:
 
 
 def evaluate(
-    module: ModuleType, program: str, *, is_cascade: bool, thresholds: list[float], emit: Emit
+    module: ModuleType,
+    program: str,
+    *,
+    is_cascade: bool,
+    thresholds: list[float],
+    emit: Emit,
+    note: Callable[[], str] = lambda: "",
 ) -> None:
-    """Run the stages (or plain `evaluate`) on the program and emit what they give."""
+    """Run the stages (or plain `evaluate`) on the program and emit what they give. `note` says at
+    the end what could not be done with a program in another process."""
     functions = vars(module)
     try:
         if is_cascade and "evaluate_stage1" in functions:
@@ -66,9 +73,9 @@ def evaluate(
             emit({"begin": stage})
             metrics, artifacts = _call(functions["evaluate"], program)
             _emit_measured(stage, metrics, artifacts, emit)
-        emit({"done": True})
+        emit({"done": True, "unsupported": note()})
     except BaseException as error:  # noqa: BLE001 (the candidate's own code, `sys.exit` included)
-        _emit_failure(error, emit)
+        emit(_describe(error) | {"unsupported": note()})
 
 
 def _cascade(functions: dict[str, Any], program: str, thresholds: list[float], emit: Emit) -> None:
@@ -157,7 +164,7 @@ def _encode(value: Any) -> dict[str, str]:
         return {"text": str(value)}
 
 
-def _emit_failure(error: BaseException, emit: Emit) -> None:
+def _describe(error: BaseException) -> dict[str, Any]:
     kind = "error"
     if isinstance(error, MemoryError):
         kind = "memory"
@@ -165,7 +172,7 @@ def _emit_failure(error: BaseException, emit: Emit) -> None:
         kind = "not_a_dict"
     name = type(error).__name__
     record = {"failed": kind, "type": name.lstrip("_"), "message": str(error) or name}
-    emit(record | {"traceback": _traceback(error)})
+    return record | {"traceback": _traceback(error)}
 
 
 def _traceback(error: BaseException) -> str:

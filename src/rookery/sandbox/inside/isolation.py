@@ -1,14 +1,20 @@
-"""What separates a candidate from the server that forked it: namespaces, Landlock, capabilities.
+"""What separates a candidate from the server that forked it, and a program from its evaluator.
 
 `enter_namespaces` gives a candidate its own users, processes, mounts and shared memory; where they
 are not to be had (`confine_signals`), Landlock keeps it from signalling or tracing the server.
+`hide_memory` shuts /proc/PID/mem and its like, `refuse_calls` refuses system calls.
 """
 
 import ctypes
+import errno
 import os
+import platform
+import struct
 import sys
+from collections.abc import Iterator
 
 __all__ = [
+    "OWN_PROCESSES",
     "become_subreaper",
     "can_nest",
     "confine_signals",
@@ -16,13 +22,15 @@ __all__ = [
     "drop_capabilities",
     "drop_root",
     "enter_namespaces",
+    "hide_memory",
     "mount_private",
+    "refuse_calls",
 ]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x08000000, 0x10000000, 0x20000000
 _NOSUID_NODEV, _NOEXEC = 2 | 4, 8
-_PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38
+_PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _SIGKILL = 9
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # the same numbers on every architecture
 _SCOPE_ABSTRACT_SOCKET, _SCOPE_SIGNAL = 1, 2
@@ -30,6 +38,51 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _MAX_FILES = 100_000
 """Files in a scratch folder: their names and nodes take memory that its size does not count."""
 NOBODY = 65534
+OWN_PROCESSES = 4
+"""The monitor, init, the evaluator, and the thread of the program that takes its calls."""
+
+# By name: the numbers on x86_64 and on aarch64, -1 where there is none.
+_MEMORY_CALLS = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+}
+"""Memory that no process has mapped, so that nobody counts it; and memory of other processes."""
+_FILE_CALLS = {
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+"""Changes of files that Landlock lets through, wherever the file is."""
+_MMAP, _IOCTL = (9, 222), (16, 29)
+_SHARED_ANONYMOUS = 0x21
+_SET_FLAGS = (0x40086602, 0x401C5820)
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+_X32 = 0x40000000
 
 
 class _Ruleset(ctypes.Structure):
@@ -108,6 +161,44 @@ def drop_capabilities() -> None:
     _check(_LIBC.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def hide_memory(is_hidden: bool = True) -> None:
+    """Whether other processes of this user may read and trace this one. Linux only."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_DUMPABLE, int(not is_hidden), 0, 0, 0)
+
+
+def refuse_calls(*, files: bool) -> bool:
+    """Refuse system calls for good: memory that cannot be counted and, with `files`, changes of
+    files that Landlock lets through. False on a machine whose numbers are not known here."""
+    if platform.machine() not in _MACHINES:
+        return False
+    lines = list(_filter_lines(*_MACHINES[platform.machine()], files=files))
+    data = b"".join(struct.pack("HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(data)
+    program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(buffer))
+    _check(_LIBC.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    _check(_LIBC.prctl(_SECCOMP, 2, program, 0, 0), "seccomp")
+    return True
+
+
+def _filter_lines(column: int, machine: int, *, files: bool) -> Iterator[tuple[int, int, int, int]]:
+    """(operation, lines to skip if true, if false, value), on the call's number and arguments."""
+    refuse = (_RETURN, 0, 0, _REFUSE)
+    yield from ((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), refuse, (_LOAD, 0, 0, 0))
+    if column == 0:
+        yield from ((_AT_LEAST, 0, 1, _X32), refuse)
+    for numbers in (_MEMORY_CALLS | (_FILE_CALLS if files else {})).values():
+        if numbers[column] >= 0:
+            yield from ((_EQUAL, 0, 1, numbers[column]), refuse)
+    # Of mmap the flags are the fourth argument, of ioctl the request is the second.
+    yield from ((_EQUAL, 0, 5, _MMAP[column]), (_LOAD, 0, 0, 40), (_AND, 0, 0, _SHARED_ANONYMOUS))
+    yield from ((_EQUAL, 0, 1, _SHARED_ANONYMOUS), refuse, (_RETURN, 0, 0, _ALLOW))
+    if files:
+        yield from ((_EQUAL, 0, 4, _IOCTL[column]), (_LOAD, 0, 0, 24))
+        yield from ((_EQUAL, 1, 0, _SET_FLAGS[0]), (_EQUAL, 0, 1, _SET_FLAGS[1]), refuse)
+    yield (_RETURN, 0, 0, _ALLOW)
 
 
 def confine_signals() -> bool:

@@ -1,7 +1,8 @@
 """The fork server: imports the evaluator once, then runs one candidate at a time.
 
 Descriptor 0 is a socket to the program outside. A request is a header of eight bytes (the length
-of the body) that carries two descriptors, for the result and for the output, and a JSON body. The
+of the body) that carries descriptors, for the result, for the output and, where there is no /proc
+inside, for the list of this process's children, and a JSON body. The
 answer is a JSON line, sent when no process of the candidate is left. A byte in between means: end
 the candidate; the end of the stream means: end everything.
 """
@@ -39,16 +40,20 @@ def main(settings: Settings) -> None:
     provide_openevolve()
     if settings["isolation"] == "namespaces" and not isolation.can_nest(settings["scratch"]):
         settings |= {"isolation": "jail"}
+    if settings["isolation"] == "jail":
+        isolation.hide_memory()  # candidates are forks: earlier ones, and the evaluator, are in it
     try:
         module = load_evaluator(Path(settings["evaluator"]))
     except UnusableEvaluator as error:
         _send(control, {"unusable": str(error)})
         return
-    _send(control, {"ready": True, "is_isolated": settings["isolation"] != "jail"})
-    settings |= {"server_bytes": _data_bytes()}
+    is_told = settings["isolation"] == "landlock"  # by the program outside, as /proc is shut
+    is_isolated = settings["isolation"] != "jail"
+    _send(control, {"is_isolated": is_isolated, "pid": os.getpid() if is_told else None})
+    settings |= {"server_bytes": 0 if is_told else _data_bytes()}
     while (request := _receive(control)) is not None:
-        body, result, output = request
-        status = _run(control, module, settings | body, result, output)
+        body, descriptors = request
+        status = _run(control, module, settings | body, descriptors)
         if status is None:
             return
         _send(control, status)
@@ -74,8 +79,8 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(control: socket.socket) -> tuple[Settings, int, int] | None:
-    header, descriptors, _, _ = socket.recv_fds(control, 8, 2)
+def _receive(control: socket.socket) -> tuple[Settings, list[int]] | None:
+    header, descriptors, _, _ = socket.recv_fds(control, 8, 3)
     if not header:
         return None
     size = int.from_bytes(header, "big")
@@ -85,16 +90,17 @@ def _receive(control: socket.socket) -> tuple[Settings, int, int] | None:
         if not chunk:
             return None
         body += chunk
-    result, output = descriptors
-    return json.loads(body), result, output
+    return json.loads(body), descriptors
 
 
 def _run(
-    control: socket.socket, module: ModuleType, settings: Settings, result: int, output: int
+    control: socket.socket, module: ModuleType, settings: Settings, descriptors: list[int]
 ) -> dict[str, Any] | None:
     """Run one candidate to its end; None if the program outside has gone."""
+    result, output, *told = descriptors
     reader, status = os.pipe()
-    private = (control.fileno(), reader)
+    children = told or _open_children()
+    private = (control.fileno(), reader, *children)
     to = Descriptors(result=result, output=output, status=status, private=private)
     child = start_candidate(module, settings, to)
     for descriptor in (result, output, status):
@@ -102,16 +108,17 @@ def _run(
     # The pipe is readable when the candidate's end is reported, and when all who hold it are gone.
     readable = select.select([control.fileno(), reader], [], [])[0]
     order = control.recv(1) if control.fileno() in readable else None
-    num_ended = _end_descendants(child)
+    num_ended = _end_descendants(child, children)
     code = os.read(reader, 16)
-    os.close(reader)
+    for descriptor in (reader, *children):
+        os.close(descriptor)
     if settings["isolation"] in ("landlock", "none"):
         empty_folder(settings["scratch"])
     if order == b"":
         return None
     # sandlock goes on counting processes that were killed here: in time no candidate could fork.
-    # Its first process is the monitor, the second one is left only if the candidate was stopped.
-    is_worn = settings["isolation"] == "landlock" and num_ended > (1 if order is None else 2)
+    # The first is the monitor, the others are left only if the candidate was stopped.
+    is_worn = settings["isolation"] == "landlock" and num_ended > (1 if order is None else 3)
     return {
         "ended": int(code) if code else None,
         "is_stopped": order is not None,
@@ -119,15 +126,21 @@ def _run(
     }
 
 
-def _end_descendants(child: int) -> int:
+def _open_children() -> list[int]:
+    """The file that lists this process's children; none where the system has no such file."""
+    path = f"/proc/self/task/{os.getpid()}/children"
+    return [os.open(path, os.O_RDONLY | os.O_CLOEXEC)] if os.path.exists(path) else []
+
+
+def _end_descendants(child: int, children: list[int]) -> int:
     """Kill and reap until this process has no children; how many it had. Orphans become its own."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    if not children.exists():
+    if not children:
         os.killpg(child, signal.SIGKILL)
     num_ended = 0
     while True:
-        for pid in children.read_text().split() if children.exists() else ():
-            os.kill(int(pid), signal.SIGKILL)
+        for file in children:
+            for pid in os.pread(file, 1 << 16, 0).split():
+                os.kill(int(pid), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

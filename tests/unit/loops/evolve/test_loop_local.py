@@ -9,7 +9,11 @@ from loops.evolve.toy import FIRST, open_toy_run, propose_new, toy_config, toy_m
 from rookery.errors import ConfigError, ExecutorError
 from rookery.executors import open_local
 from rookery.loops.evolve.config import EvolveConfig
-from rookery.loops.evolve.evaluation_task import evaluation_spec, open_evaluation
+from rookery.loops.evolve.evaluation_task import (
+    EvaluationRequest,
+    evaluation_spec,
+    open_evaluation,
+)
 from rookery.loops.evolve.first_program import FirstProgram, read_first_program
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.sandbox import decode_outcome
@@ -119,7 +123,7 @@ async def test_the_task_evaluates_folders(tmp_path: Path) -> None:
     task = await open_evaluation(spec.settings, tmp_path)
     try:
         code = "--- file: a.py ---\nx = 1\n\n--- file: b.py ---\ny = 2\n"
-        outcome = decode_outcome(await task.run(code.encode()))
+        outcome = decode_outcome(await task.run(EvaluationRequest(code=code).encode()))
     finally:
         await task.close()
     assert task.about == "sandbox unsafe"

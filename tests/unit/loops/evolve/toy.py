@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.loops.evolve.config import EvolveConfig
+from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.loop import EvolveResult, evolve
 from rookery.loops.evolve.watcher import UNWATCHED, Watcher
@@ -112,7 +113,7 @@ class ToyExecutor:
             self.num_running -= 1
         if self._is_lost(job):
             return WorkerLost(reason="It was told to be lost.", worker="toy")
-        output = encode_outcome(self._outcome(job.payload.decode()))
+        output = encode_outcome(self._outcome(EvaluationRequest.decode(job.payload).code))
         return JobDone(output=output, seconds=0.0, worker="toy")
 
     def cancel(self, attempt: int) -> None:

@@ -40,6 +40,9 @@ class SandboxSettings(Config):
 
     backend: Literal["auto", "bubblewrap", "sandlock", "none"] = "auto"
     """`none` is what `--unsafe` says: the program runs with all that you may do."""
+    isolate: Literal["auto", "always", "never"] = "auto"
+    """Whether a program runs in another process than its evaluator, where it cannot forge its
+    score. `auto`: unless the evaluator needs the first program in its own process."""
     memory_mb: int = Field(default=4096, ge=LEAST_MEMORY_MB)
     """Of all processes of a program together."""
     startup_s: float = Field(default=120.0, gt=0)

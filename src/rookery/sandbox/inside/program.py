@@ -1,0 +1,297 @@
+"""The program's process: loads the program's files and calls its functions for the evaluator.
+
+It holds nothing that decides a score: neither the evaluator's memory nor the descriptor of the
+result. The evaluator's side is `proxy.py`. Requests come as pickles, from the side that is trusted;
+answers go back as plain data (`values.py`).
+
+Every thread of the evaluator has a socket of its own, which a thread here serves: the main one its
+main thread, so that signals work. A socket that closes during a call ends the call.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import io
+import marshal
+import os
+import pickle
+import queue
+import select
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+from .values import encode, receive, send
+
+__all__ = ["find_export", "find_thing", "rebuild_error", "serve_program"]
+
+_MUTABLE = (list, dict, set, bytearray)
+_HANG_UP = select.POLLHUP | select.POLLRDHUP
+
+
+class _Ended(BaseException):
+    """The evaluator no longer waits for this call."""
+
+
+class Export:
+    """A function or an object of the evaluator's, called over the socket that is being served."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return _PROCESS.ask(["call", self._number, args, options])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _PROCESS.ask(["get", self._number, name])
+
+
+class _Process:
+    """The things that the evaluator refers to, by number, and the sockets it calls them over."""
+
+    def __init__(self) -> None:
+        self._things: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+        self._serving = threading.local()
+        self._threads: dict[int, tuple[socket.socket, int]] = {}
+        self._pid = os.getpid()
+        self._operations: dict[str, Callable[..., Any]] = {
+            "load": _load,
+            "run": _run,
+            "get": lambda thing, name: getattr(thing, name),
+            "set": lambda thing, name, value: setattr(thing, name, value),
+            "dir": lambda thing: dir(thing),
+            "iter": lambda thing: iter(thing),
+            "next": lambda thing: next(thing),
+            "await": lambda thing: asyncio.run(_wait(thing)),
+            "call": lambda thing, args, options: thing(*args, **options),
+            "seed": lambda name, args: _seed(name, args),
+        }
+
+    def find(self, number: int) -> Any:
+        return self._things[number]
+
+    def refer(self, thing: Any) -> list[Any]:
+        number = self._numbers.get(id(thing))
+        if number is None:
+            self._next = number = self._next + 1
+            self._things[number], self._numbers[id(thing)] = thing, number
+        name = getattr(thing, "__name__", type(thing).__name__)
+        kind = "call" if callable(thing) else "iterate" if hasattr(thing, "__next__") else ""
+        return [number, str(name), kind]
+
+    def forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._numbers.pop(id(self._things.pop(number, None)), None)
+
+    def ask(self, request: list[Any]) -> Any:
+        """Have the evaluator call one of its functions, in the course of a call from there."""
+        channel = getattr(self._serving, "channel", None)
+        if channel is None or os.getpid() != self._pid:
+            raise RuntimeError(
+                "A function of the evaluator can be called only by the thread of the program that "
+                "the evaluator has called."
+            )
+        send(channel, encode(request, self.refer))
+        while (found := self._next_request(channel)) is not None:
+            kind, *parts = found
+            if kind == "returned":
+                return parts[0]
+            if kind == "raised":
+                raise rebuild_error(*parts)
+            self._answer(channel, kind, parts)
+        raise _Ended
+
+    def serve(self, channel: socket.socket) -> None:
+        """Answer requests until the evaluator hangs up."""
+        self._threads[channel.fileno()] = (channel, threading.get_ident())
+        self._serving.channel = channel
+        with contextlib.suppress(_Ended, OSError), channel:
+            while (found := self._next_request(channel)) is not None:
+                self._answer(channel, found[0], found[1:])
+
+    def accept(self, control: socket.socket, main: "queue.SimpleQueue[socket.socket]") -> None:
+        """Take new sockets, and end the calls of those that were closed."""
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor != control.fileno():
+                    poll.unregister(descriptor)
+                    _, thread = self._threads.pop(descriptor, (None, 0))
+                    # Of a thread that has ended there is none to raise it in.
+                    raised = ctypes.py_object(_Ended)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+                    continue
+                kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+                if not kind:
+                    os._exit(0)
+                channel = socket.socket(fileno=descriptors[0])
+                poll.register(channel, _HANG_UP)
+                if kind == b"M":
+                    main.put(channel)
+                else:
+                    threading.Thread(target=self.serve, args=(channel,), daemon=True).start()
+
+    def _next_request(self, channel: socket.socket) -> list[Any] | None:
+        try:
+            dead, *request = pickle.loads(receive(channel))  # from the evaluator, which is trusted
+        except EOFError:
+            return None
+        self.forget(dead)
+        return list(request)
+
+    def _answer(self, channel: socket.socket, kind: str, parts: list[Any]) -> None:
+        args, capture = (list(parts[1]), parts.pop()) if kind == "call" else ([], False)
+        before = [_snapshot(value) for value in args]
+        printed = (io.StringIO(), io.StringIO())
+        try:
+            with contextlib.ExitStack() as stack:
+                if capture:
+                    stack.enter_context(contextlib.redirect_stdout(printed[0]))
+                    stack.enter_context(contextlib.redirect_stderr(printed[1]))
+                value = self._operations[kind](*parts)
+            changed = {
+                place: value
+                for place, value in enumerate(args)
+                if before[place] is not None and before[place] != _snapshot(value)
+            }
+            texts = [each.getvalue() for each in printed]
+            data = encode(["value", value, changed, texts], self.refer)
+        except _Ended:
+            raise
+        except BaseException as error:  # noqa: BLE001 (the program's own, `sys.exit` included)
+            data = encode(["error", *describe_error(error)], self.refer)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # the program closed it
+                stream.flush()
+        send(channel, data)
+
+
+def serve_program(control: socket.socket) -> None:
+    """Serve the evaluator's process until it ends. Never returns."""
+    global _PROCESS
+    _PROCESS = _Process()
+    main: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    threading.Thread(target=_PROCESS.accept, args=(control, main), daemon=True).start()
+    while True:
+        with contextlib.suppress(_Ended):
+            _PROCESS.serve(main.get())
+
+
+def find_export(number: int) -> Export:
+    """What a pickle of the evaluator's names where one of its own functions is."""
+    return Export(number)
+
+
+def find_thing(number: int) -> Any:
+    """What a pickle of the evaluator's names where it refers to a thing of the program's."""
+    return _PROCESS.find(number)
+
+
+def describe_error(error: BaseException) -> tuple[list[str], str, str, int | None]:
+    """Names of its classes, its text, where it was raised, and the number the evaluator gave it."""
+    names = [each.__name__ for each in type(error).__mro__]
+    text = "".join(traceback.format_exception(error))[-20_000:]
+    return names, str(error), text, getattr(error, "rookery_number", None)
+
+
+def rebuild_error(names: list[str], message: str, text: str, number: int | None) -> BaseException:
+    """An exception of the first of the classes that Python has, under the name of the first."""
+    kinds = [kind for name in names if (kind := _builtin_error(name)) is not None]
+    base = kinds[0] if kinds else RuntimeError
+    made = type(str(names[0]), (base,), {}) if names[0] != base.__name__ else base
+    try:
+        error: BaseException = made(message)
+    except TypeError:  # it takes more than a text, such as a UnicodeDecodeError
+        error = type(str(names[0]), (ValueError,), {})(message)
+    error.add_note(f"In the program's process:\n{text}")
+    vars(error)["rookery_number"] = number
+    return error
+
+
+def _builtin_error(name: str) -> type[BaseException] | None:
+    found = _KeyError if name == "KeyError" else vars(builtins).get(name)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+class _KeyError(KeyError):
+    """Its text is the key as it was printed; KeyError itself would quote it once more."""
+
+    __str__ = Exception.__str__
+
+
+_KeyError.__name__ = "KeyError"
+
+
+async def _wait(thing: Any) -> Any:
+    return await thing
+
+
+def _snapshot(value: Any) -> bytes | None:
+    """What a change of an argument is told by; None for what cannot change, or is not plain."""
+    is_array = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+    if not (is_array or type(value) in _MUTABLE):
+        return None
+    try:
+        return pickle.dumps(value, 5)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _load(
+    name: str, path: str, locations: list[str] | None, how: str, place: dict[str, Any]
+) -> Any:
+    """Execute a file as a module. `how`: by an import statement, registered, or apart."""
+    _move(place)
+    known = sys.modules.get(name)
+    if how == "import" and known is not None and getattr(known, "__file__", None) == path:
+        return known
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=SourceFileLoader(name, path), submodule_search_locations=locations
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if how != "apart":
+        sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(code: bytes, names: dict[str, Any], place: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Execute code in a namespace: its value, and the names that it has set."""
+    _move(place)
+    found = dict(names)
+    value = eval(marshal.loads(code), found)
+    new = {
+        name: each
+        for name, each in found.items()
+        if name != "__builtins__" and (name not in names or names[name] is not each)
+    }
+    return value, new
+
+
+def _move(place: dict[str, Any]) -> None:
+    """To where the evaluator is: working directory, module path, variables."""
+    os.chdir(place["cwd"])
+    sys.path[:] = place["path"]
+    for name in os.environ.keys() - place["environ"].keys():
+        del os.environ[name]
+    os.environ.update(place["environ"])
+
+
+def _seed(name: str, args: tuple[Any, ...]) -> None:
+    importlib.import_module(name).seed(*args)
+
+
+_PROCESS = _Process()
