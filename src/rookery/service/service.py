@@ -51,6 +51,8 @@ KEPT_SAMPLERS = 8
 """Of a session, of weights saved without a name, however long nobody draws from them."""
 KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
+STOP_S = 5.0
+"""How long a call of the trainer may still take at the end: it is done again at the next start."""
 READERS = 2
 """The other threads encode results and wait for the disk."""
 SECRET = "secret"
@@ -343,12 +345,15 @@ async def open_service(
         try:
             yield service
         finally:
-            # A call of the trainer runs to its end, and must be in the journal when it has.
             service.training.stop()
-            await asyncio.wait([training])
-            for task in (*others, *service.samples.tasks):
+            for task in service.samples.tasks:
                 task.cancel()
-    await take_snapshot(desk)
+            # A call of the trainer that ends must be in the journal when it has.
+            _, unfinished = await asyncio.wait([training], timeout=STOP_S)
+            for task in (*others, *unfinished):
+                task.cancel()
+    if not unfinished:  # weights are not saved in the middle of a call
+        await take_snapshot(desk)
 
 
 async def _link_secret(run: Run) -> bytes:

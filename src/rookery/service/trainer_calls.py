@@ -35,7 +35,7 @@ from rookery.service.wire.training import (
     read_train_json,
     read_train_proto,
 )
-from rookery.service.work import Command, Result, finished
+from rookery.service.work import GIVEN_UP, Command, Result, finished
 from rookery.types import OptimStep, TrainOutput, TrainRequest
 
 __all__ = ["ADAPTER", "STATE", "TrainerCalls", "read_call"]
@@ -81,6 +81,8 @@ class TrainerCalls:
                 outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
+            elif record is None and self._desk.pending.is_given_up(work):
+                outcomes.append(Outcome.failure(work, GIVEN_UP, "user"))
             elif not model.is_live and record is None:
                 outcomes.append(
                     Outcome.failure(work, "This model was unloaded, or its session ended.", "user")

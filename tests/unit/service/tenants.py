@@ -86,13 +86,13 @@ class WordCodec:
 
 
 class HeldTrainer(FakeTrainer):
-    """Gradients and steps wait until they may go; `calls` has whom each is for."""
+    """Gradients and steps, but for the first ones, wait until they may go; `calls` has whom each is
+    for."""
 
-    def __init__(self, *, may_go: bool = False) -> None:
+    def __init__(self, *, num_free: int = 0) -> None:
         super().__init__("unused")
         self.entered, self.may_go = asyncio.Event(), asyncio.Event()
-        if may_go:
-            self.may_go.set()
+        self._num_free = num_free
         self.calls: list[list[str]] = []
 
     async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
@@ -105,8 +105,9 @@ class HeldTrainer(FakeTrainer):
 
     async def _wait(self, trainees: list[str]) -> None:
         self.calls.append(trainees)
-        self.entered.set()
-        await self.may_go.wait()
+        if len(self.calls) > self._num_free:
+            self.entered.set()
+            await self.may_go.wait()
 
 
 def fake_backend(trainer: FakeTrainer | None = None) -> Backend:
