@@ -38,9 +38,10 @@ class Samples:
         self._tasks[work.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(work.id, None))
 
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        return list(self._tasks.values())
+    def stop(self) -> None:
+        """Give all of them up: they stay pending."""
+        for task in self._tasks.values():
+            task.cancel()
 
     async def cancel(self, work: Command) -> None:
         """Give a sample up: its result says so, unless it has one."""

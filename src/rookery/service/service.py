@@ -197,6 +197,13 @@ class Service:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
 
+    def stop(self) -> None:
+        """Begin nothing any more. Polls end with "not yet", and are sent again to the next
+        process."""
+        self.training.stop()
+        self.samples.stop()
+        self.desk.futures.release()
+
     def describe(self, future: Future) -> tuple[str, str]:
         """Where an unfinished request is: its queue state and a sentence."""
         work = self.desk.pending.get(future.id)
@@ -345,9 +352,7 @@ async def open_service(
         try:
             yield service
         finally:
-            service.training.stop()
-            for task in service.samples.tasks:
-                task.cancel()
+            service.stop()
             # A call of the trainer that ends must be in the journal when it has.
             _, unfinished = await asyncio.wait([training], timeout=STOP_S)
             for task in (*others, *unfinished):
