@@ -38,10 +38,9 @@ class Samples:
         self._tasks[work.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(work.id, None))
 
-    def stop(self) -> None:
-        """Give all of them up: they stay pending."""
-        for task in self._tasks.values():
-            task.cancel()
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks.values())
 
     async def cancel(self, work: Command) -> None:
         """Give a sample up: its result says so, unless it has one."""

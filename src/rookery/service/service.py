@@ -201,7 +201,8 @@ class Service:
         """Begin nothing any more. Polls end with "not yet", and are sent again to the next
         process."""
         self.training.stop()
-        self.samples.stop()
+        for task in self.samples.tasks:  # they stay pending
+            task.cancel()
         self.desk.futures.release()
 
     def describe(self, future: Future) -> tuple[str, str]:

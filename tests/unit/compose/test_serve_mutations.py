@@ -31,7 +31,7 @@ RAW = {
     **{f"dict{depth}": '{"a":' * depth + "1" + "}" * depth for depth in (100, 220, 400)},
 }
 """What `json.dumps` does not write, by the names that stand for it."""
-ODD = [
+ODD: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e-320, 1e308,
     "", "x", "x" * 70_000, "é\U0001f600", "../..", [], [[]], [None], [1, "a"], [[1], [1, 2]],
     [2**40] * 3, [-1], list(range(300)), [0.1] * 300, {}, {"type": "x"}, {"": {}},
@@ -156,7 +156,10 @@ def requests_of(names: dict[str, str]) -> list[tuple[str, dict[str, Any]]]:
                 },
             },
         ),
-        ("/api/v1/optim_step", {"model_id": model, "adam_params": adam}),
+        (
+            "/api/v1/optim_step",
+            {"model_id": model, "adam_params": adam, "optimizer_params": {"a": [1]}},
+        ),
         ("/api/v1/save_weights", {"model_id": model, "path": "ck", "overwrite": True}),
         ("/api/v1/save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 3}),
         ("/api/v1/load_weights", {"model_id": model, "path": names["path"], "optimizer": True}),
@@ -302,7 +305,7 @@ class Neighbour:
 async def fight(tmp_path: Path, model: Path, *, seed: int, rounds: int) -> None:
     """Rounds of mutated requests beside the neighbour's, with a kill in the middle."""
     rng, keys, folder = random.Random(seed), tmp_path / "keys.json", tmp_path / "run"
-    rest = {"config": CONFIG, "key_file": keys}
+    rest: dict[str, Any] = {"config": CONFIG, "key_file": keys}
     async with served_model(folder, model, **rest) as served:
         attacker = Attacker(served.client("mallory"), rng)
         neighbour = Neighbour(served.client("bob"))

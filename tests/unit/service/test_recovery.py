@@ -1,7 +1,9 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +312,10 @@ async def test_a_pass_that_is_left_at_a_stop_in_order_does_not_count(
         assert (await served.client().outputs(reply)).metrics["loss:sum"]
 
 
+def has_both(attempts: Counter[str]) -> bool:
+    return len(attempts) == 2
+
+
 async def test_a_sample_that_ends_the_service_each_time_is_set_aside(tmp_path: Path) -> None:
     async with serve(tmp_path / "run") as served:
         ada = served.client()
@@ -330,7 +336,7 @@ async def test_a_sample_that_ends_the_service_each_time_is_set_aside(tmp_path: P
                 replies.append(await served.client().post("asample", body))
             await entered.wait()
             running = served.service.desk.pending.attempts
-            await until(lambda running=running: len(running) == 2)
+            await until(partial(has_both, running))
             folder = crashed_copy(folder, tmp_path / f"killed{number}")
             assert sorted(running.values()) == [[1, 1], [2, 2], [2, 3]][number]
     async with serve(folder) as served:

@@ -75,7 +75,7 @@ class Custom(Config):
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value.detach()
         total = torch.stack(losses).sum()
-        loss = _Differentiated.apply(logprobs, total, torch.cat(gradients))
+        loss = _Differentiated.apply(logprobs, total, torch.cat(gradients))  # type: ignore[no-untyped-call]
         return LossOutput(loss=loss, sums={"loss": total}, totals=totals)
 
     def _inputs(
