@@ -48,5 +48,13 @@ def serve(
         for line in lines:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    run_service(loaded, on_ready=ready)
+    def stopping(num_pending: int, limit_s: float) -> None:
+        console.print(
+            f"Stopping, within {limit_s:g} s: {num_pending} requests are not done, and go on when "
+            "it is started again. Ctrl-C again stops now.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    run_service(loaded, on_ready=ready, on_stop=stopping)
     return 0

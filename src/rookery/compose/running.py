@@ -209,13 +209,14 @@ async def write_page(run: Run, render: Callable[[Report], str], report: Report) 
     await run_in_thread(run.finish, "finished")
 
 
-def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+def run_async(work: Coroutine[Any, Any, Result], *, stop_s: float | None = None) -> Result:
     """The only place where an event loop starts: in this thread, or in one of its own where a loop
-    runs already, as in a notebook. Ctrl-C and SIGTERM cancel the work and wait for its end."""
+    runs already, as in a notebook. Ctrl-C and SIGTERM cancel the work and wait for its end; with
+    `stop_s` the process, unless it is a notebook's, ends so much later in any case."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_stoppable(work)
+        return run_stoppable(work, stop_s=stop_s)
     return run_stoppable_in_thread(work)
 
 

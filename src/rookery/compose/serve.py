@@ -31,6 +31,11 @@ from rookery.ui.service import render_service_page
 
 __all__ = ["ServeConfig", "serve", "serving"]
 
+STOP_S = 10.0
+"""After Ctrl-C: answers, the running pass and a snapshot have about a third of it each. What is not
+done then is done at the next start."""
+STOP_SERVERS_S = 60.0
+"""The same with servers that were started and must end."""
 PORT_REMEDY = (
     "A vLLM server takes port 8000 by default too: set `port` of the service, or VLLM_PORT and the "
     "--port of vLLM, to another."
@@ -76,29 +81,40 @@ class ServeConfig(Config):
 
 
 def serve(
-    config: ConfigSource | ServeConfig, *, on_ready: Callable[[str], None], **values: Any
+    config: ConfigSource | ServeConfig,
+    *,
+    on_ready: Callable[[str], None],
+    on_stop: Callable[[int, float], None] = lambda *_: None,
+    **values: Any,
 ) -> None:
-    """Serve until Ctrl-C. `on_ready` is told the address."""
+    """Serve until Ctrl-C. `on_ready` is told the address, `on_stop` how many requests are not done
+    and within how many seconds the process ends."""
     loaded = read_config(ServeConfig, config, values)
     engine = engine_of_environment(loaded.engine, os.environ, port=loaded.port)
     megatron = megatron_of_environment(loaded.megatron, os.environ)
     loaded = loaded.model_copy(update={"engine": engine, "megatron": megatron})
     quiet_libraries()
-    run_async(_serve(loaded, on_ready))
+    stop_s = STOP_S if isinstance(loaded.engine, EngineConfig) else STOP_SERVERS_S
+    run_async(_serve(loaded, on_ready, lambda num: on_stop(num, stop_s)), stop_s=stop_s)
 
 
-async def _serve(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    async with serving(config) as url:
+async def _serve(
+    config: ServeConfig, on_ready: Callable[[str], None], on_stop: Callable[[int], None]
+) -> None:
+    async with serving(config, on_stop=on_stop) as url:
         on_ready(url)
         await asyncio.Event().wait()
 
 
 @asynccontextmanager
 async def serving(
-    config: ServeConfig, *, backends: Mapping[str, Backend] | None = None
+    config: ServeConfig,
+    *,
+    backends: Mapping[str, Backend] | None = None,
+    on_stop: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[str]:
     """The service at its address, inside the block; with backends of the caller's instead of the
-    models of the config."""
+    models of the config. `on_stop` is told how many requests are not done at its end."""
     keys = _keys(config)
     ports = listen_all(config.host, [config.port], remedy=PORT_REMEDY)
     # Taken before models are loaded.
@@ -108,10 +124,11 @@ async def serving(
                 backends = await _open_backends(config, stack)
             service = await stack.enter_async_context(open_service(run, backends, config.service))
             app = make_app(service, keys=keys, render=render_service_page)
-            # Polls end with "not yet", and are sent again to the next process.
-            release = service.desk.futures.release
-            async with answering(app, listeners, release=release) as url:
-                yield url
+            async with answering(app, listeners, release=service.stop) as url:
+                try:
+                    yield url
+                finally:
+                    on_stop(len(service.desk.pending))
 
 
 async def _open_backends(config: ServeConfig, stack: AsyncExitStack) -> Mapping[str, Backend]:

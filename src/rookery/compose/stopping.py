@@ -1,4 +1,5 @@
-"""How a command is stopped: Ctrl-C and SIGTERM end its work in order, a second one kills at once.
+"""How a command is stopped: Ctrl-C and SIGTERM end its work in order, a second one kills at once,
+and so does the limit of a command that has one.
 
     with stop_signals():                # around the whole command
         run_stoppable(work())           # around its event loop: the first signal cancels the work
@@ -9,6 +10,7 @@ Cancelled work closes what it opened: servers end, and the run is left interrupt
 """
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Collection, Coroutine, Iterator
@@ -20,6 +22,8 @@ from typing import Any, NoReturn, TypeVar
 __all__ = ["Stopped", "run_stoppable", "run_stoppable_in_thread", "stop_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+THREADS_S = 1.0
+"""How long threads that still compute are waited for when a command with a limit has ended."""
 Result = TypeVar("Result")
 
 
@@ -48,12 +52,13 @@ def stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_stoppable(work: Coroutine[Any, Any, Result]) -> Result:
+def run_stoppable(work: Coroutine[Any, Any, Result], *, stop_s: float | None = None) -> Result:
     """Run the work in an event loop. The first signal cancels it; when it has ended, Stopped is
-    raised, and the handlers are as before."""
+    raised, and the handlers are as before. A process that is still there `stop_s` after the signal,
+    perhaps in a thread that computes, ends then."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
-    with _cancelled_by_signals(loop, task, kills=SIGNALS):
+    with _cancelled_by_signals(loop, task, kills=SIGNALS, stop_s=stop_s):
         return _run_loop(loop, task)
 
 
@@ -101,7 +106,11 @@ def _run_loop(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Result]") -> 
 
 @contextmanager
 def _cancelled_by_signals(
-    loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Any]", *, kills: Collection[int]
+    loop: asyncio.AbstractEventLoop,
+    task: "asyncio.Task[Any]",
+    *,
+    kills: Collection[int],
+    stop_s: float | None = None,
 ) -> Iterator[None]:
     """The first signal in the block cancels the task; a second one, of `kills`, kills."""
     if threading.current_thread() is not threading.main_thread():
@@ -113,6 +122,8 @@ def _cancelled_by_signals(
         received.append(number)
         if len(received) == 1:
             _kill_next_time(kills)
+            if stop_s is not None:
+                _exit_after(stop_s, number)
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)
 
@@ -129,7 +140,16 @@ def _cancelled_by_signals(
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
+        if stop_s is not None:
+            _exit_after(THREADS_S, received[0])
         raise Stopped(received[0])
+
+
+def _exit_after(seconds: float, number: int) -> None:
+    """End the process then, if it is still there."""
+    limit = threading.Timer(seconds, os._exit, [128 + number])
+    limit.daemon = True
+    limit.start()
 
 
 def _raise(number: int, _: FrameType | None) -> NoReturn:

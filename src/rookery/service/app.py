@@ -5,6 +5,7 @@ app = make_app(service, keys=Keys(path))
 
 import time
 from collections.abc import Callable, MutableMapping
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,6 +39,13 @@ from rookery.service.wire.body import too_large
 __all__ = ["make_app"]
 
 RETRY_AFTER_S = "1"
+INDEX = {
+    "/openapi.json": "all routes, and what they take",
+    "/v1/models": "the models, for OpenAI clients",
+    "/api/v1/healthz": "whether it answers",
+    "/status": "queues and tenants, to this machine alone",
+    "/metrics": "numbers for Prometheus",
+}
 ROUTES = (
     sessions, training, sampling, futures, checkpoints, plain, openai, vllm, sequences,
 )  # fmt: skip
@@ -54,8 +62,10 @@ def make_app(
     gate = Gate(service, keys)
     app = FastAPI(
         title="Rookery",
+        version=version("rookery"),
         summary="Sampling and training over HTTP, by the protocol of the tinker SDK.",
-        docs_url="/docs",
+        docs_url=None,  # its pages load their scripts from elsewhere
+        redoc_url=None,
     )
     app.state.gate = gate
     for module in ROUTES:
@@ -65,6 +75,11 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unread)
     app.add_middleware(Passage, limit_bytes=gate.body_bytes, metrics=service.desk.metrics)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> dict[str, Any]:
+        """What this is, and where to look."""
+        return {"name": "rookery", "version": app.version, "routes": INDEX}
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> PlainTextResponse:

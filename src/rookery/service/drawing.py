@@ -78,9 +78,10 @@ class Drawing:
 
     async def draw(self, draw: Draw) -> tuple[tuple[Completion, ...], PromptScores]:
         """Wait for a turn, then for the engine."""
-        params = draw.params
+        params, work = draw.params, self._desk.pending.get(draw.id)
         async with (
             self.turns.take(draw.tenant, tokens=draw.tokens, width=params.n, id=draw.id),
+            self._desk.computing([work] if work is not None else []),
             self._model(draw.base_model, draw.blob) as model,
         ):
             engine = self._desk.backend(draw.base_model).engine
@@ -101,6 +102,7 @@ class Drawing:
         num_tokens = len(body.tokens)
         async with (
             self.turns.take(work.tenant, tokens=num_tokens, width=1, id=work.id),
+            self._desk.computing([work]),
             self._model(sampler.base_model, sampler.blob) as model,
         ):
             engine = self._desk.backend(sampler.base_model).engine

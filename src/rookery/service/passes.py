@@ -4,11 +4,12 @@
     bob:  fb step           stage 2   optim_step         ada bob cyd
     cyd:  step
 
-Gradients of all models come before steps, so that as many models as possible share a call.
+Gradients of all models come before steps, so that as many models as possible share a call. A work
+that may have ended the service before is alone.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rookery.service.work import Command
 
@@ -18,7 +19,9 @@ _TOGETHER = ("forward_backward", "forward")
 """All that a model has at its head go into one call."""
 
 
-def stages(works: Sequence[Command]) -> Iterator[list[Command]]:
+def stages(
+    works: Sequence[Command], *, is_alone: Callable[[Command], bool] = lambda _: False
+) -> Iterator[list[Command]]:
     """Calls in order: each has works of one kind and one base model."""
     lines: dict[str, deque[Command]] = {}
     for work in works:
@@ -28,10 +31,18 @@ def stages(works: Sequence[Command]) -> Iterator[list[Command]]:
             ((line[0].kind, line[0].base_model) for line in lines.values()), key=_rank
         )
         heads = [line for line in lines.values() if _call(line[0]) == (kind, base_model)]
+        heads.sort(key=lambda line: not is_alone(line[0]))
+        if kind not in (*_TOGETHER, "optim_step") or is_alone(heads[0][0]):
+            heads = heads[:1]
         stage: list[Command] = []
-        for line in heads if kind in (*_TOGETHER, "optim_step") else heads[:1]:
+        for line in heads:
             stage.append(line.popleft())
-            while kind in _TOGETHER and line and _call(line[0]) == (kind, base_model):
+            while (
+                kind in _TOGETHER
+                and line
+                and _call(line[0]) == (kind, base_model)
+                and not any(map(is_alone, (stage[0], line[0])))
+            ):
                 stage.append(line.popleft())
         yield stage
         lines = {owner: line for owner, line in lines.items() if line}

@@ -1,11 +1,19 @@
-"""Accepted works that are not done, counted per tenant."""
+"""Accepted works that are not done, counted per tenant, and how often each began to be computed.
+
+A work that began in a process that ended before it was done is computed alone the next time, and
+not again when the process ends then too: `attempts` are what the journal has of this.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rookery.service.work import Command
+from rookery.service.work import SAMPLING, Command
 
 __all__ = ["Pending"]
+
+ATTEMPTS, SAMPLE_ATTEMPTS = 2, 3
+"""Of a work, the last of them alone. Samples are many at a time, and long: alone only if the
+process ended twice with them."""
 
 
 class Pending:
@@ -18,6 +26,8 @@ class Pending:
         self._bytes: Counter[str] = Counter()
         self.num_bytes = 0
         """Of all their bodies."""
+        self.attempts: Counter[str] = Counter()
+        """By id: how often they began and did not end, the attempt that is running now too."""
 
     def __len__(self) -> int:
         return len(self._works)
@@ -52,6 +62,25 @@ class Pending:
         self._bytes[work.tenant] += len(work.body)
         self.num_bytes += len(work.body)
 
+    def begin(self, work_ids: Iterable[str]) -> None:
+        """They are computed from now on."""
+        self.attempts.update(work_ids)
+
+    def end(self, work_ids: Iterable[str]) -> None:
+        """They ended in this process, however: that does not count."""
+        for work_id in work_ids:
+            self.attempts[work_id] -= 1
+            if self.attempts[work_id] <= 0:  # it may be done
+                del self.attempts[work_id]
+
+    def is_suspect(self, work: Command) -> bool:
+        """Whether it is computed alone: the process ended with it, and perhaps because of it."""
+        return self.attempts[work.id] >= _most(work) - 1
+
+    def is_given_up(self, work: Command) -> bool:
+        """Whether it is not computed again: the process ended with it alone."""
+        return self.attempts[work.id] >= _most(work)
+
     def set_durable(self, work_id: str, seq: int) -> None:
         """Note the journal's number of a work, which stays in the journal while it is pending."""
         if work_id in self._works:
@@ -65,6 +94,7 @@ class Pending:
         """It is done; False when it was before."""
         work = self._works.pop(work_id, None)
         self._seqs.pop(work_id, None)
+        self.attempts.pop(work_id, None)
         if work is None:
             return False
         self._counts[work.tenant] -= 1
@@ -73,3 +103,7 @@ class Pending:
             del self._counts[work.tenant], self._bytes[work.tenant]
         self.num_bytes -= len(work.body)
         return True
+
+
+def _most(work: Command) -> int:
+    return SAMPLE_ATTEMPTS if work.kind in SAMPLING else ATTEMPTS

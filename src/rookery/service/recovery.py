@@ -41,6 +41,9 @@ async def take_snapshot(desk: Desk) -> set[str]:
         "state": desk.state.read(),
         "futures": desk.futures.read(),
         "pending": pending,
+        "attempts": {
+            work_id: num for work_id in pending if (num := desk.pending.attempts[work_id])
+        },
     }
     # In the same turn of the event loop as the document: entries before it are in there.
     seq = await desk.wal.begin_snapshot()
@@ -60,6 +63,7 @@ async def recover(service: "Service") -> None:
         desk.state = State.restore(restart.document["state"])
         desk.futures = Futures.restore(restart.document["futures"])
         pending = set(restart.document["pending"])
+        desk.pending.attempts.update(restart.document.get("attempts", {}))
         await _load_models(desk)
     for entry in restart.entries:
         header, body = read_entry(entry.data)
@@ -90,6 +94,10 @@ async def _replay(service: "Service", header: dict[str, Any], body: bytes, seq: 
             desk.pending.remove(header["id"])
             result = Result(body, form=header["form"], is_failure=header["is_failure"])
             desk.futures.finish(header["id"], result)
+        case "began":
+            desk.pending.begin(header["ids"])
+        case "ended":
+            desk.pending.end(header["ids"])
         case "snapshot":
             pass  # the process was killed before the document was durable
         case other:

@@ -16,7 +16,7 @@ from rookery.service.wire.samples import (
     sampling_params,
     target_tokens,
 )
-from rookery.service.work import Command, Result, failed
+from rookery.service.work import GIVEN_UP, Command, Result, failed
 
 __all__ = ["Samples", "read_draw"]
 
@@ -63,6 +63,8 @@ class Samples:
     async def _answer(self, work: Command) -> None:
         try:
             with boundary(ServiceError, "Drawing the sample failed"):
+                if self._desk.pending.is_given_up(work):
+                    raise ServiceError(GIVEN_UP)
                 result = await (self._score(work) if work.kind == "score" else self._draw(work))
         except (EngineDownError, FleetDownError) as error:
             result = failed(self._desk.sentence(error), "server")

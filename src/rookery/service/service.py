@@ -51,6 +51,8 @@ KEPT_SAMPLERS = 8
 """Of a session, of weights saved without a name, however long nobody draws from them."""
 KEPT_RUNS = 1000
 """Of a tenant, of models that ended and saved nothing: they are listed, and in every snapshot."""
+STOP_S = 5.0
+"""How long a call of the trainer may still take at the end: it is done again at the next start."""
 READERS = 2
 """The other threads encode results and wait for the disk."""
 SECRET = "secret"
@@ -194,6 +196,14 @@ class Service:
         for work in self.desk.pending:
             if work.kind in SAMPLING:
                 self.samples.add(work, self._group)
+
+    def stop(self) -> None:
+        """Begin nothing any more. Polls end with "not yet", and are sent again to the next
+        process."""
+        self.training.stop()
+        for task in self.samples.tasks:  # they stay pending
+            task.cancel()
+        self.desk.futures.release()
 
     def describe(self, future: Future) -> tuple[str, str]:
         """Where an unfinished request is: its queue state and a sentence."""
@@ -343,12 +353,13 @@ async def open_service(
         try:
             yield service
         finally:
-            # A call of the trainer runs to its end, and must be in the journal when it has.
-            service.training.stop()
-            await asyncio.wait([training])
-            for task in (*others, *service.samples.tasks):
+            service.stop()
+            # A call of the trainer that ends must be in the journal when it has.
+            _, unfinished = await asyncio.wait([training], timeout=STOP_S)
+            for task in (*others, *unfinished):
                 task.cancel()
-    await take_snapshot(desk)
+    if not unfinished:  # weights are not saved in the middle of a call
+        await take_snapshot(desk)
 
 
 async def _link_secret(run: Run) -> bytes:

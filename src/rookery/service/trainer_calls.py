@@ -2,11 +2,11 @@
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rookery.concurrency import run_in_thread
 from rookery.errors import RookeryError, ServiceError, boundary
@@ -35,11 +35,12 @@ from rookery.service.wire.training import (
     read_train_json,
     read_train_proto,
 )
-from rookery.service.work import Command, Result, finished
+from rookery.service.work import GIVEN_UP, Command, Result, finished
 from rookery.types import OptimStep, TrainOutput, TrainRequest
 
 __all__ = ["ADAPTER", "STATE", "TrainerCalls", "read_call"]
 
+Read = TypeVar("Read")
 STATE, ADAPTER = "state", "adapter"
 """What a checkpoint is made of: the trainer's state as a file, the weights as a PEFT folder."""
 
@@ -80,6 +81,8 @@ class TrainerCalls:
                 outcomes.append(Outcome.failure(work, work.body.decode(), "user"))
             elif record is not None and work.kind in _KINDS:
                 outcomes.append(_saved(work, record.effects[work.id]))
+            elif record is None and self._desk.pending.is_given_up(work):
+                outcomes.append(Outcome.failure(work, GIVEN_UP, "user"))
             elif not model.is_live and record is None:
                 outcomes.append(
                     Outcome.failure(work, "This model was unloaded, or its session ended.", "user")
@@ -108,19 +111,9 @@ class TrainerCalls:
     async def _train(self, works: Sequence[Command]) -> list[Outcome]:
         backend = self._desk.backend(works[0].base_model)
         context = backend.engine.context_tokens
-
-        def read(work: Command) -> _Trained | Outcome:
-            """What was right when it came may not be any more: its loss may be gone. That is the
-            result of this work alone."""
-            try:
-                with boundary(ServiceError, "Reading the request failed"):
-                    return self._read(work, context_tokens=context)
-            except RookeryError as error:
-                return Outcome.failure(work, self._desk.sentence(error), "user")
-
-        read_works = await asyncio.to_thread(lambda: [read(work) for work in works])
-        failures = [one for one in read_works if isinstance(one, Outcome)]
-        trained = [one for one in read_works if isinstance(one, _Trained)]
+        trained, failures = await asyncio.to_thread(
+            self._read_each, works, lambda work: self._read(work, context_tokens=context)
+        )
         if not trained:
             return failures
         trainer = backend.trainer
@@ -129,6 +122,21 @@ class TrainerCalls:
         return failures + await asyncio.to_thread(
             lambda: [one.outcome(own) for one, own in zip(trained, outputs, strict=True)]
         )
+
+    def _read_each(
+        self, works: Sequence[Command], read: Callable[[Command], Read]
+    ) -> tuple[list[Read], list[Outcome]]:
+        """What the works ask for, and outcomes of those that cannot be read: what was right when it
+        came may not be any more, as its loss may be gone. That is the result of this work alone."""
+        found: list[Read] = []
+        failures: list[Outcome] = []
+        for work in works:
+            try:
+                with boundary(ServiceError, "Reading the request failed"):
+                    found.append(read(work))
+            except RookeryError as error:
+                failures.append(Outcome.failure(work, self._desk.sentence(error), "user"))
+        return found, failures
 
     def _read(self, work: Command, *, context_tokens: int | None) -> "_Trained":
         call = read_call(work)
@@ -144,10 +152,10 @@ class TrainerCalls:
         return drawn_logprobs(self._desk.futures, work.tenant, call.data)
 
     async def _step(self, works: Sequence[Command]) -> list[Outcome]:
-        steps = [_optim_step(work) for work in works]
-        outputs = await self._desk.backend(works[0].base_model).trainer.optim_step(steps)
-        outcomes = []
-        for work, output in zip(works, outputs, strict=True):
+        steps, outcomes = self._read_each(works, lambda work: (work, _optim_step(work)))
+        trainer = self._desk.backend(works[0].base_model).trainer
+        outputs = await trainer.optim_step([step for _, step in steps])
+        for (work, _), output in zip(steps, outputs, strict=True):
             if output.error:
                 outcomes.append(Outcome.failure(work, output.error, "user"))
                 continue

@@ -14,6 +14,7 @@ One loop serves all models. A request that fails has a result that says so, and 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 
 from rookery.errors import RookeryError, ServiceError, boundary
 from rookery.service.desk import Desk
@@ -167,7 +168,7 @@ class TrainingLoop:
         """Compute some works in stages."""
         works = self._take()
         self._running = frozenset(work.id for work in works)
-        for stage in stages(works):
+        for stage in stages(works, is_alone=self._desk.pending.is_suspect):
             if self._is_stopping:
                 return
             await self._perform(stage, None)
@@ -212,9 +213,11 @@ class TrainingLoop:
         """One per work, in order. Whatever goes wrong in a call is the result of its works."""
         doable, outcomes = self._calls.sort_out(works, record)
         if doable:
+            is_new = record is None
             try:
                 with boundary(ServiceError, f"{doable[0].kind} failed"):
-                    outcomes += await self._calls.call(doable, record)
+                    async with self._desk.computing(doable) if is_new else nullcontext():
+                        outcomes += await self._calls.call(doable, record)
             except RookeryError as error:
                 sentence = self._desk.sentence(error)
                 outcomes += [Outcome.failure(work, sentence, "server") for work in doable]

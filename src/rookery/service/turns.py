@@ -33,8 +33,11 @@ class Turns:
         """Taken from the queue, and waiting for enough width."""
 
     @asynccontextmanager
-    async def take(self, tenant: str, *, tokens: int, width: int, id: str) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the block."""
+    async def take(
+        self, tenant: str, *, tokens: int, width: int, id: str = ""
+    ) -> AsyncIterator[None]:
+        """Wait for a turn, which lasts as long as the block. `place` finds it by its id."""
+        id = id or f"turn-{next(self._numbers)}"
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[id] = (turn, width)
         self._queue.put(id, tenant=tenant, tokens=tokens)
@@ -53,8 +56,7 @@ class Turns:
 
     async def in_thread(self, tenant: str, call: Callable[[], Answer], *, tokens: int) -> Answer:
         """Call in a thread, in turn. Who is cancelled waits for its end."""
-        turn = self.take(tenant, tokens=tokens, width=1, id=f"thread-{next(self._numbers)}")
-        async with turn:
+        async with self.take(tenant, tokens=tokens, width=1):
             return await run_in_thread(call)
 
     def place(self, id: str) -> Place | None:

@@ -3,6 +3,8 @@
 | entry    | written                           | after a crash                                 |
 |----------|-----------------------------------|-----------------------------------------------|
 | command  | before the client is told of it   | applied again, or queued again                |
+| began    | before works are computed         | those that are not done were computed then    |
+| ended    | when they are left unfinished     | they were left in order: it does not count    |
 | pass     | before its results can be fetched | the same requests are computed together again |
 | answer   | before the sample can be fetched  | the sample is given as it was                 |
 | snapshot | with the document of the state    | entries before it are in the document         |

@@ -5,11 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["SAMPLING", "Category", "Command", "Form", "Result", "failed", "finished"]
+__all__ = ["GIVEN_UP", "SAMPLING", "Category", "Command", "Form", "Result", "failed", "finished"]
 
 Form = Literal["json", "proto"]
 SAMPLING = ("sample", "score")
 """Kinds of requests of sampling sessions, done in any order; the others are of models."""
+GIVEN_UP = (
+    "The service ended each time that it computed this request, also when it computed nothing "
+    "else: it is not computed again. Send less in one request: fewer data or samples, or shorter "
+    "ones."
+)
 Category = Literal["user", "server", "unknown"]
 
 

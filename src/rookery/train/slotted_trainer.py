@@ -21,7 +21,7 @@ from pydantic import Field
 from torch.utils.checkpoint import checkpoint
 
 from rookery.config import Config
-from rookery.errors import RookeryError, TrainError
+from rookery.errors import RookeryError, TrainError, boundary
 from rookery.ports import Publisher
 from rookery.slots import CausalAttend, SlotRows, SlottedModel
 from rookery.train.packing import PackedPass
@@ -190,7 +190,8 @@ class SlottedTrainer(ABC, Generic[Trained]):
         self.tell("optim_step", step.trainee, step)
         self.wake([trainee])
         try:
-            norm = trainee.step(step)
+            with boundary(TrainError, "The step failed"):
+                norm = trainee.step(step)
         except RookeryError as error:
             return StepOutput(error=str(error))
         metrics = {"train/grad_norm": norm, "train/learning_rate": step.learning_rate}

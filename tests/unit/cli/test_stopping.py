@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from driving import Command, write_rows
-from forked import Forked, forked, run_command
+from forked import Forked, forked, run_code, run_command
 
 from rookery.compose.running import run_async
 from rookery.compose.stopping import Stopped, run_stoppable, stop_signals
@@ -183,6 +183,34 @@ def test_a_notebook_waits_for_the_end_of_cancelled_work(numbers: list[signal.Sig
     finally:
         loop.close()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+COMPUTING = """
+import asyncio, time
+from concurrent.futures import ThreadPoolExecutor
+from rookery.compose.running import run_async
+
+async def work():
+    print("begun", flush=True)
+    await asyncio.get_running_loop().run_in_executor(EXECUTOR, time.sleep, 100)
+
+run_async(work(), stop_s=LIMIT)
+"""
+"""Its thread goes on when the work is cancelled; one of the event loop's own keeps that open."""
+
+
+@pytest.mark.parametrize(
+    ("executor", "limit"),
+    [("ThreadPoolExecutor(1)", 60), ("None", 0.5)],
+    ids=["after the loop", "within the loop"],
+)
+def test_a_command_with_a_limit_does_not_wait_for_its_threads(executor: str, limit: float) -> None:
+    code = COMPUTING.replace("EXECUTOR", executor).replace("LIMIT", str(limit))
+    with forked(run_code, code) as process:
+        assert process.lines.readline() == "begun\n"
+        began = time.monotonic()
+        process.send(signal.SIGTERM)
+        assert process.wait() == 143 and time.monotonic() - began < 30
 
 
 def test_sigterm_outside_a_loop_raises() -> None:

@@ -1,5 +1,6 @@
 """A service over fakes, and clients that speak its protocol over HTTP in this process."""
 
+import asyncio
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +24,16 @@ from rookery.service.wire.schema import (
     SampleResponse,
 )
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
-from rookery.types import Adapter, Message, ModelRef, TokenIds
+from rookery.types import (
+    Adapter,
+    Message,
+    ModelRef,
+    OptimStep,
+    StepOutput,
+    TokenIds,
+    TrainOutput,
+    TrainRequest,
+)
 
 PROTO = {"content-type": "application/x-protobuf"}
 
@@ -75,8 +85,33 @@ class WordCodec:
         return " ".join(map(str, tokens))
 
 
-def fake_backend() -> Backend:
-    engine, trainer = FakeEngine(), FakeTrainer("unused")
+class HeldTrainer(FakeTrainer):
+    """Gradients and steps, but for the first ones, wait until they may go; `calls` has whom each is
+    for."""
+
+    def __init__(self, *, num_free: int = 0) -> None:
+        super().__init__("unused")
+        self.entered, self.may_go = asyncio.Event(), asyncio.Event()
+        self._num_free = num_free
+        self.calls: list[list[str]] = []
+
+    async def forward(self, requests: Sequence[TrainRequest]) -> list[TrainOutput]:
+        await self._wait([request.trainee for request in requests])
+        return await super().forward(requests)
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepOutput]:
+        await self._wait([step.trainee for step in steps])
+        return await super().optim_step(steps)
+
+    async def _wait(self, trainees: list[str]) -> None:
+        self.calls.append(trainees)
+        if len(self.calls) > self._num_free:
+            self.entered.set()
+            await self.may_go.wait()
+
+
+def fake_backend(trainer: FakeTrainer | None = None) -> Backend:
+    engine, trainer = FakeEngine(), trainer or FakeTrainer("unused")
     return Backend(
         engine=engine,
         trainer=trainer,

@@ -16,6 +16,7 @@ from service.tenants import (
     Client,
     FakeEngine,
     FakeFolders,
+    HeldTrainer,
     crashed_copy,
     fake_backend,
     serve,
@@ -25,6 +26,7 @@ from service.tenants import (
 from rookery.errors import AdapterError
 from rookery.service.config import ServiceConfig
 from rookery.service.routes.plain import FILES
+from rookery.service.work import Command
 from rookery.types import ModelRef
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -234,6 +236,7 @@ HALF = '"\\ud800"'
 DEEP = "[" * 300 + "]" * 300
 DATUM = """{"model_input": {"chunks": [{"tokens": %s}]},
 "loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64"}}}"""
+STEP = '{"model_id": "M", "seq_id": 1, "adam_params": {}, "optimizer_params": {"a": %s}}'
 FORWARD = '{"model_id": "M", "seq_id": 1, "forward_backward_input": {"data": [%s], "loss_fn": %s}}'
 
 
@@ -248,6 +251,7 @@ FORWARD = '{"model_id": "M", "seq_id": 1, "forward_backward_input": {"data": [%s
         ("/tokenize", f'{{"prompt": {HALF}}}', "half of a character"),
         ("/v1/unload_lora_adapter", f'{{"lora_name": {HALF}}}', "half of a character"),
         ("/v1/load_lora_adapter", '{"lora_name": "a", "lora_path": "\\u0000"}', "null character"),
+        ("/api/v1/optim_step", STEP % ("[" * 220 + "]" * 220), "nested too deeply"),
         ("/api/v1/forward_backward", FORWARD % (DATUM % "[1]", HALF), "half of a character"),
         ("/api/v1/forward_backward", FORWARD % (DATUM % "5", '"cross_entropy"'), "not a datum"),
         ("/api/v1/forward_backward", FORWARD % (DATUM % "[[5]]", '"cross_entropy"'), "not a datum"),
@@ -287,3 +291,30 @@ async def test_odd_numbers_do_not_harm_a_model(tmp_path: Path, seq: Any) -> None
         taken = response.status_code == 200  # without a number it is the next one
         assert taken or 400 <= response.status_code < 500, response.text
         await ada.outputs(await ada.train(train_body(model, 2 if taken else 1)))
+
+
+async def test_a_step_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    """It shares a call of the trainer with the step of another tenant."""
+    trainer = HeldTrainer()
+    async with serve(
+        tmp_path / "run", backend=fake_backend(trainer), key_file=tmp_path / "keys.json"
+    ) as served:
+        ada, bob = served.client("ada"), served.client("bob")
+        models = [await ada.model(await ada.session()), await bob.model(await bob.session())]
+        await bob.train(train_body(models[1], 1))
+        await trainer.entered.wait()
+        broken = Command(
+            kind="optim_step",
+            id="req-broken",
+            tenant="ada",
+            time=0.0,
+            body=b"[",
+            owner=models[0],
+            base_model="fake",
+            seq=1,
+        )
+        replies = [await served.service.accept(broken), await bob.step(models[1], 2)]
+        trainer.may_go.set()
+        assert "Reading the request failed" in (await ada.result(replies[0]))["error"]
+        assert (await bob.result(replies[1]))["metrics"] == {"value:mean": 3.0}
+        assert trainer.calls == [[models[1]], [models[1]]]

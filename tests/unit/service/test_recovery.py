@@ -1,12 +1,24 @@
 """A service that is killed goes on: its clients notice nothing, the weights are the same."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from service.tenants import Client, crashed_copy, fake_backend, serve, train_body
+import pytest
+from executors.jobs import until
+from service.tenants import (
+    Client,
+    HeldTrainer,
+    crashed_copy,
+    fake_backend,
+    serve,
+    train_body,
+)
 
+from rookery.service import service
 from rookery.service.config import ServiceConfig
 from rookery.service.wal import Wal
 
@@ -236,3 +248,98 @@ async def _check_drawn_once(killed: Path, sample: dict[str, Any], drawn: Any) ->
         assert await served.client().samples(sample) == drawn
         assert backend.engine.num_samples == 0, "it is not drawn again"  # type: ignore[attr-defined]
         assert not len(served.service.desk.pending)
+
+
+async def killed_while_computing(folder: Path, target: Path) -> list[list[str]]:
+    """Start the service on the folder, wait until the trainer computes, and copy what a kill then
+    would leave; the calls of the trainer so far."""
+    trainer = HeldTrainer(num_free=1)  # what is repeated
+    async with serve(folder, backend=fake_backend(trainer)):
+        await trainer.entered.wait()
+        crashed_copy(folder, target)
+        trainer.may_go.set()
+    return trainer.calls[:2]
+
+
+async def test_who_computes_when_the_service_dies_twice_is_set_aside(tmp_path: Path) -> None:
+    """Two share a pass when it dies; then each is alone, and only the first is blamed."""
+    trainer = HeldTrainer()
+    async with serve(tmp_path / "run", backend=fake_backend(trainer)) as served:
+        ada = served.client()
+        session = await ada.session()
+        models = [await ada.model(session, seq) for seq in range(3)]
+        await ada.step(models[2], 1)
+        await trainer.entered.wait()  # the others wait, and share the next pass
+        replies = [await ada.train(train_body(model, 1)) for model in models[:2]]
+        trainer.entered.clear()
+        trainer.may_go.set()
+        trainer.may_go = asyncio.Event()
+        await trainer.entered.wait()
+        crashed_copy(tmp_path / "run", tmp_path / "once")
+        trainer.may_go.set()
+    assert trainer.calls == [[models[2]], models[:2]]
+    assert await killed_while_computing(tmp_path / "once", tmp_path / "twice") == [
+        [models[2]],
+        [models[0]],
+    ]
+    async with serve(tmp_path / "twice") as served:
+        ada = served.client()
+        assert "not computed again" in (await ada.result(replies[0]))["error"]
+        assert (await ada.outputs(replies[1])).metrics["loss:sum"]
+        values = [await ada.result(await ada.step(model, 2)) for model in models[:2]]
+        assert [value["metrics"]["value:mean"] for value in values] == [0.0, 3.0]
+        crashed_copy(tmp_path / "twice", tmp_path / "thrice")
+    async with serve(tmp_path / "thrice") as served:
+        failed = await served.client().result(replies[0])
+        assert "not computed again" in failed["error"], "it stays failed"
+
+
+async def test_a_pass_that_is_left_at_a_stop_in_order_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STOP_S", 0.01)
+    trainer = HeldTrainer()
+    async with serve(tmp_path / "run", backend=fake_backend(trainer)) as served:
+        ada = served.client()
+        model = await ada.model(await ada.session())
+        reply = await ada.train(train_body(model, 1))
+        await trainer.entered.wait()
+    for _ in range(2):
+        async with serve(tmp_path / "run", backend=fake_backend(HeldTrainer())) as served:
+            work = served.service.desk.pending[reply["request_id"]]
+            assert not served.service.desk.pending.is_suspect(work)
+    async with serve(tmp_path / "run") as served:
+        assert (await served.client().outputs(reply)).metrics["loss:sum"]
+
+
+def has_both(attempts: Counter[str]) -> bool:
+    return len(attempts) == 2
+
+
+async def test_a_sample_that_ends_the_service_each_time_is_set_aside(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        sampler = await sampler_of(ada, await ada.model(await ada.session()), 1)
+    folder = tmp_path / "run"
+    replies: list[dict[str, Any]] = []
+    for number in range(3):
+        backend, entered = fake_backend(), asyncio.Event()
+
+        async def wait(requests: Any, entered: asyncio.Event = entered) -> Any:
+            entered.set()
+            await asyncio.Event().wait()
+
+        backend.engine.sample = wait  # type: ignore[method-assign]
+        async with serve(folder, backend=backend) as served:
+            for seq in range(2 - len(replies)):
+                body = {**SAMPLE, "sampling_session_id": sampler, "seq_id": seq}
+                replies.append(await served.client().post("asample", body))
+            await entered.wait()
+            running = served.service.desk.pending.attempts
+            await until(partial(has_both, running))
+            folder = crashed_copy(folder, tmp_path / f"killed{number}")
+            assert sorted(running.values()) == [[1, 1], [2, 2], [2, 3]][number]
+    async with serve(folder) as served:
+        ada = served.client()
+        assert "not computed again" in (await ada.result(replies[0]))["error"]
+        assert len((await ada.samples(replies[1])).sequences) == 2

@@ -24,3 +24,16 @@ async def test_queues_and_tenants_are_counted(tmp_path: Path) -> None:
         assert by_name["bob"].num_pending == 0
     page = render_service_page(status)
     assert "ada" in page and "bob" in page
+
+
+async def test_the_root_names_routes_that_are_there(tmp_path: Path) -> None:
+    """And no page loads anything from elsewhere."""
+    async with serve(tmp_path / "run") as served:
+        ada = served.client()
+        index = (await ada.send("GET", "/")).json()
+        assert index["name"] == "rookery" and index["version"]
+        known = {path: (await ada.send("GET", path)).status_code for path in index["routes"]}
+        assert known.pop("/status") == 404, "only this machine is shown it"
+        assert set(known.values()) == {200}
+        for path in ("/docs", "/redoc"):
+            assert (await ada.send("GET", path)).status_code == 404

@@ -1,6 +1,8 @@
 """Tenants apart, keys, limits, and bad input over HTTP."""
 
+import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,13 +10,15 @@ from typing import Any
 
 import pytest
 import zstandard
-from service.tenants import Client, serve, train_body
+from executors.jobs import until
+from service.tenants import PROTO, Client, HeldTrainer, fake_backend, serve, train_body
 
 from rookery.service.commands import MAX_SEQUENCES, apply
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.keys import Keys, add_key, list_keys, remove_key
 from rookery.service.records import StoredSequence
 from rookery.service.state import State
+from rookery.service.wire.schema import ForwardBackwardRequest
 from rookery.service.work import Command
 
 LOSS = {
@@ -264,3 +268,44 @@ async def test_a_rate_below_one_lets_a_request_through_now_and_then(tmp_path: Pa
         await ada.session()
         refused = await ada.post("create_session", {}, status=429)
         assert "more than 0.01 requests per second" in refused["error"]
+
+
+async def test_whoever_sends_the_most_there_may_be_holds_up_nobody_else(tmp_path: Path) -> None:
+    """One tenant has as many of the largest requests waiting as it may, all the time; the other is
+    answered after a few calls of the trainer."""
+    limits = Limits(body_mib=0.0625, waiting_mib=0.25)
+    config = ServiceConfig(poll_s=20.0, limits=limits)
+    trainer = HeldTrainer(num_free=1_000_000)
+    async with serve(
+        tmp_path / "run",
+        backend=fake_backend(trainer),
+        config=config,
+        key_file=tmp_path / "keys.json",
+    ) as served:
+        greedy, bob = served.client("greedy"), served.client("bob")
+        model, own = [await who.model(await who.session()) for who in (greedy, bob)]
+        message = ForwardBackwardRequest.FromString(train_body(model, 0, tokens=[5] * 100))
+        for _ in range(35):
+            message.data.append(message.data[0])
+        statuses: Counter[int] = Counter()
+
+        async def send_always() -> None:
+            while True:
+                message.seq_id = statuses[200] + 1
+                body = message.SerializeToString(deterministic=True)
+                path = "/api/v1/forward_backward"
+                answer = await greedy.send("POST", path, content=body, headers=PROTO)
+                statuses[answer.status_code] += 1
+
+        sending = asyncio.create_task(send_always())
+        try:
+            await until(lambda: statuses[429])
+            for seq in (1, 3, 5):
+                before = len(trainer.calls)
+                await bob.outputs(await bob.train(train_body(own, seq)))
+                await bob.result(await bob.step(own, seq + 1))
+                assert len(trainer.calls) - before <= 8
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+        assert set(statuses) == {200, 429}

@@ -234,6 +234,32 @@ def test_a_graph_may_not_grow_without_bound() -> None:
         graph(torch.randn(20))
 
 
+def grown(num_times: int) -> dict[str, Any]:
+    """A loss that makes 64 times as many numbers of its log-probabilities, so many times."""
+    nodes, last = [LOGPROBS], "logprobs"
+    for i in range(num_times):
+        nodes.append(node("call_function", "torch.stack", [{"ref": last}] * 64, name=f"s{i}"))
+        last = f"s{i}"
+    nodes.append(node("call_method", "sum", {"ref": last}, name="loss"))
+    nodes.append(node("output", "output", {"tuple": [{"ref": "loss"}, {"dict": {}}]}))
+    return {
+        "inputs": [{"name": "logprobs", "rank": 1}],
+        "graph": {"format": 1, "nodes": nodes},
+    }
+
+
+async def test_a_loss_is_bounded_over_all_data_of_a_pass(model: SlottedModel) -> None:
+    """One position may have many numbers, and a pass has many of them."""
+    short = Datum(tokens=(5,), positions=(0,), targets=(6,), weights=(1.0,))
+    trainer = make_trainer(model)
+    refused = TrainRequest(
+        trainee="policy", data=(short,) * 8, loss="custom", loss_options=grown(3)
+    )
+    taken = TrainRequest(trainee="policy", data=(short,) * 8, loss="custom", loss_options=grown(2))
+    outputs = await trainer.forward_backward([refused, taken])
+    assert "at most 262,144 for each position" in outputs[0].error and not outputs[1].error
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [

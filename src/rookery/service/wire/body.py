@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import zstandard
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from rookery.service.refusals import Refusal, bad
@@ -108,11 +108,16 @@ def _texts(document: Any) -> Iterator[str]:
 
 
 def as_json(request: BaseModel, *, exclude_none: bool = True) -> bytes:
-    """A request as the journal keeps it; a refusal when it is nested too deeply for that."""
+    """A request as the journal keeps it; a refusal when it cannot be read back from there."""
     try:
-        return request.model_dump_json(exclude_none=exclude_none).encode()
-    except PydanticSerializationError as error:
-        raise bad(f"The body cannot be stored: {error}.") from error
+        data = request.model_dump_json(exclude_none=exclude_none).encode()
+        type(request).model_validate_json(data)
+    except (PydanticSerializationError, ValidationError, UnicodeEncodeError) as error:
+        detail = " ".join(str(error).split())
+        raise bad(
+            f"The body cannot be stored, it may be nested too deeply: {detail:.200}."
+        ) from error
+    return data
 
 
 def _refuse_constant(name: str) -> None:

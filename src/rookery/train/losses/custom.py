@@ -53,21 +53,40 @@ class Custom(Config):
         return True
 
     def __call__(self, logprobs: torch.Tensor, targets: Targets) -> LossOutput:
+        """Each datum's gradient is computed with its loss, so that the tensors of one graph are in
+        memory at a time."""
         sizes = torch.bincount(targets.datum, minlength=len(targets.num_rows)).tolist()
+        parts = [
+            part.requires_grad_(logprobs.requires_grad)
+            for part in torch.split(logprobs.detach(), sizes)
+        ]
+        given = [self._inputs(part, targets, place) for place, part in enumerate(parts)]
+        self._run.check_pass(given, num_positions=sum(targets.num_rows))
         losses: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
-        for place, own in enumerate(torch.split(logprobs, sizes)):
-            given = [self._logprobs(own, targets.num_rows[place])]
-            given += [
-                self._tensor(one, targets.inputs[place], device=logprobs.device)
-                for one in self.inputs[1:]
-            ]
-            loss, metrics = self._run(*given)
-            losses.append(loss)
+        for part, inputs in zip(parts, given, strict=True):
+            loss, metrics = self._run(*inputs)
+            if loss.requires_grad:
+                gradients += torch.autograd.grad(loss, [part])
+            else:
+                gradients.append(torch.zeros_like(part))
+            losses.append(loss.detach())
             for key, value in metrics.items():
                 totals[key] = totals.get(key, torch.zeros_like(value)) + value.detach()
         total = torch.stack(losses).sum()
-        return LossOutput(loss=total, sums={"loss": total.detach()}, totals=totals)
+        loss = _Differentiated.apply(logprobs, total, torch.cat(gradients))  # type: ignore[no-untyped-call]
+        return LossOutput(loss=loss, sums={"loss": total}, totals=totals)
+
+    def _inputs(
+        self, logprobs: torch.Tensor, targets: Targets, place: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What the graph reads of one datum."""
+        rest = (
+            self._tensor(one, targets.inputs[place], device=logprobs.device)
+            for one in self.inputs[1:]
+        )
+        return self._logprobs(logprobs, targets.num_rows[place]), *rest
 
     def _logprobs(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
         return own if self.inputs[0].rank == 1 else own.view(num_rows, -1)
@@ -84,3 +103,22 @@ class Custom(Config):
                 f"{own.rank}."
             )
         return tensor
+
+
+class _Differentiated(torch.autograd.Function):
+    """A loss whose gradient is known: what it was computed from need not be kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: torch.Tensor,  # noqa: ARG004
+        loss: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: torch.Tensor) -> Any:
+        [gradient] = ctx.saved_tensors
+        return by_loss * gradient, None, None

@@ -25,6 +25,13 @@ __all__ = ["LossGraph"]
 MAX_NODES = 2_000
 MAX_VALUES = 1 << 25
 """Numbers that all tensors of a graph hold together, for one datum: 128 MB of float32."""
+MAX_VALUES_PER_POSITION = 1 << 18
+"""Of the data of a pass: about as much work as the position's log-probability, so that a request
+takes as long as its tokens say."""
+NODE_VALUES = 512
+"""What a node counts for: to start its operation takes as long as to compute so many numbers."""
+CHECK_RUNS = 4
+"""What a run with shapes alone, once for all data of equal shapes, takes longer than another."""
 MAX_INTEGER = 1 << 53
 
 METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -88,22 +95,44 @@ class LossGraph:
         given = [node["target"] for node in self._nodes if node["op"] == "placeholder"]
         if given != list(names):
             raise TrainError(f"The graph of the loss takes {given}, and its inputs are {[*names]}.")
-        self._checked: set[tuple[tuple[int, ...], ...]] = set()
+        self._num_values: dict[tuple[tuple[int, ...], ...], int] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The loss and the metrics of one datum, scalars all."""
         with boundary(TrainError, "The graph of the loss cannot be computed"):
-            self._check_size(inputs)
+            self._values(inputs)
             return _output(_Pass(inputs, max_values=None).run(self._nodes))
 
-    def _check_size(self, inputs: Sequence[torch.Tensor]) -> None:
-        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
-        if shapes in self._checked:
-            return
-        with FakeTensorMode():
-            like = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
-            _output(_Pass(like, max_values=MAX_VALUES).run(self._nodes))
-        self._checked.add(shapes)
+    def check_pass(self, data: Sequence[Sequence[torch.Tensor]], *, num_positions: int) -> None:
+        """Raise TrainError if the inputs of all data of a pass are more than may be computed."""
+        most = MAX_VALUES_PER_POSITION * num_positions
+        num_runs = len(data) + CHECK_RUNS * len({_shapes(inputs) for inputs in data})
+        num_values = NODE_VALUES * num_runs * len(self._nodes)
+        if num_values <= most:
+            with boundary(TrainError, "The graph of the loss cannot be computed"):
+                num_values += sum(map(self._values, data))
+        if num_values > most:
+            raise TrainError(
+                f"The loss has {len(self._nodes):,} operations, which is {num_values:,} numbers to "
+                f"compute for the {num_positions:,} positions of {len(data):,} data; at most "
+                f"{MAX_VALUES_PER_POSITION:,} for each position are computed: use fewer operations "
+                "and smaller inputs, or data of equal shapes."
+            )
+
+    def _values(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many numbers are computed for one datum, told by shapes alone."""
+        shapes = _shapes(inputs)
+        if shapes not in self._num_values:
+            with FakeTensorMode():
+                like = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
+                shadow = _Pass(like, max_values=MAX_VALUES)
+                _output(shadow.run(self._nodes))
+            self._num_values[shapes] = shadow.num_values
+        return self._num_values[shapes]
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
 class _Pass:
@@ -112,7 +141,7 @@ class _Pass:
     def __init__(self, inputs: Sequence[torch.Tensor], *, max_values: int | None) -> None:
         self._inputs = iter(inputs)
         self._max_values = max_values
-        self._num_values = 0
+        self.num_values = 0
         self._results: dict[str, Any] = {}
 
     def run(self, nodes: Sequence[dict[str, Any]]) -> Any:
@@ -152,8 +181,8 @@ class _Pass:
         if self._max_values is None:
             return
         parts = result if isinstance(result, tuple | list) else [result]
-        self._num_values += sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
-        if self._num_values > self._max_values:
+        self.num_values += sum(part.numel() for part in parts if isinstance(part, torch.Tensor))
+        if self.num_values > self._max_values:
             raise TrainError(
                 f"its tensors hold more than {self._max_values:,} numbers for one datum: shorten "
                 "the data, or do not compare all positions with all others."
