@@ -445,6 +445,9 @@ def whole(one: Completion) -> tuple[object, ...]:
     return (one.tokens, one.logprobs, one.top_logprobs, one.text, one.finish_reason)
 
 
+def ignore(_: CompletionDelta) -> None: ...
+
+
 STREAMED = SamplingParams(max_tokens=4, n=3, seed=5, top_logprobs=2)
 
 
@@ -471,7 +474,7 @@ async def test_a_stream_that_is_lost_goes_on_where_it_was() -> None:
         [plain] = await fleet.sample([request])
         first.cut_streams, second.cut_streams = [5], [5]
         with pytest.raises(FleetError):
-            await fleet.sample([replace(request, on_delta=[].append)])
+            await fleet.sample([replace(request, on_delta=ignore)])
         first.cut_streams = second.cut_streams = [5]
         [told] = await fleet.sample([replace(request, on_delta=deltas.append)])
         assert told == plain
@@ -485,7 +488,7 @@ async def test_a_lost_stream_is_not_continued_by_another_answer() -> None:
         first.weights, second.weights = "one", "other"
         request = SampleRequest(model=fleet.base, prompt=(1, 2), params=STREAMED)
         with pytest.raises(FleetError, match="another one began another answer"):
-            await fleet.sample([replace(request, on_delta=[].append)])
+            await fleet.sample([replace(request, on_delta=ignore)])
 
 
 async def test_a_cancelled_stream_ends_on_its_server() -> None:

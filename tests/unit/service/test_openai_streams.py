@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
+from rookery.service.routes import openai_stream
 from rookery.service.routes.tools import CallReader, Tool
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
@@ -223,30 +224,77 @@ class EndlessEngine(FakeEngine):
         raise AssertionError
 
 
+class Reader:
+    """One request as the web server hands it to the application; `send` is the test's."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        content = json.dumps({"model": "fake", "stream": True, **body}).encode()
+        self._received = [{"type": "http.request", "body": content}]
+        self.has_left = asyncio.Event()
+
+    async def read(self, served: Served, send: Callable[[Any], Awaitable[None]]) -> None:
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"},
+        }  # fmt: skip
+        await make_app(served.service, keys=None)(scope, self._receive, send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._received:
+            await self.has_left.wait()
+        return self._received.pop() if self._received else {"type": "http.disconnect"}
+
+
 @pytest.mark.parametrize("when", ["http.response.start", "http.response.body"])
 async def test_a_client_that_leaves_ends_the_drawing(tmp_path: Path, when: str) -> None:
     engine = EndlessEngine()
     backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
-    content = json.dumps({"model": "fake", "prompt": [5], "stream": True}).encode()
-    received, has_left = [{"type": "http.request", "body": content}], asyncio.Event()
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"},
-    }  # fmt: skip
-
-    async def receive() -> dict[str, Any]:
-        if not received:
-            await has_left.wait()
-        return received.pop() if received else {"type": "http.disconnect"}
+    reader = Reader({"prompt": [5]})
 
     async def send(message: Any) -> None:
         if message["type"] == when:
-            has_left.set()
+            reader.has_left.set()
 
     async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
-        await make_app(served.service, keys=None)(scope, receive, send)
+        await reader.read(served, send)
         assert engine.has_ended.is_set()
         assert served.service.drawing.turns.num_waiting == 0
+
+
+async def test_a_client_that_does_not_read_ends_the_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_stream, "STALLED_S", 0.05)
+    engine = EndlessEngine()
+    backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
+        await Reader({"prompt": [5]}).read(served, send)
+        assert engine.has_ended.is_set()
+
+
+async def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_in_one_piece(tmp_path: Path) -> None:
+    may_read, sent = asyncio.Event(), list[bytes]()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and message["body"]:
+            sent.append(message["body"])
+            await may_read.wait()
+
+    config = ServiceConfig(samples_in_flight=1)
+    async with serve(tmp_path / "run", config=config) as served, asyncio.timeout(10):
+        body = {"prompt": [5], "max_tokens": 200, "seed": 1}
+        reading = asyncio.create_task(Reader(body).read(served, send))
+        plain = await ask(served.client(), "/v1/completions", body)
+        may_read.set()
+        await reading
+    assert len(sent) < 6, "of 200 tokens"
+    [own] = folded(chunks_of(b"".join(sent).decode()))
+    assert own["content"] == plain["choices"][0]["text"]
 
 
 async def test_streams_count_against_the_limits_of_their_tenant(tmp_path: Path) -> None:
@@ -363,7 +411,7 @@ async def test_tools_go_through_the_chat_template_and_calls_come_back(tmp_path: 
         off = await ask(ada, CHAT, {**body, "tool_choice": "none"})
         assert off["choices"][0]["prompt_token_ids"] == [5, 7, 8]
         wrong = {"function": {"name": "add", "arguments": "w7"}}
-        messages[1]["tool_calls"] = [wrong]
+        body["messages"] = [{"role": "assistant", "tool_calls": [wrong]}]
         answer = await ada.send("POST", CHAT, json={"model": "fake", **body})
         assert answer.status_code == 422 and "JSON object" in answer.json()["error"]
 

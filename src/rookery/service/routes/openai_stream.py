@@ -14,6 +14,7 @@ its own answer. A client that leaves, or reads nothing for `STALLED_S`, ends the
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ __all__ = [
     "usage_of",
 ]
 
+logger = logging.getLogger(__name__)
 STALLED_S = 120.0
 """How long a client may read nothing: a person's terminal may sleep, a lost one holds memory."""
 FLOOR = -9999.0
@@ -267,6 +269,8 @@ class EventStream(StreamingResponse):
 
         try:
             await super().__call__(scope, receive, send_within)
+        except TimeoutError:
+            logger.info("a client read nothing of its stream for %g s and was left", STALLED_S)
         finally:
             await self._stream.close()
 
