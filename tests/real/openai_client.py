@@ -121,7 +121,7 @@ def tools(clients: Clients) -> dict[str, Any]:
     bound = clients.langchain.bind_tools([ADD])
     message = bound.invoke("w5 w6")
     found["langchain"] = [[call["name"], call["args"]] for call in message.tool_calls]
-    whole = None
+    whole: Any = None
     for chunk in bound.stream("w5 w6"):
         whole = chunk if whole is None else whole + chunk
     found["langchain_streamed"] = [[call["name"], call["args"]] for call in whole.tool_calls]

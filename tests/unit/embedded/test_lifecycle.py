@@ -218,7 +218,6 @@ async def test_short_memory_once_costs_what_is_in_flight_time_alone(
         for index, one in enumerate(expected[0][0]):
             own = [delta for delta in deltas if delta.sample == index]
             assert tuple(token for delta in own for token in delta.tokens) == one.tokens
-            assert "".join(delta.text for delta in own) == one.text
         assert fault.error is None and engine.stats.num_in_flight == 0
 
 

@@ -174,7 +174,7 @@ class ChoiceChunks:
         self._reader = form.read_calls()
         self._num_tokens = self._num_text = self._offset = 0
         self._has_begun = self._has_ended = False
-        self._held: CompletionDelta | None = None
+        self._held: list[CompletionDelta] = []
         """Tokens whose text is not certain yet."""
 
     def rest(self, completion: Completion) -> CompletionDelta:
@@ -194,11 +194,10 @@ class ChoiceChunks:
         self._num_tokens += len(delta.tokens)
         self._num_text += len(delta.text)
         content, calls = self._read(delta)
-        held = delta if self._held is None else _joined([self._held, delta])
+        self._held.append(delta)
         if not (content or calls or delta.finish_reason):
-            self._held = held
             return []
-        self._held = None
+        held, self._held = _joined(self._held), []
         rows = [] if self._has_begun else self._first()
         if content or calls:
             rows.append(self._row(content, calls, held))

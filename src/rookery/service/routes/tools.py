@@ -84,7 +84,9 @@ class CallReader:
         self._is_whole = choice == "required" or isinstance(choice, NamedTool)
         """The answer is read at its end, as one."""
         self._text = ""
-        """What was not read yet."""
+        """What was not read yet; `_more` comes after it, and is not looked at inside of a call."""
+        self._more: list[str] = []
+        self._is_open = False
         self._spaces = ""
         """Content, unless a call follows."""
         self._is_bare = True
@@ -93,7 +95,10 @@ class CallReader:
 
     def add(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Content and calls that are certain by now."""
-        self._text += text
+        self._more.append(text)
+        if self._is_whole or (self._is_open and CLOSE[-1] not in text):
+            return "", []
+        self._take_more()
         if self._is_bare and not self.num_calls and self._text.lstrip().startswith("{"):
             self._is_whole = True
         if self._is_whole:
@@ -111,7 +116,8 @@ class CallReader:
                 self._spaces, self._is_bare = "", True
                 self.num_calls += 1
                 calls.append(call)
-        if start < 0:
+        self._is_open = start >= 0
+        if not self._is_open:
             sizes = range(min(len(self._text), len(OPEN) - 1), 0, -1)
             held = next((n for n in sizes if OPEN.startswith(self._text[-n:])), 0)
             start = len(self._text) - held
@@ -121,6 +127,7 @@ class CallReader:
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest of them."""
+        self._take_more()
         calls = self._read_whole() if self._is_whole else []
         self.num_calls += len(calls)
         if calls:
@@ -128,6 +135,9 @@ class CallReader:
         # An unfinished call is text, and so are spaces that no call follows.
         rest, self._text = self._text, ""
         return self._content(rest) + ("" if self.num_calls else self._spaces), []
+
+    def _take_more(self) -> None:
+        self._text, self._more = "".join([self._text, *self._more]), []
 
     def _content(self, text: str) -> str:
         text = self._spaces + text
