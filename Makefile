@@ -12,7 +12,7 @@ comma := ,
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # What Rookery talks to or is compared with, each in an environment of its own: .venv-NAME.
-PEERS := vllm openevolve trl tinker tinker-0.24.1 tinker-0.16.1 schemathesis megatron atropos verifiers
+PEERS := vllm openevolve trl tinker tinker-0.24.1 tinker-0.16.1 schemathesis megatron atropos verifiers openai
 peer_bin = $(CURDIR)/.venv-$(1)/bin
 WITH_OPENEVOLVE := ROOKERY_OPENEVOLVE_PYTHON=$(call peer_bin,openevolve)/python
 WITH_TRL := ROOKERY_TRL_PYTHON=$(call peer_bin,trl)/python
@@ -23,7 +23,8 @@ WITH_PEERS := $(WITH_OPENEVOLVE) $(WITH_TRL) $(WITH_ATROPOS) \
   ROOKERY_TINKER_OLD_PYTHONS="$(call peer_bin,tinker-0.24.1)/python $(call peer_bin,tinker-0.16.1)/python" \
   ROOKERY_SCHEMATHESIS=$(call peer_bin,schemathesis)/st \
   ROOKERY_MEGATRON_PYTHON=$(call peer_bin,megatron)/python \
-  ROOKERY_VERIFIERS_PYTHON=$(call peer_bin,verifiers)/python
+  ROOKERY_VERIFIERS_PYTHON=$(call peer_bin,verifiers)/python \
+  ROOKERY_OPENAI_PYTHON=$(call peer_bin,openai)/python
 
 .PHONY: help demo test test-real check docs bench clean
 
@@ -140,4 +141,10 @@ PEER_PIP = $(@D)/bin/python -m pip install --quiet
 .venv-verifiers/.ready:
 	$(new_venv)
 	$(PEER_PIP) "verifiers==0.4.0"
+	@touch $@
+
+# litellm reads tools only where mcp is there.
+.venv-openai/.ready:
+	$(new_venv)
+	$(PEER_PIP) "openai==2.54.*" "langchain-openai==1.7.*" "litellm==1.106.*" mcp
 	@touch $@

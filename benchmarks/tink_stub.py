@@ -23,6 +23,7 @@ from rookery.service.service import open_service
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (
     Completion,
+    Json,
     Message,
     ModelRef,
     SampleRequest,
@@ -88,7 +89,10 @@ class StubCodec:
     def encode(self, text: str) -> TokenIds:
         return tuple(map(ord, text))
 
-    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
+        del tools
         return self.encode("".join(message.content for message in messages))
 
     def decode(self, tokens: TokenIds) -> str:

@@ -58,7 +58,8 @@ class Sampler(Protocol):
     """Tokens in, tokens out. Calls may overlap: an implementation batches what is in flight."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        """The completions of each request, in request order, `params.n` of each."""
+        """The completions of each request, in request order, `params.n` of each. Cancelling the
+        call ends what it draws."""
         ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -217,8 +218,11 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> TokenIds: ...
 
-    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
-        """With the opening of the assistant's turn."""
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
+        """With the opening of the assistant's turn. TaskError when there are tools and the model's
+        chat template has no place for them."""
         ...
 
     def decode(self, tokens: TokenIds) -> str: ...

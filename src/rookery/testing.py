@@ -19,6 +19,7 @@ from rookery.errors import EngineError, ExecutorError, TrainError
 from rookery.types import (
     Adapter,
     Completion,
+    CompletionDelta,
     Job,
     JobDone,
     JobFailed,
@@ -100,15 +101,36 @@ class FakeSampler:
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         await self._pass([request.model for request in requests])
         self.num_samples += sum(request.params.n for request in requests)
-        return [
+        answers = [
             tuple(self._completion(request, index) for index in range(request.params.n))
             for request in requests
         ]
+        for request, completions in zip(requests, answers, strict=True):
+            for sample, completion in enumerate(completions):
+                self._tell(request, sample, completion)
+        return answers
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         await self._pass([request.model for request in requests])
         self.num_scores += len(requests)
         return [self._score(request) for request in requests]
+
+    def _tell(self, request: SampleRequest, sample: int, completion: Completion) -> None:
+        """A delta for every token, where the request asks for them."""
+        tokens = completion.tokens
+        for at in range(len(tokens) if request.on_delta else 0):
+            is_last = at + 1 == len(tokens)
+            start, text = len(self._decode(tokens[:at])), self._decode(tokens[: at + 1])
+            delta = CompletionDelta(
+                sample=sample,
+                tokens=tokens[at : at + 1],
+                logprobs=completion.logprobs[at : at + 1],
+                text=text[start:],
+                finish_reason=completion.finish_reason if is_last else None,
+                top_logprobs=completion.top_logprobs[at : at + 1],
+            )
+            if request.on_delta is not None:
+                request.on_delta(delta)
 
     async def _pass(self, models: Sequence[ModelRef]) -> None:
         await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from rookery.ports import TextModel
 from rookery.rollout import EngineTextModel, EnsembleTextModel, Member
 from rookery.tasks.template import SpecialToken, Template
 from rookery.testing import BASE, FakeSampler, FakeTextModel
-from rookery.types import Completion, Message, SampleRequest, TextRequest, TokenUsage
+from rookery.types import Completion, Json, Message, SampleRequest, TextRequest, TokenUsage
 
 
 class Letters:
@@ -40,9 +40,14 @@ class Letters:
         return [chr(i) for i in ids]
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: list[dict[str, Json]],
+        *,
+        tools: list[Mapping[str, Json]] | None,
+        add_generation_prompt: bool,
+        tokenize: bool,
     ) -> str:
-        assert add_generation_prompt and not tokenize
+        assert add_generation_prompt and not tokenize and tools is None
         if conversation[0]["role"] == "tool":
             raise jinja2.TemplateError("roles must alternate")
         return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<me>"

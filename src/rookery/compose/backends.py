@@ -1,7 +1,7 @@
 """Models for the service: an engine and a trainer over one copy of the weights, as a Backend."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -128,8 +128,10 @@ class TemplateCodec:
     def encode(self, text: str) -> TokenIds:
         return self._template.encode(Task(id="prompt", prompt=text, reference=None))
 
-    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
-        return self._template.encode_chat(messages)
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
+        return self._template.encode_chat(messages, tools=tools)
 
     def decode(self, tokens: TokenIds) -> str:
         return self._template.decode(tokens)

@@ -30,6 +30,11 @@ class Limits:
 def sample_job(request: SampleRequest, *, slot: int | None, limits: Limits) -> SampleJob:
     """A job whose completions end at the model's context if `max_tokens` reaches beyond it."""
     shape = limits.shape
+    if request.json_schema:
+        raise EngineError(
+            "The embedded engine cannot hold answers to a JSON schema (response_format, or a "
+            "tool_choice other than auto and none): leave it out, or serve the model with vLLM."
+        )
     _check_params(request.params, shape)
     _check_prompt(request.prompt, limits, reserve=1)
     _check_tokens(request.params.stop_tokens, shape)

@@ -18,11 +18,12 @@ from rookery.embedded.decode import DecodeBatch
 from rookery.embedded.penalties import penalise
 from rookery.embedded.prefill import Prefill, Prompt
 from rookery.embedded.sampling import Draw, draw, logprobs_of, top_logprobs, uniform
-from rookery.embedded.stop_search import StopSearch
+from rookery.embedded.stop_search import StopSearch, TextDeltas
 from rookery.errors import EngineError
 from rookery.slots import Segment, SlotRows, SlottedModel
 from rookery.types import (
     Completion,
+    CompletionDelta,
     FinishReason,
     KeptTokens,
     SampleRequest,
@@ -63,6 +64,8 @@ class SampleJob:
     prompt: Prompt
     max_tokens: int
     completions: dict[int, Completion] = field(default_factory=dict)
+    texts: dict[int, TextDeltas] = field(default_factory=dict)
+    """What was told of each completion; a job that starts over tells nothing twice."""
     num_started: int = 0
     result: tuple[Completion, ...] | EngineError | None = None
     is_second_try: bool = False
@@ -116,6 +119,12 @@ class Batcher:
         self._decoding: list[_Sequence] = []
         """In row order."""
         self._left: list[Job] = []
+        self._deltas: list[tuple[SampleJob, CompletionDelta]] = []
+
+    def take_deltas(self) -> list[tuple[SampleJob, CompletionDelta]]:
+        """What completions gained since the last time, of jobs that want to know."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _add(self, jobs: Sequence[Job]) -> None:
         """Queue jobs. Sorted, so that those that share a prefix are computed close in time."""
@@ -346,6 +355,8 @@ class Batcher:
         sequence.tops.append(drawn.top)
         sequence.kept.append(drawn.kept)
         reason, text = self._finish(sequence)
+        if job.request.on_delta is not None:
+            self._tell(sequence, reason, text)
         if reason is None:
             return False
         job.completions[sequence.index] = Completion(
@@ -361,6 +372,23 @@ class Batcher:
             job.result = tuple(job.completions[i] for i in range(job.request.params.n))
             self._left.append(job)
         return True
+
+    def _tell(self, sequence: _Sequence, reason: FinishReason | None, text: str) -> None:
+        """Note what the sequence gained; `text` is all of it when it ends."""
+        job, params = sequence.job, sequence.job.request.params
+        new = TextDeltas(params.stop, detokenize=self._detokenize)
+        told = job.texts.setdefault(sequence.index, new)
+        if len(sequence.tokens) <= told.num_tokens:
+            return
+        delta = CompletionDelta(
+            sample=sequence.index,
+            tokens=(sequence.tokens[-1],),
+            logprobs=(sequence.logprobs[-1],),
+            text=told.add(sequence.tokens, ended=None if reason is None else text),
+            finish_reason=reason,
+            top_logprobs=(sequence.tops[-1],) if params.top_logprobs else (),
+        )
+        self._deltas.append((job, delta))
 
     def _finish(self, sequence: _Sequence) -> tuple[FinishReason | None, str]:
         """Why the sequence ends now (None: it goes on), and its text."""

@@ -342,7 +342,10 @@ class EmbeddedEngine:
             self._calls.changed.clear()
             return
         try:
-            answered = await self._compute(self._batcher.step, added, dropped)
+            try:
+                answered = await self._compute(self._batcher.step, added, dropped)
+            finally:
+                self._tell_deltas()
         except EngineError as error:
             self._require_running()
             self._calls.leave(dropped)
@@ -353,6 +356,11 @@ class EmbeddedEngine:
             self._calls.fail(failed, error)
             return
         self._calls.leave([*answered, *dropped])
+
+    def _tell_deltas(self) -> None:
+        for job, delta in self._batcher.take_deltas():
+            if job.request.on_delta is not None:
+                job.request.on_delta(delta)
 
     async def _compute(
         self, function: Callable[Params, Answer], *args: Params.args, **kwargs: Params.kwargs

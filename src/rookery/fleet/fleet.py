@@ -34,7 +34,13 @@ from rookery.fleet.http.capabilities import common_capabilities
 from rookery.fleet.http.client import Client, ClientConfig, max_calls, open_session
 from rookery.fleet.http.scoring import assemble_score, plan_score
 from rookery.fleet.http.urls import check_urls
-from rookery.fleet.http.wire import Choice, read_completions, read_reading, sample_fields
+from rookery.fleet.http.wire import (
+    Choice,
+    StreamedChoices,
+    read_completions,
+    read_reading,
+    sample_fields,
+)
 from rookery.fleet.routing.batches import Entry, Spread, make_batches
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.pool import Pool
@@ -42,7 +48,16 @@ from rookery.fleet.routing.replica import Replica, ReplicaSettings
 from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.ray_placement import place_on_ray
 from rookery.fleet.servers.settings import LaunchConfig
-from rookery.types import Adapter, Completion, ModelRef, SampleRequest, Score, ScoreRequest, Weights
+from rookery.types import (
+    Adapter,
+    Completion,
+    CompletionDelta,
+    ModelRef,
+    SampleRequest,
+    Score,
+    ScoreRequest,
+    Weights,
+)
 
 __all__ = ["Fleet", "FleetConfig", "open_fleet"]
 
@@ -189,16 +204,26 @@ class Fleet:
         return self._staging.wire_name(ref)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
-        entries = [
-            Entry(r.model, sample_fields(r, capabilities=self.capabilities), r.prompt, r.affinity)
-            for r in requests
-        ]
-        answers = await self._send(entries)
+        answers = await self._send([self._sample_entry(request) for request in requests])
         with boundary(FleetError, _UNREADABLE):
             return [
                 read_completions(request, choices, has_versions=self._is_trained(request.model))
                 for request, choices in zip(requests, answers, strict=True)
             ]
+
+    def _sample_entry(self, request: SampleRequest) -> Entry:
+        fields = sample_fields(request, capabilities=self.capabilities)
+        tell, stream = request.on_delta, None
+        if tell is not None:
+            # Greedy draws are all the same: the server makes one.
+            samples = request.params.n // fields.n
+
+            def tell_all(delta: CompletionDelta) -> None:
+                for copy in range(samples):
+                    tell(replace(delta, sample=delta.sample + copy))
+
+            stream = StreamedChoices(tell_all, num_top=request.params.top_logprobs)
+        return Entry(request.model, fields, request.prompt, request.affinity, stream)
 
     def _is_trained(self, ref: ModelRef) -> bool:
         """Whether these are base weights that were given to the servers here: names of others on a

@@ -50,6 +50,9 @@ _BAD = (TypeError, ValueError, LookupError, AttributeError, SafetensorError)
 """What reading raises when the other side sent something else."""
 
 
+_OF_ONE_PROCESS = frozenset({"affinity", "on_delta"})
+
+
 class LoraStart(Config):
     """A new adapter."""
 
@@ -78,11 +81,11 @@ def write_json(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What json does not know. Affinities are of one process."""
+    """What json does not know. Affinities and callbacks are of one process."""
     if isinstance(value, KeptTokens):
         return [row.tolist() for row in value.rows]
     if is_dataclass(value):
-        own = (field.name for field in fields(value) if field.name != "affinity")
+        own = (field.name for field in fields(value) if field.name not in _OF_ONE_PROCESS)
         return {name: getattr(value, name) for name in own}
     if isinstance(value, Mapping):
         return dict(value)

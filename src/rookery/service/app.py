@@ -14,11 +14,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rookery.errors import EngineDownError, FleetDownError, RookeryError, RunError
+from rookery.errors import RookeryError
 from rookery.reports import ServiceStatus
 from rookery.service.keys import Keys
 from rookery.service.metrics import Metrics
-from rookery.service.refusals import Refusal, missing
+from rookery.service.refusals import Refusal, missing, status_of
 from rookery.service.routes import (
     checkpoints,
     futures,
@@ -139,11 +139,7 @@ class Passage:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    status = 400
-    if isinstance(error, Refusal):
-        status = error.status
-    elif isinstance(error, EngineDownError | FleetDownError | RunError):
-        status = 503
+    status = status_of(error)
     gate: Gate = request.app.state.gate
     sentence = gate.service.desk.sentence(error)
     if status not in (401, 429, 503):  # of nobody, or sent again

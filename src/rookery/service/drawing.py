@@ -22,6 +22,7 @@ from rookery.service.wire.tensors import Array
 from rookery.service.work import Command
 from rookery.types import (
     Completion,
+    CompletionDelta,
     ModelRef,
     SampleRequest,
     SamplingParams,
@@ -57,6 +58,10 @@ class Draw:
     """Draws after each prompt position."""
     has_text: bool = False
     """Whether the texts are answered too."""
+    json_schema: str = ""
+    """What the answers must match, as `SampleRequest.json_schema`."""
+    on_delta: Callable[[CompletionDelta], None] | None = None
+    """Told what the answers gain, as `SampleRequest.on_delta`."""
 
     @property
     def tokens(self) -> int:
@@ -85,7 +90,13 @@ class Drawing:
             self._model(draw.base_model, draw.blob) as model,
         ):
             engine = self._desk.backend(draw.base_model).engine
-            request = SampleRequest(model=model, prompt=draw.prompt, params=params)
+            request = SampleRequest(
+                model=model,
+                prompt=draw.prompt,
+                params=params,
+                json_schema=draw.json_schema,
+                on_delta=draw.on_delta,
+            )
             with self.throughput.running(draw.tokens):
                 async with task_group() as group:
                     sampling = group.create_task(engine.sample([request]))

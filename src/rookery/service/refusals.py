@@ -13,9 +13,9 @@
 Never 409 and never 5xx for a wrong request: the SDK repeats those silently for five minutes.
 """
 
-from rookery.errors import ServiceError
+from rookery.errors import EngineDownError, FleetDownError, RunError, ServiceError
 
-__all__ = ["Refusal", "bad", "missing"]
+__all__ = ["Refusal", "bad", "missing", "status_of"]
 
 
 class Refusal(ServiceError):
@@ -24,6 +24,13 @@ class Refusal(ServiceError):
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
+
+
+def status_of(error: Exception) -> int:
+    """What an error of ours is answered with."""
+    if isinstance(error, Refusal):
+        return error.status
+    return 503 if isinstance(error, EngineDownError | FleetDownError | RunError) else 400
 
 
 def bad(sentence: str) -> Refusal:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import jinja2
 
 from rookery.errors import ModelError, TaskError, boundary
-from rookery.types import Message, Task, TokenIds
+from rookery.types import Json, Message, Task, TokenIds
 
 __all__ = ["Template", "Tokenizer", "load_template"]
 
@@ -58,8 +58,9 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Json]],
         *,
+        tools: list[Mapping[str, Json]] | None,
         add_generation_prompt: bool,
         tokenize: Literal[False],
     ) -> str: ...
@@ -101,15 +102,25 @@ class Template:
             raise TaskError(f"Task {task.id}: its prompt {task.prompt!r} encodes to no tokens.")
         return tokens
 
-    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
         """Tokens of a chat, with the opening of the assistant's turn. Not kept: for chats that are
         not asked again."""
-        return self.encode_text(self.render_chat(messages))
+        return self.encode_text(self.render_chat(messages, tools=tools))
 
-    def render_chat(self, messages: tuple[Message, ...]) -> str:
+    def render_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> str:
         """The text of a chat, with the opening of the assistant's turn."""
         with boundary(TaskError, "The chat template", foreign=(jinja2.TemplateError,)):
-            return self._render(messages)
+            text = self._render(messages, tools)
+            if tools and text == self._render(messages):
+                raise TaskError(
+                    "This model's chat template has no place for tools: leave tools out, or take a "
+                    "model that was trained to call them."
+                )
+        return text
 
     def special_text(self, token: int) -> str:
         """How a chat template writes a special token; empty for every other token."""
@@ -149,14 +160,17 @@ class Template:
         messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         return self.encode_text(self._render(messages))
 
-    def _render(self, messages: tuple[Message, ...]) -> str:
+    def _render(
+        self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Json]] = ()
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise ModelError(
                 "The tasks are chats (messages) and this model's tokenizer has no chat template: "
                 "give them as text (prompt), or take the instruct version of the model."
             )
         return self._tokenizer.apply_chat_template(
-            [{"role": message.role, "content": message.content} for message in messages],
+            [{"role": one.role, "content": one.content, **one.fields} for one in messages],
+            tools=list(tools) or None,
             add_generation_prompt=True,
             tokenize=False,
         )

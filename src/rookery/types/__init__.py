@@ -33,6 +33,7 @@ from rookery.types.rollouts import (
 )
 from rookery.types.sampling import (
     Completion,
+    CompletionDelta,
     FinishReason,
     Penalties,
     SampleRequest,
@@ -61,6 +62,7 @@ from rookery.types.training import (
 __all__ = [
     "Adapter",
     "Completion",
+    "CompletionDelta",
     "Datum",
     "Draw",
     "Evaluation",

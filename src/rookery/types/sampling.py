@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,7 @@ from rookery.types.tasks import Message
 
 __all__ = [
     "Completion",
+    "CompletionDelta",
     "FinishReason",
     "Penalties",
     "SampleRequest",
@@ -82,6 +83,13 @@ class SampleRequest:
     affinity: Hashable = field(default=None, compare=False)
     """Requests of one affinity are better off on one server: they share prefixes. No answer depends
     on it; None: no preference."""
+    json_schema: str = ""
+    """A JSON schema, as text, that the answers must match. Engines that cannot do this refuse."""
+    on_delta: Callable[[CompletionDelta], None] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Called in the caller's event loop with what the completions gain, while they are drawn. It
+    must return at once and not raise. Engines that do not stream never call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,24 @@ class Completion:
     kept: Sequence[TokenIds] = ()
     """What each token was drawn from, where `return_kept` asked for it and the parameters cut
     something off: KeptTokens. Empty: the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta:
+    """What one completion of a request gained.
+
+    All deltas of a completion together are that completion. Text that is not certain yet comes
+    with a later delta: an incomplete character, or what may begin a stop string.
+    """
+
+    sample: int
+    """Which of the request's `params.n` completions."""
+    tokens: TokenIds
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    """Set in the last delta."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

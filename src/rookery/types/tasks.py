@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rookery.types.models import Json
 
@@ -18,6 +19,8 @@ class Message:
 
     role: str
     content: str
+    fields: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What else the chat template reads: `tool_calls`, `tool_call_id`, `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Every wait of these tests has a limit: a caller that is never told would hang.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tiny import tiny_adapter, write_tiny_model
 from rookery.embedded import EmbeddedEngine, EngineConfig, run_engine
 from rookery.errors import EngineError
 from rookery.slots import CausalAttend, SlottedModel, load_model
-from rookery.types import ModelRef, SampleRequest, SamplingParams, ScoreRequest
+from rookery.types import CompletionDelta, ModelRef, SampleRequest, SamplingParams, ScoreRequest
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=110, n=4, ignore_eos=True)
@@ -209,9 +210,14 @@ async def test_short_memory_once_costs_what_is_in_flight_time_alone(
         expected = await engine.sample(requests), await engine.score(scores)
         await engine.reset_prefix_cache()
         fault.error, fault.num_good = error, 20
+        deltas: list[CompletionDelta] = []
+        requests[0] = replace(requests[0], on_delta=deltas.append)
         async with asyncio.timeout(LIMIT_S):
             again = await asyncio.gather(engine.sample(requests), engine.score(scores))
         assert tuple(again) == expected
+        for index, one in enumerate(expected[0][0]):
+            own = [delta for delta in deltas if delta.sample == index]
+            assert tuple(token for delta in own for token in delta.tokens) == one.tokens
         assert fault.error is None and engine.stats.num_in_flight == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.embedded.stop_search import StopSearch
+from rookery.embedded.stop_search import StopSearch, TextDeltas
 
 PIECES = [
     *(b" a", b"b", b"ab", b"\n", b"\n\n", b"<", b"END", b">"),
@@ -67,7 +67,38 @@ def test_a_stop_string_is_found_after_any_text(tokens: list[int]) -> None:
     assert search.find(text) == of_bytes(tokens)
 
 
-def test_the_cost_of_a_step_does_not_grow() -> None:
+@pytest.mark.parametrize("detokenize", [of_bytes, stripped])
+@settings(max_examples=300)
+@given(stops=STOPS, tokens=st.lists(st.integers(0, SPECIAL), min_size=1, max_size=100))
+def test_deltas_are_the_text_and_never_part_of_a_stop_string(
+    detokenize: Callable[[Sequence[int]], str], stops: list[str], tokens: list[int]
+) -> None:
+    search = StopSearch(stops, detokenize=detokenize)
+    deltas = TextDeltas(stops, detokenize=detokenize)
+    told = ""
+    for num in range(1, len(tokens) + 1):
+        found = search.find(tokens[:num])
+        if found is None and num == len(tokens):
+            found = detokenize(tokens)
+        told += deltas.add(tokens[:num], ended=found)
+        assert deltas.num_tokens == num
+        if found is not None:
+            assert told == found
+            return
+        assert detokenize(tokens).startswith(told), "nothing that a later token changes"
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    deltas = TextDeltas(["<END>"], detokenize=of_bytes)
+    smile = [PIECES.index(bytes([byte])) for byte in "\U0001f600".encode()]
+    tokens, told = [0, *smile, 5, 6, 5, 1], []
+    for num in range(1, len(tokens) + 1):
+        told.append(deltas.add(tokens[:num]))
+    assert told == [" a", "", "", "", "\U0001f600", "", "", "<END", "<b"]
+
+
+@pytest.mark.parametrize("last", [0, 10])
+def test_the_cost_of_a_step_does_not_grow(last: int) -> None:
     lengths: list[int] = []
 
     def counted(tokens: Sequence[int]) -> str:
@@ -75,8 +106,10 @@ def test_the_cost_of_a_step_does_not_grow() -> None:
         return of_bytes(tokens)
 
     search = StopSearch(["<END>"], detokenize=counted)
+    deltas = TextDeltas(["<END>"], detokenize=counted)
     text: list[int] = []
     for i in range(3000):
-        text.append(i % 3)
+        text.append(last + i % 3)
         search.find(text)
-    assert max(lengths) < 100 and sum(lengths) / 3000 < 100
+        deltas.add(text)
+    assert max(lengths) < 200 and sum(lengths) / 3000 < 300

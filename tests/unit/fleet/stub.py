@@ -21,7 +21,9 @@ from aiohttp import web
 from rookery.types import Json
 
 VOCABULARY = 97
-FIELDS = ("model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs")
+FIELDS = (
+    "model", "prompt", "logprobs", "logprob_token_ids", "prompt_logprobs", "structured_outputs",
+)  # fmt: skip
 
 
 def logprobs_after(model: str, prompt: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -68,6 +70,10 @@ class Stub:
     """Statuses to answer to the next completions, one each."""
     garbage: list[object] = field(default_factory=list)
     """Answers to give to the next completions instead of the right ones."""
+    cut_streams: list[int] = field(default_factory=list)
+    """After so many chunks the connection of the next streams is cut, one each."""
+    stream_pause: asyncio.Event | None = None
+    """Streams wait for this after their first chunk."""
     hang: bool = False
     is_silent: bool = False
     """It answers neither /health nor /metrics."""
@@ -324,7 +330,7 @@ class Stub:
         self.unloads.append(name)
         return web.Response(text="ok")
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         self.bodies.append(body)
         if self.failures:
@@ -356,9 +362,39 @@ class Stub:
                 await asyncio.sleep(self.latency_s)
                 await self._running.wait()
                 self.num_served += 1
+                if body.get("stream"):
+                    return await self._stream(request, self._choices(body))
                 return web.json_response({"choices": self._choices(body)})
         finally:
             self.in_flight[name] -= 1
+
+    async def _stream(
+        self, request: web.Request, choices: list[dict[str, Any]]
+    ) -> web.StreamResponse:
+        """A token of every choice in turn."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        cut = self.cut_streams.pop(0) if self.cut_streams else None
+        num_sent, size = 0, len(choices[0]["logprobs"]["tokens"])
+        for at in range(size):
+            for choice in choices:
+                if num_sent == cut and request.transport is not None:
+                    request.transport.abort()
+                    return response
+                logprobs = {key: rows[at : at + 1] for key, rows in choice["logprobs"].items()}
+                part = {
+                    "index": choice["index"],
+                    "text": choice["text"].split(" ")[at] + (" " if at + 1 < size else ""),
+                    "logprobs": logprobs,
+                    "finish_reason": choice["finish_reason"] if at + 1 == size else None,
+                }
+                chunk = json.dumps({"choices": [part]})
+                await response.write(f"data: {chunk}\n\n".encode())
+                num_sent += 1
+                if self.stream_pause is not None:
+                    await self.stream_pause.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _resolve(self, name: str) -> None:
         if self.resolver and name in os.listdir(self.resolver) and name not in self.adapters:

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from rookery.fleet.http.address import is_local
 from rookery.ports import Adapters, Publisher, Sampler
 from rookery.types import (
     Adapter,
+    Completion,
+    CompletionDelta,
     LoraFactors,
     ModelRef,
     SampleRequest,
@@ -423,3 +426,95 @@ async def test_garbage_is_an_error_of_that_request_alone(answer: object) -> None
         with pytest.raises(FleetError):
             await fleet.sample(requests(fleet.base, 1))
         assert len(await fleet.sample(requests(fleet.base, 3))) == 3
+
+
+def joined(deltas: Sequence[CompletionDelta], sample: int) -> tuple[object, ...]:
+    """What the deltas of one completion are together."""
+    own = [delta for delta in deltas if delta.sample == sample]
+    assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)
+    return (
+        tuple(token for delta in own for token in delta.tokens),
+        tuple(value for delta in own for value in delta.logprobs),
+        tuple(row for delta in own for row in delta.top_logprobs),
+        "".join(delta.text for delta in own),
+        own[-1].finish_reason,
+    )
+
+
+def whole(one: Completion) -> tuple[object, ...]:
+    return (one.tokens, one.logprobs, one.top_logprobs, one.text, one.finish_reason)
+
+
+def ignore(_: CompletionDelta) -> None: ...
+
+
+STREAMED = SamplingParams(max_tokens=4, n=3, seed=5, top_logprobs=2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+async def test_streamed_answers_are_those_that_are_not(temperature: float) -> None:
+    params = replace(STREAMED, temperature=temperature)
+    async with pool(Stub(), Stub()) as fleet:
+        ref = await fleet.load(make_small("a"))
+        for model in (fleet.base, ref):
+            deltas: list[CompletionDelta] = []
+            request = SampleRequest(model=model, prompt=(1, 2), params=params)
+            streamed = replace(request, on_delta=deltas.append)
+            told, plain = await fleet.sample([streamed, request])
+            assert told == plain
+            assert len(deltas) == 12, "a delta for every token"
+            assert [joined(deltas, i) for i in range(3)] == [whole(one) for one in plain]
+
+
+async def test_a_stream_that_is_lost_goes_on_where_it_was() -> None:
+    first, second = Stub(), Stub()
+    async with pool(first, second) as fleet:
+        deltas: list[CompletionDelta] = []
+        request = SampleRequest(model=fleet.base, prompt=(1, 2), params=STREAMED)
+        [plain] = await fleet.sample([request])
+        first.cut_streams, second.cut_streams = [5], [5]
+        with pytest.raises(FleetError):
+            await fleet.sample([replace(request, on_delta=ignore)])
+        first.cut_streams = second.cut_streams = [5]
+        [told] = await fleet.sample([replace(request, on_delta=deltas.append)])
+        assert told == plain
+        assert [joined(deltas, i) for i in range(3)] == [whole(one) for one in plain]
+
+
+async def test_a_lost_stream_is_not_continued_by_another_answer() -> None:
+    first, second = Stub(), Stub()
+    async with pool(first, second) as fleet:
+        first.cut_streams = second.cut_streams = [5]
+        first.weights, second.weights = "one", "other"
+        request = SampleRequest(model=fleet.base, prompt=(1, 2), params=STREAMED)
+        with pytest.raises(FleetError, match="another one began another answer"):
+            await fleet.sample([replace(request, on_delta=ignore)])
+
+
+async def test_a_cancelled_stream_ends_on_its_server() -> None:
+    stub = Stub(stream_pause=asyncio.Event())
+    async with pool(stub) as fleet:
+        begun = asyncio.Event()
+        request = SampleRequest(
+            model=fleet.base, prompt=(1, 2), params=STREAMED, on_delta=lambda _: begun.set()
+        )
+        drawing = asyncio.create_task(fleet.sample([request]))
+        await begun.wait()
+        assert stub.in_flight["tiny"] == 1
+        drawing.cancel()
+        await until(lambda: stub.in_flight["tiny"] == 0)
+
+
+async def test_a_schema_goes_to_servers_that_hold_answers_to_it() -> None:
+    old = Stub(fields=("model", "prompt", "logprobs"))
+    for stub in (Stub(), old):
+        async with pool(stub) as fleet:
+            request = SampleRequest(
+                model=fleet.base, prompt=(1,), params=GREEDY, json_schema='{"type": "object"}'
+            )
+            if stub is old:
+                with pytest.raises(FleetError, match="JSON schema"):
+                    await fleet.sample([request])
+            else:
+                await fleet.sample([request])
+                assert stub.bodies[-1]["structured_outputs"] == {"json": '{"type": "object"}'}

@@ -265,7 +265,7 @@ async def test_a_folder_outlives_requests_that_were_cut_off(memory: Path) -> Non
         seen.append((model, bool(staged(memory))))
         return await complete(request)
 
-    stub._complete = watch  # type: ignore[assignment, method-assign]
+    stub._complete = watch  # type: ignore[method-assign]
     async with serve(stub):
         async with open_fleet(FleetConfig(urls=(stub.url,))) as fleet:
             ref = await use(fleet, make_small("a"))

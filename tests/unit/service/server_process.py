@@ -18,7 +18,8 @@ START_S = 180.0
 class ServerProcess:
     """`rookery serve` on a port of its own; started again on the same folder."""
 
-    def __init__(self, folder: Path, models: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, models: Mapping[str, str], **more: object) -> None:
+        """`more`: of its config."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -28,6 +29,7 @@ class ServerProcess:
             "anonymous": True,
             "models": dict(models),
             "folder": str(folder / "run"),
+            **more,
         }
         self._config.write_text(json.dumps(document))
         self._process: asyncio.subprocess.Process | None = None

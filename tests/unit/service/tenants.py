@@ -26,6 +26,7 @@ from rookery.service.wire.schema import (
 from rookery.testing import BASE, FakeAdapters, FakeSampler, FakeTrainer
 from rookery.types import (
     Adapter,
+    Json,
     Message,
     ModelRef,
     OptimStep,
@@ -78,8 +79,12 @@ class WordCodec:
     def encode(self, text: str) -> TokenIds:
         return tuple(int(word) for word in text.split())
 
-    def encode_chat(self, messages: tuple[Message, ...]) -> TokenIds:
-        return self.encode(" ".join(message.content for message in messages))
+    def encode_chat(
+        self, messages: tuple[Message, ...], *, tools: Sequence[Mapping[str, Json]] = ()
+    ) -> TokenIds:
+        """A tool is the number of its characters."""
+        told = [str(len(str(tool))) for tool in tools]
+        return self.encode(" ".join([*told, *(message.content for message in messages)]))
 
     def decode(self, tokens: TokenIds) -> str:
         return " ".join(map(str, tokens))

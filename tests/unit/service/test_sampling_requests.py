@@ -329,9 +329,16 @@ async def test_samples_are_drawn_from_training_checkpoints_and_the_last_are_kept
         ("/v1/completions", {"prompt": [5], "logit_bias": {"7": -100}}, "logit_bias is not there"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "5"}], "tools": [{"type": "function"}]},
-            "tools is not there",
+            {"messages": [{"role": "user", "content": "5"}], "functions": [{"name": "add"}]},
+            "functions is not there",
         ),
+        ("/v1/completions", {"prompt": [5], "tools": [{"type": "function"}]}, "tools is not there"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "5"}], "tool_choice": "required"},
+            "there are no tools",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "needs content"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "5"}], "n": 9}, "9 sam"),
         ("/api/v1/sample", {"prompts": [[5]] * 9}, "asks for 9 samples"),
         ("/api/v1/sample", {"prompts": [[5]], "num_samples": 9}, "asks for 9 samples"),

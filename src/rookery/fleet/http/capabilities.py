@@ -52,6 +52,8 @@ class Capabilities:
     max_cpu_loras: int | None
     max_lora_rank: int | None
     lora_dtype: str | None
+    has_json_schemas: bool = False
+    """`structured_outputs` is there: answers that match a JSON schema."""
     has_wrong_head: bool = False
     """Adapters of the output layer change what requests for the base model get: vLLM on the CPU
     without the worker extension."""
@@ -89,6 +91,7 @@ def common_capabilities(capabilities: Sequence[Capabilities]) -> Capabilities:
         max_logprobs=min(c.max_logprobs for c in capabilities),
         has_label_logprobs=all(c.has_label_logprobs for c in capabilities),
         has_prompt_logprobs=all(c.has_prompt_logprobs for c in capabilities),
+        has_json_schemas=all(c.has_json_schemas for c in capabilities),
         has_processed_logprobs=all(c.has_processed_logprobs for c in capabilities),
         has_prefix_cache=all(c.has_prefix_cache for c in capabilities),
         block_tokens=max(c.block_tokens for c in capabilities),

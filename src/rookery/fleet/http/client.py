@@ -50,6 +50,7 @@ logging.getLogger("stamina").addHandler(logging.NullHandler())
 KEEPALIVE_S = 2.0
 """vLLM closes idle connections after 5 s: ours are dropped first, so none is reused as it dies."""
 _JSON = "application/json"
+_STREAM_END = b"[DONE]"
 _BUSY = frozenset({429, 503})
 _NO_CREDIT = b"insufficient_quota"
 """OpenAI's word for an account without credit: also a 429, but waiting does not help."""
@@ -149,6 +150,25 @@ class Client:
     async def complete(self, body: bytes) -> Any:
         """One `/v1/completions` call. Safe to repeat: it changes nothing on the server."""
         return await self.post("/v1/completions", body, limit_s=self.config.request_s)
+
+    async def stream(self, body: bytes, take: Callable[[Any], None]) -> None:
+        """One `/v1/completions` call with `stream`: every chunk is handed to `take` as it comes."""
+
+        async def send() -> None:
+            limit_s = self.config.request_s
+            async with self._responding("POST", "/v1/completions", body, limit_s) as response:
+                rest, is_whole = b"", False
+                async for content in response.content.iter_any():
+                    *lines, rest = (rest + content).split(b"\n")
+                    for line in lines:
+                        data = line.removeprefix(b"data:").strip()
+                        is_whole = is_whole or data == _STREAM_END
+                        if data and not is_whole:
+                            take(self._chunk(data, response.url))
+            if not is_whole:
+                raise ServerLost(f"{self.url} ended a stream before its end.", is_broken=True)
+
+        await self._persist(send)
 
     async def generate(self, body: bytes) -> Any:
         """The same by Rookery's own route, on servers that have it."""
@@ -284,6 +304,17 @@ class Client:
     async def _request(
         self, method: str, path: str, body: bytes | None, limit_s: float | None
     ) -> Any:
+        async with self._responding(method, path, body, limit_s) as response:
+            content = await response.read()
+            # As vLLM writes it; parsing the header costs as much as a look at it saves.
+            is_json = response.headers.get("Content-Type") == _JSON
+            return _decode(content, _JSON if is_json else response.content_type, response.url)
+
+    @asynccontextmanager
+    async def _responding(
+        self, method: str, path: str, body: bytes | None, limit_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The block reads a response that is no error; what goes wrong in it is mapped too."""
         limits = self._limits(limit_s or self.config.control_s)
         where = self._url(path)
         if self._session.closed:
@@ -292,12 +323,9 @@ class Client:
             async with self._session.request(
                 method, where, data=body, headers=self._headers, timeout=limits
             ) as response:
-                content = await response.read()
-                if response.status < 400:
-                    # As vLLM writes it; parsing the header costs as much as a look at it saves.
-                    is_json = response.headers.get("Content-Type") == _JSON
-                    return _decode(content, _JSON if is_json else response.content_type, where)
-                raise self._error(response, content, where)
+                if response.status >= 400:
+                    raise self._error(response, await response.read(), where)
+                yield response
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._session.closed and task is not None and not task.cancelling():
@@ -341,6 +369,14 @@ class Client:
         if found is None:
             found = self._known_urls[path] = URL(self.url + path)
         return found
+
+    def _chunk(self, data: bytes, where: URL) -> Any:
+        """A chunk of a stream. An error in it is one of the server: it had accepted the request."""
+        chunk = _decode(data, _JSON, where)
+        if isinstance(chunk, dict) and "error" in chunk:
+            said = f"{where} failed while it answered: {_message(data)}"
+            raise ServerLost(said, is_broken=False, status=500)
+        return chunk
 
     def _error(self, response: aiohttp.ClientResponse, content: bytes, where: URL) -> Exception:
         said = _message(content)

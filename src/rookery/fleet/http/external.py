@@ -89,7 +89,7 @@ class ExternalSampler:
     async def sample(self, requests: Sequence[SampleRequest]) -> list[tuple[Completion, ...]]:
         for request in requests:
             self._require(request.model)
-            _require_text_params(request.params)
+            _require_text_params(request)
         return await self._all(requests, self._sample, self._samples)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -253,9 +253,11 @@ async def open_external(config: ExternalConfig, *, codec: Codec) -> AsyncIterato
         yield ExternalSampler(api, codec=codec)
 
 
-def _require_text_params(params: SamplingParams) -> None:
+def _require_text_params(request: SampleRequest) -> None:
     """What is said in token ids means nothing to an API of texts."""
+    params = request.params
     given = {
+        "json_schema": request.json_schema,
         "stop_tokens": params.stop_tokens,
         "ignore_eos": params.ignore_eos,
         "top_logprobs": params.top_logprobs,

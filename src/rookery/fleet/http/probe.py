@@ -94,6 +94,7 @@ async def _probe(client: Client, *, has_info: bool) -> Capabilities:
         has_token_ids=bool(mild) and all(token.startswith("token_id:") for token in mild),
         has_label_logprobs=has_labels and f"token_id:{_LABEL}" in mild,
         has_prompt_logprobs="prompt_logprobs" in fields and not (lora and is_on_cpu),
+        has_json_schemas="structured_outputs" in fields,
         has_processed_logprobs=_is_processed(mild, hot),
         has_prefix_cache=bool(metrics and metrics.has_prefix_cache),
         block_tokens=(metrics and metrics.block_tokens) or DEFAULT_BLOCK_TOKENS,

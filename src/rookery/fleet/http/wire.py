@@ -10,7 +10,7 @@ A body carries many prompts, but one set of parameters: equal `Fields` may share
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from rookery.fleet.http.kept import num_shown_for_kept, read_kept
 from rookery.seeding import stream_seed
 from rookery.types import (
     Completion,
+    CompletionDelta,
     ModelRef,
     Penalties,
     SampleRequest,
@@ -35,6 +36,7 @@ __all__ = [
     "Choice",
     "Fields",
     "Reading",
+    "StreamedChoices",
     "check_prompt",
     "compact",
     "encode_body",
@@ -78,6 +80,8 @@ class Fields:
     """How many of the likeliest tokens to report at every new position."""
     ids: TokenIds = ()
     """Report exactly these tokens at every new position instead."""
+    json_schema: str = ""
+    """What the answers must match."""
     prompt_top: int | None = None
     """Report the prompt's own tokens too, with this many of the likeliest; None does not."""
 
@@ -98,6 +102,11 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
     _check_params(params)
     check_prompt(request.prompt, capabilities=capabilities)
     _check_server(params, capabilities)
+    if request.json_schema and not capabilities.has_json_schemas:
+        raise FleetError(
+            f"{capabilities.model} cannot hold answers to a JSON schema (structured_outputs): "
+            "leave it out, or use vLLM 0.26 or newer."
+        )
     is_greedy = params.temperature == 0
     room = math.inf if capabilities.max_model_len is None else capabilities.max_model_len
     return Fields(
@@ -115,6 +124,7 @@ def sample_fields(request: SampleRequest, *, capabilities: Capabilities) -> Fiel
         # The server refuses n greedy draws, which are all the same: one is made and copied.
         n=1 if is_greedy else params.n,
         top=max(params.top_logprobs, num_shown_for_kept(params, capabilities)),
+        json_schema=request.json_schema,
     )
 
 
@@ -136,7 +146,9 @@ def check_prompt(prompt: TokenIds, *, capabilities: Capabilities) -> None:
         )
 
 
-def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> bytes:
+def encode_body(
+    model: str, fields: Fields, prompts: Sequence[TokenIds], *, is_streamed: bool = False
+) -> bytes:
     """The JSON of one call of `/v1/completions`."""
     body = {
         "model": model,
@@ -145,6 +157,10 @@ def encode_body(model: str, fields: Fields, prompts: Sequence[TokenIds]) -> byte
         "return_tokens_as_token_ids": True,
         **_parameters(fields),
     }
+    if is_streamed:
+        body["stream"] = True
+    if fields.json_schema:
+        body["structured_outputs"] = {"json": fields.json_schema}
     return to_json(body)
 
 
@@ -182,6 +198,77 @@ def _parameters(fields: Fields) -> dict[str, Any]:
     if fields.prompt_top is not None:
         parameters["prompt_logprobs"] = fields.prompt_top
     return parameters
+
+
+class StreamedChoices:
+    """The choices of a streamed call of one prompt, put together from its chunks.
+
+    `tell` gets what each chunk adds, once: a call that was lost with its server is answered from
+    the start by another one, and must begin as it did.
+    """
+
+    def __init__(self, tell: Callable[[CompletionDelta], None], *, num_top: int) -> None:
+        self._tell = tell
+        self._num_top = num_top
+        self._told: dict[int, tuple[list[int], int]] = {}
+        """By sample: the tokens, and how much text."""
+        self._ended: set[int] = set()
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """As a call that is not streamed is answered."""
+        return {"choices": list(self._choices.values())}
+
+    def begin(self) -> None:
+        """A server starts to answer."""
+        self._choices = {}
+
+    def add(self, chunk: Any) -> None:
+        """FleetError when it is no continuation of what was told."""
+        for part in chunk["choices"]:
+            sample = part["index"]
+            choice = self._choices.setdefault(
+                sample,
+                {"index": sample, "text": "", "token_ids": [], "token_logprobs": [], "top": []},
+            )
+            start = len(choice["token_ids"])
+            tokens, logprobs = _drawn(part)
+            tops = _tops(part)
+            choice["text"] += part.get("text") or ""
+            choice["finish_reason"] = part.get("finish_reason")
+            choice["token_ids"] += tokens
+            choice["token_logprobs"] += logprobs
+            choice["top"] += [(list(top), list(top.values())) for top in tops]
+            self._tell_new(choice, start, [likeliest(top, self._num_top) for top in tops])
+
+    def _tell_new(self, choice: Choice, start: int, tops: Sequence[TopLogprobs]) -> None:
+        sample, reason = choice["index"], choice["finish_reason"]
+        told, num_text = self._told.get(sample, ([], 0))
+        tokens = choice["token_ids"]
+        if tokens[start : len(told)] != told[start : len(tokens)]:
+            raise FleetError(
+                "A server was lost while it streamed an answer, and another one began another "
+                "answer: ask again."
+            )
+        new, text = tokens[len(told) :], choice["text"][num_text:]
+        if sample in self._ended or not (new or text or reason):
+            return
+        logprobs = choice["token_logprobs"][len(told) :]
+        told += new
+        self._told[sample] = (told, num_text + len(text))
+        if reason is not None:
+            self._ended.add(sample)
+        self._tell(
+            CompletionDelta(
+                sample=sample,
+                tokens=tuple(new),
+                logprobs=tuple(map(_logprob, logprobs)),
+                text=text,
+                finish_reason=reason,
+                top_logprobs=tuple(tops[len(tops) - len(new) :]) if self._num_top else (),
+            )
+        )
 
 
 def read_choices(answer: Any, *, num_prompts: int, n: int) -> list[list[Choice]]:

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from rookery.fleet.http.wire import Fields
+from rookery.fleet.http.wire import Fields, StreamedChoices
 from rookery.fleet.routing.load import Call, prefix_hashes
 from rookery.types import ModelRef, TokenIds
 
@@ -21,6 +21,8 @@ class Entry:
     fields: Fields
     prompt: TokenIds
     affinity: Hashable = None
+    stream: StreamedChoices | None = None
+    """Of a prompt whose answer is streamed, which has a call of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +64,13 @@ def make_batches(
 
     8 prompts on 2 servers: 8 calls. 1,024 prompts on 1 server with max_sequences 32: 32 calls.
     """
-    groups: dict[tuple[ModelRef, Fields, Hashable], list[int]] = {}
+    groups: dict[tuple[ModelRef, Fields, Hashable, StreamedChoices | None], list[int]] = {}
     for position, entry in enumerate(entries):
-        groups.setdefault((entry.ref, entry.fields, entry.affinity), []).append(position)
+        alike = (entry.ref, entry.fields, entry.affinity, entry.stream)
+        groups.setdefault(alike, []).append(position)
     share = spread.share(sum(entry.fields.n for entry in entries))
     batches: list[Batch] = []
-    for (ref, fields, affinity), positions in groups.items():
+    for (ref, fields, affinity, stream), positions in groups.items():
         own = share if affinity is None else spread.affine_share(len(positions) * fields.n)
         size = max(1, own // fields.n)
         for first in range(0, len(positions), size):
@@ -81,6 +84,7 @@ def make_batches(
                 arrival_s=now_s,
                 prefix=prefix_hashes(ref, prompts[0]),
                 affinity=affinity,
+                stream=stream,
             )
             batches.append(Batch(call, piece))
     return batches

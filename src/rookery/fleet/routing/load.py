@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rookery.fleet.http.wire import Fields
+from rookery.fleet.http.wire import Fields, StreamedChoices
 from rookery.types import ModelRef, TokenIds
 
 __all__ = ["Call", "ReplicaLoad", "prefix_hashes"]
@@ -38,6 +38,8 @@ class Call:
     prefix: tuple[int, ...]
     affinity: Hashable = None
     """Calls of one affinity share prefixes; None: it has none."""
+    stream: StreamedChoices | None = None
+    """Takes the answer in as it is drawn; such a call has one prompt."""
     is_any_base: bool = False
     """Asks the base model whatever its name is: that of a server whose weights change."""
     replicas: list["ReplicaLoad"] = field(default_factory=list)

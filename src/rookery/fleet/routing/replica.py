@@ -96,6 +96,8 @@ class Replica:
         self.route: Route = "none"
         self.has_token_route = False
         """It answers `token_route.py`, which is quicker and takes an adapter along."""
+        self._brought: set[ModelRef] = set()
+        """Adapters that came along with calls, none of which is answered."""
         self._settings = settings
         self._staging = staging
         self._exclusion = CallExclusion()
@@ -196,7 +198,9 @@ class Replica:
     async def serve(self, call: Call, adapter: Adapter | None) -> list[list[Choice]]:
         """Send a call; its adapter goes along or is loaded first, where it is not there."""
         kind = self._kind(call)
-        is_by_tokens = self.has_token_route and (adapter is None or self.route == "extension")
+        is_plain = call.stream is None and not call.fields.json_schema
+        can_bring = adapter is None or self.route == "extension"
+        is_by_tokens = self.has_token_route and is_plain and can_bring
         if adapter is not None:
             await self.hold(call.ref, adapter, is_brought=is_by_tokens)
         model = self.capabilities.model if adapter is None else self._staging.wire_name(call.ref)
@@ -206,6 +210,7 @@ class Replica:
                 self._require_base(call)
                 answer = await self._send(call, model, is_by_tokens=is_by_tokens)
             is_answered = True
+            self._brought.discard(call.ref)
         except ServerRefusal as refusal:
             is_answered = True
             if refusal.status == 404 and adapter is not None:
@@ -237,6 +242,11 @@ class Replica:
         return kind
 
     async def _send(self, call: Call, model: str, *, is_by_tokens: bool) -> Any:
+        if call.stream is not None:
+            call.stream.begin()
+            body = encode_body(model, call.fields, call.prompts, is_streamed=True)
+            await self.client.stream(body, call.stream.add)
+            return call.stream.answer
         if not is_by_tokens:
             return await self.client.complete(encode_body(model, call.fields, call.prompts))
         path = None if call.is_base else str(self._buffer_path(call.ref))
@@ -252,10 +262,10 @@ class Replica:
     async def hold(self, ref: ModelRef, adapter: Adapter, *, is_brought: bool = False) -> None:
         """Make sure that the server has the adapter, or can read it when a call brings it along;
         at most one load of it at a time."""
-        if self._residency.use(ref):
+        if self._has(ref, is_brought=is_brought):
             return
         async with self._residency.changing(ref):
-            if self._residency.use(ref):
+            if self._has(ref, is_brought=is_brought):
                 return
             num = self.capabilities.max_cpu_loras or self.load.max_loras
             for idle in self._residency.surplus(num, active=self.load.active):
@@ -263,6 +273,11 @@ class Replica:
                     await self.drop(idle)
             await self._load(ref, adapter, is_brought=is_brought)
             self._residency.add(ref)
+
+    def _has(self, ref: ModelRef, *, is_brought: bool) -> bool:
+        """Whether a call can name it. One that was brought along is there after its first answer,
+        and other calls than those that bring it too load it until then."""
+        return self._residency.use(ref) and (is_brought or ref not in self._brought)
 
     async def drop(self, ref: ModelRef) -> bool:
         """Let the server forget an adapter; True when nothing there reads its folder any more."""
@@ -360,7 +375,9 @@ class Replica:
                 folder = await asyncio.to_thread(write, ref, adapter, dtype=dtype)
             if is_brought:
                 self._residency.expect(name)
+                self._brought.add(ref)
                 return
+            self._brought.discard(ref)
             try:
                 await self._residency.load(name, path=folder)
             except AdapterError:

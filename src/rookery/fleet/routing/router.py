@@ -295,6 +295,7 @@ class Router:
     def _may_steal(self, call: Call, thief: ReplicaLoad) -> bool:
         return (
             len(call.replicas) == 1
+            and call.stream is None  # two servers would tell of two answers
             and not call.is_over
             and thief.name not in call.tried
             and thief.has_room(call)

@@ -31,7 +31,7 @@ from rookery.service.routes.openai import (
     text_choice,
 )
 from rookery.service.wire.requests import Finite, PenaltyOptions
-from rookery.types import Completion, Message, SamplingParams, Score, TokenIds
+from rookery.types import Completion, SamplingParams, Score, TokenIds
 
 __all__ = ["make_router"]
 
@@ -190,7 +190,7 @@ def _token_choice(place: int, one: Completion) -> dict[str, Any]:
 
 
 async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]:
-    _refuse_stream(is_stream=body.stream)
+    _refuse("stream", is_given=body.stream)
     prompts = await asyncio.to_thread(encode_prompts, side.codec, read_prompts(body))
 
     async def draw(prompt: TokenIds) -> tuple[Completion, ...]:
@@ -212,8 +212,10 @@ async def _complete(side: EngineSide, body: CompletionRequest) -> dict[str, Any]
 
 
 async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
-    _refuse_stream(is_stream=body.stream)
-    messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+    _refuse("stream", is_given=body.stream)
+    _refuse("tools", is_given=bool(body.offered))
+    _refuse("response_format", is_given=bool(body.json_schema))
+    messages = tuple(one.message for one in body.messages)
     try:
         prompt = await asyncio.to_thread(side.codec.encode_chat, messages)
     except TaskError as error:
@@ -223,7 +225,7 @@ async def _chat(side: EngineSide, body: ChatRequest) -> dict[str, Any]:
     seed = _seed() if body.seed is None else body.seed
     drawn = await side.draw(prompt, body.params(max_tokens=limit, seed=seed, top_logprobs=top))
     choices = await asyncio.to_thread(
-        lambda: [chat_choice(one, side.codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        lambda: [chat_choice(one, side.codec, prompt, body) for one in drawn]
     )
     return response_of("chat.completion", body.model, choices, [prompt])
 
@@ -260,9 +262,10 @@ def _prompt_logprobs(prompt: TokenIds, score: Score) -> list[dict[str, float] | 
     return rows
 
 
-def _refuse_stream(*, is_stream: bool) -> None:
-    if is_stream:
-        raise bad("Answers are not streamed here: leave stream out.")
+def _refuse(option: str, *, is_given: bool) -> None:
+    """What `rookery serve` has and environments have no use for."""
+    if is_given:
+        raise bad(f"{option} is not there: leave it out.")
 
 
 def _seed() -> int:

@@ -112,6 +112,8 @@ class ServiceEngine:
         await self._samplers.drop(ref)
 
     async def _sample(self, request: SampleRequest) -> tuple[Completion, ...]:
+        if request.json_schema:
+            raise EngineError("The service draws no answers to a JSON schema: leave it out.")
         async with self._connection.turns, self._samplers.use(request.model) as sampler_id:
             body = _sample_body(request, sampler_id, self._connection.next_number())
             answer = await self._connection.submit("asample", body, accept=PROTOBUF)

@@ -1,15 +1,19 @@
 """`/v1` for OpenAI clients: completions and chats of base models, adapters and checkpoints.
 
 Answers carry token ids beside the texts (`prompt_token_ids`, `token_ids`), so that what was drawn
-can be trained on.
+can be trained on. With `stream` they are sent as they are drawn: `openai_stream.py`.
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import add
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rookery.concurrency import together
@@ -22,10 +26,28 @@ from rookery.service.refusals import bad
 from rookery.service.routes.drawing_route import DrawingRoute
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.models import find_source, model_names
+from rookery.service.routes.openai_stream import (
+    Answers,
+    ChunkForm,
+    DrawStream,
+    EventStream,
+    Tell,
+    chat_logprobs,
+    text_logprobs,
+    usage_of,
+)
+from rookery.service.routes.tools import (
+    CallReader,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    forced_schema,
+    read_object,
+)
 from rookery.service.service import new_id
 from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
 from rookery.service.wire.validation import IN_SLICES
-from rookery.types import Completion, Message, SamplingParams, TokenIds, TopLogprobs
+from rookery.types import Completion, CompletionDelta, Json, Message, SamplingParams, TokenIds
 
 __all__ = [
     "MAX_COUNT",
@@ -45,6 +67,7 @@ MAX_COUNT = 2**31 - 1
 """Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
 MOST_MESSAGES = 4096
+MOST_TOOLS = 256
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (),
@@ -57,7 +80,12 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": (),
 }
-"""Options of OpenAI and vLLM that are not there, each with values that ask for nothing."""
+"""Options of OpenAI and vLLM that some route does not have, each with values that ask for nothing.
+"""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
 
 
 class _Options(PenaltyOptions):
@@ -76,16 +104,22 @@ class _Options(PenaltyOptions):
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unserved(cls, given: Any) -> Any:
         """What would change the answer, and is not there, is not passed over."""
         if isinstance(given, dict):
-            for name in sorted(UNSERVED.keys() & given.keys()):
+            for name in sorted((UNSERVED.keys() - cls.model_fields.keys()) & given.keys()):
                 if given[name] not in (None, False, [], {}, *UNSERVED[name]):
                     raise ValueError(f"{name} is not there: leave it out")
         return given
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the last chunk of a stream tells what it cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, *, max_tokens: int, seed: int, top_logprobs: int) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -118,11 +152,82 @@ class CompletionRequest(_Options):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = ""
+    """A JSON object."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "CalledFunction":
+        if not isinstance(read_object(self.arguments or "{}"), dict):
+            raise ValueError("arguments must be a JSON object, as text")
+        return self
+
+
+class ToolCall(BaseModel):
+    """A call that the model made before."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def field(self) -> Json:
+        """As chat templates read it: the arguments are an object."""
+        arguments = read_object(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class ChatMessage(BaseModel):
     """One turn."""
 
     role: str
-    content: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChatMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without tool_calls needs content")
+        return self
+
+    @property
+    def message(self) -> Message:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        calls: Json = [call.field for call in self.tool_calls or ()]
+        fields: dict[str, Json] = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return Message(role=self.role, content=text, fields=given)
+
+
+class JsonSchema(BaseModel):
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What answers are held to, where the engine can do it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_object(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        return self.json_schema.schema_ if self.json_schema else {"type": "object"}
 
 
 class ChatRequest(_Options):
@@ -135,6 +240,47 @@ class ChatRequest(_Options):
     store: bool = False
     """Keep the answers by their `sequence_id`, to train on: /api/v1/sequences."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+    tools: list[Tool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChatRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r:.200}, which is no tool")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice is required, and there are no tools")
+        return self
+
+    @property
+    def json_schema(self) -> str:
+        """What the answer must match; "" for any text."""
+        schema = forced_schema(self.tools or (), self.tool_choice)
+        if schema is None and self.response_format is not None:
+            schema = self.response_format.schema_object
+        return "" if schema is None else json.dumps(schema)
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as they were sent."""
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+    def read_calls(self) -> CallReader | None:
+        """What finds tool calls in one answer."""
+        return CallReader(self.tools or (), self.tool_choice) if self.offered else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """The prompts of a request, and how each is drawn."""
+
+    prompts: list[TokenIds]
+    max_tokens: int | None
+    top_logprobs: int
+    json_schema: str = ""
 
 
 def make_router(gate: Gate) -> APIRouter:
@@ -154,8 +300,8 @@ def make_router(gate: Gate) -> APIRouter:
 
 
 def _add_completions(router: APIRouter, gate: Gate) -> None:
-    @router.post("/completions")
-    async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any]:
+    @router.post("/completions", response_model=None)
+    async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any] | Response:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
         gate.service.admission.check_samples(num_prompts(body) * body.n)
@@ -164,12 +310,22 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
             tenant, lambda: encode_prompts(codec, given), tokens=sum(map(len, given))
         )
         gate.service.check_draws(tenant, num=len(prompts))
-        works = [
-            _complete(gate, tenant, body, prompt, (body.max_tokens, body.logprobs or 0, place))
-            for place, prompt in enumerate(prompts)
-        ]
-        answers = await together(works)
+        top = body.logprobs or 0
+        order = _Order(prompts=prompts, max_tokens=body.max_tokens, top_logprobs=top)
+        draw = partial(_draw, gate, tenant, body, order)
         has_logprobs = body.logprobs is not None
+        if body.stream:
+            form = ChunkForm(
+                kind="text_completion",
+                model=body.model,
+                codec=codec,
+                prompts=prompts,
+                n=body.n,
+                has_logprobs=has_logprobs,
+                has_usage=body.has_usage,
+            )
+            return await _stream(gate, draw, form)
+        answers = await draw(None)
         choices = await asyncio.to_thread(
             lambda: [
                 text_choice(one, codec, prompt, has_logprobs=has_logprobs)
@@ -181,36 +337,67 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
 
 
 def _add_chats(router: APIRouter, gate: Gate) -> None:
-    @router.post("/chat/completions")
-    async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any]:
+    @router.post("/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any] | Response:
         gate.service.admission.check_rate(tenant)
         gate.service.admission.check_samples(body.n)
         codec = _codec(gate, tenant, body)
-        messages = tuple(Message(role=m.role, content=m.content) for m in body.messages)
-        try:
-            prompt = await gate.service.reading.in_thread(
-                tenant, lambda: codec.encode_chat(messages), tokens=num_characters(messages)
-            )
-        except TaskError as error:
-            raise bad(str(error)) from error
+        prompt = await _encode_chat(gate, tenant, codec, body)
         gate.service.check_draws(tenant, num=1)
-        asked = body.max_completion_tokens or body.max_tokens
-        top = (body.top_logprobs or 0) if body.logprobs else 0
-        drawn = await _complete(gate, tenant, body, prompt, (asked, top, 0))
-        choices = await asyncio.to_thread(
-            lambda: [chat_choice(one, codec, prompt, has_logprobs=body.logprobs) for one in drawn]
+        order = _Order(
+            prompts=[prompt],
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+            json_schema=body.json_schema,
         )
-        if body.store:
+        draw = partial(_draw, gate, tenant, body, order)
+        store = partial(_store, gate, tenant, (body.model, prompt)) if body.store else None
+        if body.stream:
+            form = ChunkForm(
+                kind="chat.completion.chunk",
+                model=body.model,
+                codec=codec,
+                prompts=[prompt],
+                n=body.n,
+                has_logprobs=body.logprobs,
+                has_usage=body.has_usage,
+                read_calls=body.read_calls,
+                store=store,
+            )
+            return await _stream(gate, draw, form)
+        [drawn] = await draw(None)
+        choices = await asyncio.to_thread(
+            lambda: [chat_choice(one, codec, prompt, body) for one in drawn]
+        )
+        if store is not None:
             for one, choice in zip(drawn, choices, strict=True):
-                choice["sequence_id"] = await _store(gate, tenant, (body.model, prompt), one)
+                choice["sequence_id"] = await store(one)
         return response_of("chat.completion", body.model, choices, [prompt])
 
 
 def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
-    if body.stream:
-        raise bad("Answers are not streamed here: leave stream out.")
     source = find_source(gate, tenant, body.model)
     return gate.service.desk.backend(source.base_model).codec
+
+
+async def _encode_chat(gate: Gate, tenant: str, codec: Codec, body: ChatRequest) -> TokenIds:
+    messages = tuple(one.message for one in body.messages)
+    tools = body.offered
+    num = num_characters(messages) + len(json.dumps(tools))
+    try:
+        return await gate.service.reading.in_thread(
+            tenant, lambda: codec.encode_chat(messages, tools=tools), tokens=num
+        )
+    except TaskError as error:
+        raise bad(str(error)) from error
+
+
+async def _stream(
+    gate: Gate, draw: Callable[[Tell], Coroutine[Any, Any, Answers]], form: ChunkForm
+) -> Response:
+    stream = DrawStream(draw, form=form, sentence=gate.service.desk.sentence)
+    await stream.begin()
+    return EventStream(stream)
 
 
 def num_characters(messages: Sequence[Message]) -> int:
@@ -241,19 +428,30 @@ def encode_prompts(codec: Codec, prompts: Sequence[str | TokenIds]) -> list[Toke
     return [codec.encode(one) if isinstance(one, str) else one for one in prompts]
 
 
+async def _draw(
+    gate: Gate, tenant: str, body: _Options, order: _Order, tell: Tell | None
+) -> Answers:
+    """The answers to each prompt; `tell` gets what they gain meanwhile."""
+    places = range(len(order.prompts))
+    tells = [None if tell is None else partial(tell, place) for place in places]
+    return await together(
+        _complete(gate, tenant, body, order, place, tells[place]) for place in places
+    )
+
+
 async def _complete(
     gate: Gate,
     tenant: str,
     body: _Options,
-    prompt: TokenIds,
-    asked: tuple[int | None, int, int],
+    order: _Order,
+    place: int,
+    on_delta: Callable[[CompletionDelta], None] | None,
 ) -> tuple[Completion, ...]:
-    """`asked`: the most tokens, the most likely tokens to report, the place of the prompt."""
-    max_tokens, top_logprobs, place = asked
+    """The answers to the prompt at this place."""
     source = find_source(gate, tenant, body.model)
-    request_id = new_id("cmpl")
+    request_id, prompt = new_id("cmpl"), order.prompts[place]
     drawing = gate.service.drawing
-    limit = drawing.max_tokens(source.base_model, asked=max_tokens, num_prompt=len(prompt))
+    limit = drawing.max_tokens(source.base_model, asked=order.max_tokens, num_prompt=len(prompt))
     seed = stream_seed(0, request_id) if body.seed is None else stream_seed(body.seed, place)
     draw = Draw(
         id=request_id,
@@ -261,7 +459,9 @@ async def _complete(
         base_model=source.base_model,
         blob=source.blob,
         prompt=prompt,
-        params=body.params(max_tokens=limit, seed=seed, top_logprobs=top_logprobs),
+        params=body.params(max_tokens=limit, seed=seed, top_logprobs=order.top_logprobs),
+        json_schema=order.json_schema,
+        on_delta=on_delta,
     )
     completions, _ = await drawing.draw(draw)
     return completions
@@ -284,58 +484,34 @@ def text_choice(
     one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
 ) -> dict[str, Any]:
     """One answer to a prompt."""
-    choice: dict[str, Any] = {
+    return {
         "text": one.text,
         "finish_reason": one.finish_reason,
         "token_ids": list(one.tokens),
         "prompt_token_ids": list(prompt),
-        "logprobs": None,
+        "logprobs": text_logprobs(one, codec) if has_logprobs else None,
     }
-    if has_logprobs:
-        texts = [codec.decode((token,)) for token in one.tokens]
-        tops = [{codec.decode((t,)): lp for t, lp in row} for row in one.top_logprobs]
-        choice["logprobs"] = {
-            "tokens": texts,
-            "token_logprobs": list(one.logprobs),
-            "top_logprobs": tops or None,
-            "text_offset": _offsets(texts),
-        }
-    return choice
 
 
 def chat_choice(
-    one: Completion, codec: Codec, prompt: TokenIds, *, has_logprobs: bool
+    one: Completion, codec: Codec, prompt: TokenIds, body: ChatRequest
 ) -> dict[str, Any]:
-    """One answer to a chat."""
-    choice: dict[str, Any] = {
-        "message": {"role": "assistant", "content": one.text},
-        "finish_reason": one.finish_reason,
+    """One answer to a chat, with its tool calls apart."""
+    message: dict[str, Any] = {"role": "assistant", "content": one.text}
+    reason: str = one.finish_reason
+    reader = body.read_calls()
+    if reader is not None:
+        content, calls = map(add, reader.add(one.text), reader.end())
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+            reason = "tool_calls" if reason == "stop" else reason
+    return {
+        "message": message,
+        "finish_reason": reason,
         "token_ids": list(one.tokens),
         "prompt_token_ids": list(prompt),
-        "logprobs": None,
+        "logprobs": chat_logprobs(one, codec) if body.logprobs else None,
     }
-    if has_logprobs:
-        rows: list[TopLogprobs] = list(one.top_logprobs) or [()] * len(one.tokens)
-        choice["logprobs"] = {
-            "content": [
-                {**_token(codec, token, lp), "top_logprobs": [_token(codec, *pair) for pair in row]}
-                for token, lp, row in zip(one.tokens, one.logprobs, rows, strict=True)
-            ]
-        }
-    return choice
-
-
-def _token(codec: Codec, token: int, logprob: float) -> dict[str, Any]:
-    text = codec.decode((token,))
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _offsets(texts: list[str]) -> list[int]:
-    offsets, place = [], 0
-    for text in texts:
-        offsets.append(place)
-        place += len(text)
-    return offsets
 
 
 def response_of(
@@ -345,7 +521,6 @@ def response_of(
     prompts: list[TokenIds],
 ) -> dict[str, Any]:
     """The answer to a request, with what it cost."""
-    num_prompt = sum(map(len, prompts))
     num_drawn = sum(len(choice["token_ids"]) for choice in choices)
     return {
         "id": new_id("cmpl"),
@@ -353,9 +528,5 @@ def response_of(
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": place, **choice} for place, choice in enumerate(choices)],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_drawn,
-            "total_tokens": num_prompt + num_drawn,
-        },
+        "usage": usage_of(prompts, num_drawn),
     }

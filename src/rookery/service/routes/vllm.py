@@ -20,7 +20,6 @@ from rookery.service.routes.models import find_source
 from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, num_characters
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
 from rookery.service.wire.records import Tokens
-from rookery.types import Message
 
 __all__ = ["make_router"]
 
@@ -102,7 +101,7 @@ def _add_tokens(router: APIRouter, gate: Gate) -> None:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
-        chat = tuple(Message(role=m.role, content=m.content) for m in body.messages)
+        chat = tuple(one.message for one in body.messages)
         text, codec = body.prompt, backend.codec
         try:
             tokens = await gate.service.reading.in_thread(

@@ -1,0 +1,331 @@
+"""Answers of OpenAI routes as server-sent events, while they are drawn.
+
+    engine --deltas--> DrawStream --chunks--> EventStream --> client
+
+| stage         | consumes             | produces             | waits for                         |
+|---------------|----------------------|----------------------|-----------------------------------|
+| the drawing   | a request            | deltas, completions  | its turn, then the engine         |
+| `events`      | deltas, completions  | chunks               | a delta, or the drawing's end     |
+| `EventStream` | chunks               | bytes on a socket    | the client, for `STALLED_S`       |
+
+The drawing never waits for the client: what a slow reader has not read yet is kept here, at most
+its own answer. A client that leaves, or reads nothing for `STALLED_S`, ends the drawing.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from rookery.errors import RookeryError
+from rookery.ports import Codec
+from rookery.service.refusals import status_of
+from rookery.service.routes.tools import CallReader
+from rookery.service.service import new_id
+from rookery.types import Completion, CompletionDelta, TokenIds, TopLogprobs
+
+__all__ = [
+    "Answers",
+    "ChunkForm",
+    "DrawStream",
+    "EventStream",
+    "Tell",
+    "chat_logprobs",
+    "text_logprobs",
+    "usage_of",
+]
+
+logger = logging.getLogger(__name__)
+STALLED_S = 120.0
+"""How long a client may read nothing: a person's terminal may sleep, a lost one holds memory."""
+FLOOR = -9999.0
+"""Of log-probabilities, as OpenAI and vLLM write it: JSON has no infinity."""
+Tell = Callable[[int, CompletionDelta], None]
+"""Of which prompt, and what its completions gained."""
+Answers = list[tuple[Completion, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkForm:
+    """How the chunks of one request are written."""
+
+    kind: Literal["text_completion", "chat.completion.chunk"]
+    model: str
+    codec: Codec
+    prompts: Sequence[TokenIds]
+    n: int
+    has_logprobs: bool
+    has_usage: bool
+    read_calls: Callable[[], CallReader | None] = lambda: None
+    """Makes what finds tool calls in an answer; None where there are no tools."""
+    store: Callable[[Completion], Awaitable[str]] | None = None
+    """Keeps an answer, and returns its id."""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat.completion.chunk"
+
+
+class DrawStream:
+    """One request while it is drawn."""
+
+    def __init__(
+        self,
+        draw: Callable[[Tell], Awaitable[Answers]],
+        *,
+        form: ChunkForm,
+        sentence: Callable[[Exception], str],
+    ) -> None:
+        self._form = form
+        self._sentence = sentence
+        self._choices = [ChoiceChunks(form, i) for i in range(len(form.prompts) * form.n)]
+        # Filled by the engine, drained as the client reads; no more than the request's answer.
+        self._deltas: list[tuple[int, CompletionDelta]] = []
+        self._changed = asyncio.Event()
+        self._drawing = asyncio.ensure_future(draw(self._tell))
+        self._drawing.add_done_callback(lambda _: self._changed.set())
+        self._head = {
+            "id": new_id("cmpl"),
+            "object": form.kind,
+            "created": int(time.time()),
+            "model": form.model,
+        }
+
+    async def begin(self) -> None:
+        """Wait for the first token: an error before it is answered as of any request."""
+        try:
+            await self._changed.wait()
+            if self._drawing.done():
+                self._drawing.result()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the drawing, if it still runs."""
+        self._drawing.cancel()
+        await asyncio.gather(self._drawing, return_exceptions=True)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream. An error ends it, as an event of its own."""
+        try:
+            while not self._drawing.done() or self._deltas:
+                await self._changed.wait()
+                self._changed.clear()
+                deltas, self._deltas = self._deltas, []
+                if rows := await self._rows(deltas):
+                    yield self._event(*rows)
+            answers = [one for drawn in await self._drawing for one in drawn]
+            for choice, completion in zip(self._choices, answers, strict=True):
+                stored = await self._form.store(completion) if self._form.store else ""
+                rows = await self._rows([(choice.index, choice.rest(completion))])
+                if stored:
+                    rows[-1]["sequence_id"] = stored
+                if rows:
+                    yield self._event(*rows)
+            if self._form.has_usage:
+                num_drawn = sum(len(one.tokens) for one in answers)
+                usage = usage_of(self._form.prompts, num_drawn)
+                yield _event({**self._head, "choices": [], "usage": usage})
+        except RookeryError as error:
+            status = status_of(error)
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            told = {"message": self._sentence(error), "type": kind, "param": None, "code": status}
+            yield _event({"error": told})
+        yield b"data: [DONE]\n\n"
+
+    def _tell(self, prompt: int, delta: CompletionDelta) -> None:
+        if self._form.store is not None:
+            delta = replace(delta, finish_reason=None)  # it comes with the id of what is stored
+        self._deltas.append((prompt * self._form.n + delta.sample, delta))
+        self._changed.set()
+
+    async def _rows(self, deltas: Sequence[tuple[int, CompletionDelta]]) -> list[dict[str, Any]]:
+        """What a slow client has not read yet is one chunk."""
+        by_choice: dict[int, list[CompletionDelta]] = {}
+        for index, delta in deltas:
+            by_choice.setdefault(index, []).append(delta)
+
+        def write() -> list[dict[str, Any]]:
+            joined = ((self._choices[i], _joined(own)) for i, own in by_choice.items())
+            return [row for choice, delta in joined for row in choice.add(delta)]
+
+        # Texts of likely tokens take time: beside the event loop.
+        return await asyncio.to_thread(write) if self._form.has_logprobs else write()
+
+    def _event(self, *rows: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self._form.has_usage else {}
+        return b"".join(_event({**self._head, "choices": [row], **usage}) for row in rows)
+
+
+class ChoiceChunks:
+    """One choice of a stream: deltas in, entries of `choices` out."""
+
+    def __init__(self, form: ChunkForm, index: int) -> None:
+        self.index = index
+        self._form = form
+        self._reader = form.read_calls()
+        self._num_tokens = self._num_text = self._offset = 0
+        self._has_begun = self._has_ended = False
+        self._held: list[CompletionDelta] = []
+        """Tokens whose text is not certain yet."""
+
+    def rest(self, completion: Completion) -> CompletionDelta:
+        """What the deltas have not told: all of it where an engine does not stream."""
+        return CompletionDelta(
+            sample=0,
+            tokens=completion.tokens[self._num_tokens :],
+            logprobs=completion.logprobs[self._num_tokens :],
+            text=completion.text[self._num_text :],
+            finish_reason=completion.finish_reason,
+            top_logprobs=completion.top_logprobs[self._num_tokens :],
+        )
+
+    def add(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        if self._has_ended:
+            return []
+        self._num_tokens += len(delta.tokens)
+        self._num_text += len(delta.text)
+        content, calls = self._read(delta)
+        self._held.append(delta)
+        if not (content or calls or delta.finish_reason):
+            return []
+        held, self._held = _joined(self._held), []
+        rows = [] if self._has_begun else self._first()
+        if content or calls:
+            rows.append(self._row(content, calls, held))
+        if delta.finish_reason:
+            self._has_ended = True
+            has_calls = self._reader is not None and self._reader.num_calls > 0
+            row = self._row("", [], None if content or calls else held)
+            is_call = has_calls and delta.finish_reason == "stop"
+            rows.append({**row, "finish_reason": "tool_calls" if is_call else delta.finish_reason})
+        return rows
+
+    def _read(self, delta: CompletionDelta) -> tuple[str, list[dict[str, Any]]]:
+        if self._reader is None:
+            return delta.text, []
+        content, calls = self._reader.add(delta.text)
+        if delta.finish_reason is not None:
+            more, others = self._reader.end()
+            content, calls = content + more, calls + others
+        first = self._reader.num_calls - len(calls)
+        return content, [{"index": first + i, **call} for i, call in enumerate(calls)]
+
+    def _first(self) -> list[dict[str, Any]]:
+        """Of a chat the role; both tell the prompt."""
+        self._has_begun = True
+        row = self._row("", [], None)
+        if self._form.is_chat:
+            row["delta"] = {"role": "assistant", "content": ""}
+        prompt = self._form.prompts[self.index // self._form.n]
+        return [{**row, "prompt_token_ids": list(prompt)}]
+
+    def _row(
+        self, content: str, calls: list[dict[str, Any]], drawn: CompletionDelta | None
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {"index": self.index, "logprobs": None, "finish_reason": None}
+        row["token_ids"] = [] if drawn is None else list(drawn.tokens)
+        if self._form.is_chat:
+            said = {"content": content} if content else {}
+            row["delta"] = {**said, "tool_calls": calls} if calls else said
+        else:
+            row["text"] = content
+        if drawn is not None and self._form.has_logprobs:
+            row["logprobs"] = self._logprobs(drawn)
+        return row
+
+    def _logprobs(self, drawn: CompletionDelta) -> dict[str, Any]:
+        if self._form.is_chat:
+            return chat_logprobs(drawn, self._form.codec)
+        found = text_logprobs(drawn, self._form.codec, offset=self._offset)
+        self._offset += sum(map(len, found["tokens"]))
+        return found
+
+
+class EventStream(StreamingResponse):
+    """The answer of a route; owns the drawing."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: DrawStream) -> None:
+        # Proxies would keep what is sent until there is more.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(stream.events(), headers=headers)
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_within(message: Message) -> None:
+            async with asyncio.timeout(STALLED_S):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_within)
+        except TimeoutError:
+            logger.info("a client read nothing of its stream for %g s and was left", STALLED_S)
+        finally:
+            await self._stream.close()
+
+
+def usage_of(prompts: Sequence[TokenIds], num_drawn: int) -> dict[str, int]:
+    num_prompt = sum(map(len, prompts))
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_drawn,
+        "total_tokens": num_prompt + num_drawn,
+    }
+
+
+def text_logprobs(
+    one: Completion | CompletionDelta, codec: Codec, *, offset: int = 0
+) -> dict[str, Any]:
+    """Of drawn tokens, as `/v1/completions` has them; the first begins at `offset`."""
+    texts = [codec.decode((token,)) for token in one.tokens]
+    tops = [{codec.decode((t,)): max(lp, FLOOR) for t, lp in row} for row in one.top_logprobs]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": list(one.logprobs),
+        "top_logprobs": tops or None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(one: Completion | CompletionDelta, codec: Codec) -> dict[str, Any]:
+    """Of drawn tokens, as `/v1/chat/completions` has them."""
+    rows: list[TopLogprobs] = list(one.top_logprobs) or [()] * len(one.tokens)
+    return {
+        "content": [
+            {**_token(codec, token, lp), "top_logprobs": [_token(codec, *pair) for pair in row]}
+            for token, lp, row in zip(one.tokens, one.logprobs, rows, strict=True)
+        ]
+    }
+
+
+def _token(codec: Codec, token: int, logprob: float) -> dict[str, Any]:
+    text = codec.decode((token,))
+    return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(text.encode())}
+
+
+def _joined(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+    return replace(
+        deltas[-1],
+        tokens=tuple(chain.from_iterable(one.tokens for one in deltas)),
+        logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
+        text="".join(one.text for one in deltas),
+        top_logprobs=tuple(chain.from_iterable(one.top_logprobs for one in deltas)),
+    )
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()
