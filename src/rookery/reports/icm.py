@@ -122,7 +122,7 @@ class IcmReport(Record):
     num_items: int = 0
     num_labelled: int = 0
     num_groups: int = 0
-    """Of items that constraints tie together."""
+    """Questions: of items of one group, or that constraints tie together."""
     verdict: Text = ""
     warnings: tuple[Text, ...] = ()
     utility: Measured = None

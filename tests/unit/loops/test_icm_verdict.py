@@ -28,21 +28,20 @@ def item(name: str) -> Item:
 
 def test_agreement_counts_tied_items_once() -> None:
     labels = dict(enumerate((0, 1) * 4))
-    pairs = [(i, i + 1) for i in range(0, 8, 2)]
-    found = agree(labels, labels, tied=pairs)
-    free = agree(labels, labels, tied=[(i,) for i in range(8)])
+    found = agree(labels, labels, clusters=[i // 2 for i in range(8)])
+    free = agree(labels, labels, clusters=range(8))
     assert found is not None and free is not None
     assert found.interval.estimate == 1.0 and found.chance == 0.5
     assert 0.5 < found.interval.low < free.interval.low
-    assert not found.is_chance and agree({0: 1}, {1: 1}, tied=[(0,), (1,)]) is None
-    opposite = agree(labels, {i: 1 - x for i, x in labels.items()}, tied=[(i,) for i in range(8)])
+    assert not found.is_chance and agree({0: 1}, {1: 1}, clusters=range(2)) is None
+    opposite = agree(labels, {i: 1 - x for i, x in labels.items()}, clusters=range(8))
     assert opposite is not None and opposite.is_inverse
 
 
 @pytest.mark.timeout(30)
 def test_agreement_of_a_hundred_thousand_items_costs_a_pass() -> None:
     labels = {i: i % 2 for i in range(100_000)}
-    found = agree(labels, labels, tied=[(i, i + 1) for i in range(0, 100_000, 2)])
+    found = agree(labels, labels, clusters=[i // 2 for i in range(100_000)])
     assert found is not None and found.interval.num_values == 50_000
 
 
@@ -72,10 +71,11 @@ def test_verdicts() -> None:
     half = agree(
         dict(enumerate((0, 1) * 4)),
         dict(enumerate((0, 0, 1, 1) * 2)),
-        tied=[(i,) for i in range(8)],
+        clusters=range(8),
     )
-    pairs = [(i, i + 1) for i in range(0, 4, 2)]
-    wrong = agree(dict(enumerate((0, 1, 0, 1))), dict(enumerate((1, 0, 1, 0))), tied=pairs)
+    wrong = agree(
+        dict(enumerate((0, 1, 0, 1))), dict(enumerate((1, 0, 1, 0))), clusters=(0, 0, 1, 1)
+    )
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "coherent"),
         ({"labels": (0, 1, UNLABELLED, 0)}, "partial"),

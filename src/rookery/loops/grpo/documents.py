@@ -18,6 +18,7 @@ from rookery.reports import (
     TrainStepRecord,
 )
 from rookery.runs import Run
+from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 
 __all__ = ["Ending", "write_report"]
@@ -82,6 +83,7 @@ def _describe_taskset(taskset: Taskset) -> TasksetRecord:
         num_search=len(taskset.split("search")),
         num_select=len(taskset.split("select")),
         num_report=len(taskset.split("report")),
+        num_questions=len(set(map(question_of, taskset.split("report")))),
         temperature=taskset.sampling.temperature,
     )
 

@@ -26,6 +26,7 @@ from rookery.reports import (
     TransferRecord,
 )
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.tasks.splits import join_keys
 from rookery.types import ModelRef
 
 __all__ = ["label_records", "make_report"]
@@ -50,10 +51,10 @@ async def make_report(
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
     rows = await label_all_ways(batches, config.baselines, truth)
-    tied = _offset([batch.problem.constraints.components for batch in batches], batches)
+    questions = _questions(batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)
-    gold_row = agree(ours, whole, tied=tied)
+    gold_row = agree(ours, whole, clusters=questions)
     golden = None if not gold else await _gold_summary(batches, truth, gold_row)
     transfers = await _transfers(batches)
     evidence = _evidence(batches, rows, labels, gold_row)
@@ -66,7 +67,7 @@ async def make_report(
         labels=labels,
         num_items=sum(len(batch.items) for batch in batches),
         num_labelled=len(ours),
-        num_groups=len(tied),
+        num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
@@ -79,7 +80,7 @@ async def make_report(
             _with_agreement(TransferRecord(batch=batch), own) for batch, own in transfers.items()
         ),
         num_unanswered=len(failed),
-        rows=tuple(_row(row, ours, whole, labels, tied) for row in rows),
+        rows=tuple(_row(row, ours, whole, labels, questions) for row in rows),
         chains=tuple(
             _chain(batch, chain, result, labels)
             for batch in batches
@@ -145,9 +146,8 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
     agreements = {}
     for batch in batches[1:]:
         expected = _joined([await transfer(batches[0], batch)])
-        agreement = agree(
-            _joined([batch.best.labels]), expected, tied=batch.problem.constraints.components
-        )
+        ours = _joined([batch.best.labels])
+        agreement = agree(ours, expected, clusters=_questions([batch]))
         if agreement is not None:
             agreements[batch.index] = agreement
     return agreements
@@ -188,7 +188,7 @@ def _row(
     ours: Mapping[int, int],
     gold: Mapping[int, int],
     labels: Sequence[str],
-    tied: Sequence[Sequence[int]],
+    questions: Sequence[str],
 ) -> IcmRow:
     labels_by_item = _joined(row.labels)
     same = [ours[i] == labels_by_item[i] for i in labels_by_item if i in ours]
@@ -202,7 +202,9 @@ def _row(
         utility=None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
         agreement=sum(same) / len(same) if same else None,
     )
-    return _with_agreement(record, agree(labels_by_item, gold, tied=tied) if gold else None)
+    return _with_agreement(
+        record, agree(labels_by_item, gold, clusters=questions) if gold else None
+    )
 
 
 def _with_agreement(record: Agreeing, agreement: Agreement | None) -> Agreeing:
@@ -305,15 +307,15 @@ def _joined_gold(truth: Sequence[Mapping[int, int]], batches: Sequence[Batch]) -
     return found
 
 
-def _offset(
-    components: Sequence[Sequence[Sequence[int]]], batches: Sequence[Batch]
-) -> list[tuple[int, ...]]:
-    components_of_all: list[tuple[int, ...]] = []
-    first = 0
-    for own, batch in zip(components, batches, strict=True):
-        components_of_all.extend(tuple(first + place for place in component) for component in own)
-        first += len(batch.items)
-    return components_of_all
+def _questions(batches: Sequence[Batch]) -> list[str]:
+    """The question of every item: items of one group or one text, or that constraints tie."""
+    keys = []
+    for batch in batches:
+        for place, item in enumerate(batch.items):
+            first = batch.problem.constraints.component(place)[0]
+            group = item.text if item.group == item.id else item.group
+            keys.append((f"group {group}", f"tied {batch.index}/{first}"))
+    return join_keys(keys)
 
 
 def _balance(labels: Sequence[Labels], names: Sequence[str]) -> dict[str, int]:

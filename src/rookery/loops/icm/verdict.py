@@ -11,14 +11,13 @@ frustrated   many items are predicted to have another label than they have
 coherent     none of these
 """
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.statistics import Interval, wilson
+from rookery.search.statistics import Interval, proportion
 
 __all__ = ["Agreement", "Evidence", "MajorityLabel", "Verdict", "agree", "judge"]
 
@@ -101,33 +100,24 @@ class Evidence:
 
 
 def agree(
-    labels: Mapping[int, int], others: Mapping[int, int], *, tied: Sequence[Sequence[int]]
+    labels: Mapping[int, int], others: Mapping[int, int], *, clusters: Sequence[Hashable]
 ) -> Agreement | None:
     """Agreement on the items that both label; None when there are none.
 
-    Items that constraints tie together count as one for the interval: of a pair of which exactly
-    one is true, the second label adds no information.
+    `clusters` names the question of every item: items of one question are not independent. Of a
+    pair of which exactly one is true, the second label adds no information.
     """
     both = sorted(labels.keys() & others.keys())
     if not both:
         return None
-    share = sum(labels[i] == others[i] for i in both) / len(both)
-    known = set(both)
-    num_free = sum(not known.isdisjoint(own) for own in tied)
     ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
-    chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
-    # Half a success is rounded towards chance.
-    towards = math.floor if share >= chance else math.ceil
-    wilson_interval = wilson(successes=towards(share * num_free), trials=num_free)
-    interval = Interval(
-        estimate=share,
-        low=min(wilson_interval.low, share),
-        high=max(wilson_interval.high, share),
-        confidence=wilson_interval.confidence,
-        method="wilson",
-        num_values=num_free,
+    return Agreement(
+        interval=proportion(
+            [labels[i] == others[i] for i in both], clusters=[clusters[i] for i in both]
+        ),
+        chance=sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2,
+        num_items=len(both),
     )
-    return Agreement(interval=interval, chance=chance, num_items=len(both))
 
 
 def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
