@@ -66,11 +66,11 @@ def _print_grpo(report: "GrpoReport", path: Path) -> None:
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:
-    from rookery.ui.icm import COLUMNS, icm_rows
+    from rookery.ui.icm import COLUMNS, icm_rows, verdict_words
 
     title = f"{report.num_labelled} of {report.num_items} items labelled"
     print_table(title, columns=COLUMNS, rows=icm_rows(report))
-    console.print(f"verdict  [bold]{report.verdict}[/bold]")
+    console.print(f"verdict  [bold]{escape(verdict_words(report))}[/bold]", highlight=False)
     _print_warnings(report.warnings)
     tokens = report.tokens
     console.print(

@@ -267,9 +267,9 @@ def test_rows_of_one_question_are_no_independent_evidence(num_questions: int) ->
     for seed in range(200):
         questions, (ours, theirs) = answers(seed, num_questions=num_questions, num_rows=8)
         strata = Strata(names=("all",) * len(questions), clusters=tuple(questions))
-        options = {"strata": strata, "bootstrap": QUICK}
-        mean = bootstrap_mean(ours.tolist(), rng=stream(seed), **options)
-        gain = paired_difference(ours.tolist(), theirs.tolist(), rng=stream(seed), **options)
+        measure = partial(paired_difference, rng=stream(seed), strata=strata, bootstrap=QUICK)
+        gain = measure(ours.tolist(), theirs.tolist())
+        mean = bootstrap_mean(ours.tolist(), rng=stream(seed), strata=strata, bootstrap=QUICK)
         share = proportion((ours > 0).tolist(), clusters=questions)
         covered += mean.low <= 0.6 <= mean.high
         shares += share.low <= 0.6 <= share.high

@@ -395,7 +395,7 @@ def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
     assert all(len(names) == 1 for names in seen.values())
 
 
-PAIRS = [
+PAIRS: list[dict[str, Any]] = [
     {
         "prompt": "Which sentence is correct?",
         "choices": [f"The cats {i} sleep.", f"The cats {i} sleeps."],

@@ -12,6 +12,7 @@ from rookery.loops.icm.exports import LabelRecord
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.labellings import Labelling, label_all_ways
 from rookery.loops.icm.objective import LabelLogprobs, predict
+from rookery.loops.icm.support import Support, join_supports, measure_support
 from rookery.loops.icm.transfer import transfer
 from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
 from rookery.reports import (
@@ -22,6 +23,7 @@ from rookery.reports import (
     IcmRow,
     ItemRecord,
     StepRecord,
+    SupportRecord,
     TokensRecord,
     TransferRecord,
 )
@@ -57,9 +59,12 @@ async def make_report(
     gold_row = agree(ours, whole, clusters=questions)
     golden = None if not gold else await _gold_summary(batches, truth, gold_row)
     transfers = await _transfers(batches)
+    support = await _support(batches)
     evidence = _evidence(batches, rows, labels, gold_row)
     failed = [store.errors[key] for key in sorted(store.errors)]
-    verdict, warnings = judge(replace(evidence, transfers=transfers, errors=failed))
+    verdict, warnings = judge(
+        replace(evidence, transfers=transfers, support=support, errors=failed)
+    )
     return IcmReport(
         model=model.version,
         data=config.data.path.name,
@@ -70,6 +75,7 @@ async def make_report(
         num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
+        support=None if support is None else _describe_support(support),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
@@ -151,6 +157,22 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
         if agreement is not None:
             agreements[batch.index] = agreement
     return agreements
+
+
+async def _support(batches: Sequence[Batch]) -> Support | None:
+    """Of all batches; None where it could not be measured in one of them."""
+    found = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
+    known = [own for own in found if own is not None]
+    return join_supports(known) if len(known) == len(batches) else None
+
+
+def _describe_support(support: Support) -> SupportRecord:
+    return SupportRecord(
+        strength=support.strength,
+        gain=support.gain,
+        random_gain=support.random_gain,
+        p=support.p,
+    )
 
 
 def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
