@@ -152,7 +152,7 @@ async def label_plainly(config: IcmConfig, labeller: Labeller) -> None:
         "golden few-shot": await baselines.golden_few_shot(truth),
     }
     for name, labels in found.items():
-        agreement = agree(dict(enumerate(labels)), truth, tied=problem.constraints.components)
+        agreement = agree(dict(enumerate(labels)), truth, clusters=problem.groups)
         assert agreement is not None
         interval = agreement.interval
         record = AgreementRecord(

@@ -198,8 +198,8 @@ def survive(num_candidates: int) -> Work:
 def agree_on(num_items: int) -> Work:
     """Labels of pairs that are tied together."""
     labels = dict(enumerate((stream(0).random(num_items) < 0.5).astype(int).tolist()))
-    tied = [(item, item + 1) for item in range(0, num_items, 2)]
-    return lambda: agree(labels, labels, tied=tied)
+    pairs = [item // 2 for item in range(num_items)]
+    return lambda: agree(labels, labels, clusters=pairs)
 
 
 def evolve(num_programs: int) -> Work:

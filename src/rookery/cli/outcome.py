@@ -32,13 +32,13 @@ def print_outcome(outcome: "Outcome[Any]", *, as_json: bool = False) -> int:
 
 
 def _print_genome(report: "GenomeReport", path: Path) -> None:
+    from rookery.ui import wording
     from rookery.ui.headline import make_headline
     from rookery.ui.table import GENOME_COLUMNS, report_rows
 
     console.print(make_headline(report).sentence, style="bold", markup=False)
     _print_warnings(report.warnings)
-    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
-    title = f"{num_tasks} tasks that the search never saw"
+    title = f"{wording.report_tasks(report.tasksets)} that the search never saw"
     print_table(title, columns=GENOME_COLUMNS, rows=report_rows(report.rows))
     console.print(
         f"{report.num_candidates} candidates, {report.num_rollouts:,} answers, "
@@ -49,13 +49,13 @@ def _print_genome(report: "GenomeReport", path: Path) -> None:
 
 
 def _print_grpo(report: "GrpoReport", path: Path) -> None:
+    from rookery.ui import wording
     from rookery.ui.grpo import grpo_sentence
     from rookery.ui.table import GRPO_COLUMNS, report_rows
 
     console.print(grpo_sentence(report), style="bold", markup=False)
     _print_warnings(report.warnings)
-    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
-    title = f"{num_tasks} tasks that the training never saw"
+    title = f"{wording.report_tasks(report.tasksets)} that the training never saw"
     print_table(title, columns=GRPO_COLUMNS, rows=report_rows(report.rows))
     console.print(
         f"{len(report.steps)} steps, {report.num_rollouts:,} answers, {report.num_tokens:,} drawn "
@@ -66,11 +66,11 @@ def _print_grpo(report: "GrpoReport", path: Path) -> None:
 
 
 def _print_icm(report: "IcmReport", path: Path) -> None:
-    from rookery.ui.icm import COLUMNS, icm_rows
+    from rookery.ui.icm import COLUMNS, icm_rows, verdict_words
 
     title = f"{report.num_labelled} of {report.num_items} items labelled"
     print_table(title, columns=COLUMNS, rows=icm_rows(report))
-    console.print(f"verdict  [bold]{report.verdict}[/bold]")
+    console.print(f"verdict  [bold]{escape(verdict_words(report))}[/bold]", highlight=False)
     _print_warnings(report.warnings)
     tokens = report.tokens
     console.print(
@@ -110,7 +110,8 @@ def _print_evaluation(report: "EvaluationReport", path: Path) -> None:
 
     from rookery.ui import wording
 
-    table = Table(title=escape(f"{report.taskset}: {report.num_tasks} tasks"))
+    measured = wording.tasks(report.num_tasks, report.num_questions)
+    table = Table(title=escape(f"{report.taskset}: {measured}"))
     for column in ("model", "accuracy", "95 % interval", "gain over base", "failed"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in report.models:

@@ -41,8 +41,9 @@ from rookery.reports import (
 )
 from rookery.rollout import Progress, RolloutLog, TasksetEvaluator
 from rookery.runs import Run
-from rookery.search.statistics import bootstrap_mean, paired_difference, wilson
+from rookery.search.statistics import Strata, bootstrap_mean, paired_difference, proportion
 from rookery.seeding import stream
+from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset, load_taskset_file
 from rookery.tasks.template import Template, load_template
 from rookery.types import Adapter, Evaluation, Group, ModelRef, Rollout, Task
@@ -209,6 +210,7 @@ async def _measure(
         model=config.model,
         taskset=taskset.name,
         num_tasks=len(tasks),
+        num_questions=len(set(map(question_of, tasks))),
         num_skipped_rows=taskset.skipped.num_skipped,
         warnings=tuple(taskset.notes),
         models=tuple(
@@ -250,7 +252,8 @@ def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task, ...]) -> ModelRow:
     """One model's line: mean with interval, and the paired difference to the base model."""
-    rewards = [evaluation.rewards[t.id] for t in tasks if t.id in evaluation.rewards]
+    scored = [t for t in tasks if t.id in evaluation.rewards]
+    rewards = [evaluation.rewards[t.id] for t in scored]
     row = ModelRow(
         name=name,
         version=evaluation.model.version,
@@ -261,19 +264,25 @@ def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task,
     if not rewards:
         return row
     if set(rewards) <= {0.0, 1.0}:
-        interval = wilson(successes=int(sum(rewards)), trials=len(rewards))
+        interval = proportion(list(map(bool, rewards)), clusters=list(map(question_of, scored)))
     else:
-        interval = bootstrap_mean(rewards, rng=stream(0, "eval", name))
+        rng = stream(0, "eval", name)
+        interval = bootstrap_mean(rewards, rng=rng, strata=_one_source(scored))
     row = row.model_copy(
         update={"mean": interval.estimate, "low": interval.low, "high": interval.high}
     )
-    both = [t.id for t in tasks if t.id in evaluation.rewards and t.id in base.rewards]
+    both = [t for t in scored if t.id in base.rewards]
     if evaluation is base or not both:
         return row
     gain = paired_difference(
-        [evaluation.rewards[i] for i in both],
-        [base.rewards[i] for i in both],
+        [evaluation.rewards[t.id] for t in both],
+        [base.rewards[t.id] for t in both],
         rng=stream(0, "gain", name),
+        strata=_one_source(both),
     )
     gained = Estimate(mean=gain.estimate, low=gain.low, high=gain.high)
     return row.model_copy(update={"gain": gained})
+
+
+def _one_source(tasks: Sequence[Task]) -> Strata:
+    return Strata(names=("all",) * len(tasks), clusters=tuple(map(question_of, tasks)))

@@ -13,6 +13,7 @@ from rookery.reports import Estimate, ReportRow
 from rookery.rollout import mean_by_source
 from rookery.search.statistics import Interval, Strata, bootstrap_mean, paired_difference
 from rookery.seeding import stream
+from rookery.tasks.splits import question_of
 from rookery.types import Task
 
 __all__ = ["compare", "complete_means"]
@@ -29,9 +30,13 @@ def compare(
 ) -> list[ReportRow]:
     """A row per entry: its mean, `gain` over the second entry, `lead` over the first, the winner.
 
-    Differences are paired by task.
+    Differences are paired by task, and tasks of one question are one cluster in all intervals.
     """
-    strata = Strata(names=tuple(task.source for task in tasks), weights=weights)
+    strata = Strata(
+        names=tuple(task.source for task in tasks),
+        weights=weights,
+        clusters=tuple(question_of(task) for task in tasks),
+    )
     whole = {
         name: [own[task.id] for task in tasks]
         for name, own in rewards.items()

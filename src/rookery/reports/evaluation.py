@@ -31,6 +31,8 @@ class EvaluationReport(Record):
     model: Text = ""
     taskset: Text = ""
     num_tasks: int = 0
+    num_questions: int = 0
+    """Tasks of one question are not independent. 0: not recorded."""
     num_skipped_rows: int = 0
     warnings: tuple[Text, ...] = ()
     models: tuple[ModelRow, ...] = ()

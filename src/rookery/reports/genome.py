@@ -31,6 +31,8 @@ class TasksetRecord(Record):
     num_search: int = 0
     num_select: int = 0
     num_report: int = 0
+    num_questions: int = 0
+    """Of the report tasks: those of one question are not independent. 0: not recorded."""
     temperature: Measured = None
     """At which answers were drawn to be measured; 0 is greedy."""
 

@@ -16,6 +16,7 @@ __all__ = [
     "IcmRow",
     "ItemRecord",
     "StepRecord",
+    "SupportRecord",
     "TokensRecord",
     "TransferRecord",
     "parse_icm_report",
@@ -43,6 +44,19 @@ class TransferRecord(AgreementRecord):
     """The labels of a batch beside those that the first batch's predict."""
 
     batch: int = 0
+
+
+class SupportRecord(Record):
+    """How far the labels support one another, beside the best labels of random models."""
+
+    strength: Measured = None
+    """0 to 1: 1 when all that labels do to one another goes along with these."""
+    gain: Measured = None
+    """How far they raise one another's log-odds, in standard deviations of what random ones do."""
+    random_gain: Measured = None
+    """Of the best labels of a random model of as many questions."""
+    p: Measured = None
+    """Part of random models whose best labels gain as much."""
 
 
 class IcmRow(AgreementRecord):
@@ -122,8 +136,9 @@ class IcmReport(Record):
     num_items: int = 0
     num_labelled: int = 0
     num_groups: int = 0
-    """Of items that constraints tie together."""
+    """Questions: of items of one group, or that constraints tie together."""
     verdict: Text = ""
+    support: SupportRecord | None = None
     warnings: tuple[Text, ...] = ()
     utility: Measured = None
     num_frustrated: int = 0

@@ -2,10 +2,15 @@
 
     bootstrap_mean(rewards, rng=stream(seed, "report"))              # Interval(0.61, 0.55, 0.67)
     paired_difference(ours, theirs, rng=stream(seed, "report"))      # positive: ours is better
-    wilson(successes=61, trials=100)                                 # for right-or-wrong answers
+    proportion(is_right, clusters=questions)                         # for right-or-wrong answers
 
 Rewards are aligned by task. `Strata` names the source of each task: means are taken per source
 first, and resampling stays within a source.
+
+**Clusters.** Eight rows of one question are not eight independent values. Rows of equal cluster
+become one value: their part in the mean, linearised, so that the values have the mean of the rows
+and, independent of one another, its spread. A row of its own cluster is its own value. Sources that
+share a cluster are resampled together.
 
 **Small samples.** A bootstrap knows only what its sample shows: two right answers give [1, 1], and
 for eight sources of two tasks it holds the truth in 80 % of cases instead of 95 %. So an interval
@@ -15,7 +20,8 @@ Satterthwaite's degrees of freedom. From some hundred values on the two agree.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
@@ -23,7 +29,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bootstrap", "Interval", "Strata", "bootstrap_mean", "paired_difference", "wilson"]
+__all__ = ["Bootstrap", "Interval", "Strata", "bootstrap_mean", "paired_difference", "proportion"]
 
 PRIOR = 4.0
 """Values that are added, half of them at each end: Agresti and Coull's two successes and two
@@ -80,6 +86,9 @@ class Strata:
     names: tuple[str, ...]
     weights: Mapping[str, float] | None = None
     """None weighs all sources alike; a source that is not named has weight 0."""
+    clusters: tuple[Hashable, ...] | None = None
+    """The question of each value: values of equal question depend on one another. None: all are
+    independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,7 @@ class Interval:
     confidence: float
     method: Literal["bca", "percentile", "wilson"]
     num_values: int
+    """Clusters, where values are in clusters."""
     small: str = ""
     """Why the sample is too small to rely on it; empty when it is not."""
 
@@ -124,6 +134,7 @@ def bootstrap_mean(
     low, high = np.quantile(resampled, tails)
     least, most = min(limits[0], *values), max(limits[1], *values)
     counted = [source for source in sources if source.share > 0]
+    count = sum(len(source.values) for source in sources)
     around = _student(counted, ends=(least, most), confidence=bootstrap.confidence)
     return Interval(
         estimate=estimate,
@@ -131,8 +142,8 @@ def bootstrap_mean(
         high=min(most, max(float(high), around[1], estimate)),
         confidence=bootstrap.confidence,
         method=bootstrap.method,
-        num_values=len(values),
-        small=_why_small(counted),
+        num_values=count,
+        small=_why_small(counted, noun="tasks" if count == len(values) else "questions"),
     )
 
 
@@ -159,9 +170,9 @@ def paired_difference(
     interval = bootstrap_mean(
         differences.tolist(), rng=rng, strata=strata, bootstrap=bootstrap, limits=(-reach, reach)
     )
-    if np.count_nonzero(differences) >= RARE:
-        return interval
     sources = _sources(differences.tolist(), strata)
+    if sum(source.num_nonzero for source in sources) >= RARE:
+        return interval
     low, high = _rare_difference(sources, reach=reach, confidence=bootstrap.confidence)
     return replace(interval, low=min(interval.low, low), high=max(interval.high, high))
 
@@ -180,6 +191,7 @@ def _rare_difference(
         math.fsum(s.share * float(np.maximum(sign * s.values, 0.0).mean()) for s in sources) / reach
         for sign in (1.0, -1.0)
     )
+    wins, losses = min(1.0, wins), min(1.0, losses)
     win_low, win_high = _wilson_ends(wins, trials, z)
     loss_low, loss_high = _wilson_ends(losses, trials, z)
     low = wins - losses - math.hypot(wins - win_low, loss_high - losses)
@@ -187,24 +199,43 @@ def _rare_difference(
     return reach * low, reach * high
 
 
-def wilson(*, successes: int, trials: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a proportion; never empty, also at 0 % and 100 %.
+def proportion(
+    is_right: Sequence[bool],
+    *,
+    clusters: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+) -> Interval:
+    """Wilson's score interval of right answers; never empty, also at 0 % and 100 %.
 
-    wilson(successes=8, trials=10): 0.49 to 0.94.
+    Eight of ten: 0.49 to 0.94. Answers in clusters count for as many independent ones as would give
+    so exact a proportion; `POOLED` clusters of answers that are all alike are added, for clusters
+    without an answer of the rarer kind do not show how far answers depend on one another.
     """
     _check_confidence(confidence)
-    if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"Got {successes} successes of {trials} trials: there is no proportion.")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    share = successes / trials
-    low, high = _wilson_ends(share, trials, z)
+    values = np.array(is_right, dtype=np.float64)
+    strata = Strata(
+        names=("all",) * len(values), clusters=None if clusters is None else tuple(clusters)
+    )
+    [source] = _sources(values.tolist(), strata)
+    share, trials = float(values.mean()), float(len(values))
+    if len(source.values) < len(values):
+        # Of how many alike answers one counts for, and would if clusters were alike.
+        size = sum(n * n for n in Counter(clusters).values()) / len(values)
+        [rarer] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
+        excess = 0.0
+        if 0 < share < 1 and len(source.values) > 1:
+            excess = float(source.values.var(ddof=1)) / (share * (1 - share))
+            excess *= len(values) / len(source.values)
+        known = rarer.num_nonzero
+        trials /= max(1.0, (known * excess + POOLED * size) / (known + POOLED))
+    low, high = _wilson_ends(share, trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
     return Interval(
         estimate=share,
         low=low,
         high=high,
         confidence=confidence,
         method="wilson",
-        num_values=trials,
+        num_values=len(source.values),
     )
 
 
@@ -220,41 +251,82 @@ def _wilson_ends(share: float, trials: float, z: float) -> tuple[float, float]:
 class _Source:
     name: str
     values: NDArray[np.float64]
+    """One for each cluster."""
     share: float
     """Of the score; all shares sum to 1."""
+    num_nonzero: int
+    """Clusters with a row that is not 0."""
 
 
 def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
+    """The rows by source, a value for each cluster; sources that share a cluster are one."""
     strata = strata or Strata(names=("all",) * len(values))
-    if len(strata.names) != len(values) or not len(values) or not np.isfinite(values).all():
+    clusters = range(len(values)) if strata.clusters is None else strata.clusters
+    is_aligned = len(strata.names) == len(clusters) == len(values)
+    if not is_aligned or not len(values) or not np.isfinite(values).all():
         raise ValueError(
-            f"Got {len(values)} values of {len(strata.names)} named sources: "
-            "there is at least one value, and each is finite and has a source."
+            f"Got {len(values)} values of {len(strata.names)} named sources and {len(clusters)} "
+            "clusters: there is at least one value, and each is finite and has both."
         )
-    parts: dict[str, list[float]] = {}
-    for name, value in zip(strata.names, values, strict=True):
-        parts.setdefault(name, []).append(float(value))
-    weights = strata.weights or dict.fromkeys(parts, 1.0)
-    raw = np.array([weights.get(name, 0.0) for name in parts])
+    names = dict.fromkeys(strata.names)
+    weights = strata.weights or dict.fromkeys(names, 1.0)
+    raw = np.array([weights.get(name, 0.0) for name in names])
     if raw.min() < 0 or raw.sum() <= 0:
         raise ValueError(
-            f"Got the weights {dict(weights)} for the sources {sorted(parts)}: they are 0 or "
+            f"Got the weights {dict(weights)} for the sources {sorted(names)}: they are 0 or "
             "above and at least one is above 0."
         )
-    shares = (raw / raw.sum()).tolist()
-    return [
-        _Source(name, np.array(part), share)
-        for (name, part), share in zip(parts.items(), shares, strict=True)
-    ]
+    shares = dict(zip(names, (raw / raw.sum()).tolist(), strict=True))
+    joined = _join_sources(strata.names, clusters)
+    rows: dict[str, dict[str, list[tuple[Hashable, float]]]] = {}
+    for name, cluster, value in zip(strata.names, clusters, values, strict=True):
+        rows.setdefault(joined[name], {}).setdefault(name, []).append((cluster, float(value)))
+    return [_source(own, shares) for own in rows.values()]
 
 
-def _why_small(sources: Sequence[_Source]) -> str:
+def _join_sources(names: Sequence[str], clusters: Sequence[Hashable]) -> dict[str, str]:
+    """By source, the first of those that it shares clusters with, directly or through others."""
+    joined = {name: name for name in names}
+    first: dict[Hashable, str] = {}
+    for name, cluster in zip(names, clusters, strict=True):
+        one, other = joined[first.setdefault(cluster, name)], joined[name]
+        if one != other:
+            joined = {key: one if own == other else own for key, own in joined.items()}
+    return joined
+
+
+def _source(
+    rows: Mapping[str, Sequence[tuple[Hashable, float]]], shares: Mapping[str, float]
+) -> _Source:
+    """The rows of sources that share clusters, (cluster, value) by source."""
+    places: dict[Hashable, int] = {}
+    for own in rows.values():
+        for cluster, _ in own:
+            places.setdefault(cluster, len(places))
+    count, share = len(places), math.fsum(shares[name] for name in rows)
+    clustered, is_nonzero = np.zeros(count), np.zeros(count, dtype=bool)
+    for name, own in rows.items():
+        values = np.array([value for _, value in own])
+        codes = np.array([places[cluster] for cluster, _ in own])
+        sizes = count * np.bincount(codes, minlength=count) / len(own)
+        sums = count / len(own) * np.bincount(codes, weights=values, minlength=count)
+        own_values = sums - (sizes - 1.0) * values.mean()
+        # A large cluster draws the mean to itself, and so seems nearer to it than it is.
+        drawn = (1.0 - 1.0 / count) / np.maximum(1.0 - sizes / count, 1.0 / count) - 1.0
+        added = drawn * (own_values - values.mean())
+        part = shares[name] / share if share else 1.0 / len(rows)
+        clustered += part * (own_values + (added - added.mean()))
+        is_nonzero[codes[values != 0]] = True
+    return _Source(" and ".join(rows), clustered, share, int(is_nonzero.sum()))
+
+
+def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
     total = sum(len(source.values) for source in sources)
     least = min(sources, key=lambda source: len(source.values))
     if total < MIN_VALUES:
-        return f"{total} tasks in all, where {MIN_VALUES} are few"
+        return f"{total} {noun} in all, where {MIN_VALUES} are few"
     if len(least.values) < MIN_PER_SOURCE:
-        return f"{len(least.values)} tasks of {least.name}, where {MIN_PER_SOURCE} are few"
+        return f"{len(least.values)} {noun} of {least.name}, where {MIN_PER_SOURCE} are few"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Rows -> the tasks of a taskset: ids that differ, one group per prompt, bad rows counted.
+"""Rows -> the tasks of a taskset: ids that differ, one group per content, bad rows counted.
 
 bad = BadRows()
 read = read_tasks(
@@ -16,7 +16,7 @@ from typing import Literal
 
 from rookery.errors import TaskError
 from rookery.tasks.rows import FieldsConfig, Row, RowReader
-from rookery.tasks.splits import split_key
+from rookery.tasks.splits import content_key
 from rookery.types import Task
 
 __all__ = ["BadRows", "BadRowsPolicy", "ReadTask", "SkippedRows", "read_tasks"]
@@ -29,10 +29,9 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTask:
-    """A task, its group ("" when the data has none) and its place: "data.jsonl line 17"."""
+    """A task and its place: "data.jsonl line 17"."""
 
     task: Task
-    group: str
     where: str
 
 
@@ -102,17 +101,16 @@ def read_tasks(
             name = task.id
             if counts[name]:
                 task = _renamed(task, row, counts[name], places, has_ids=reader.has_ids)
-            group = reader.group(row)
             if settled is None and (words := complaint(task)):
                 raise TaskError(f"{row.where}: {words}")
-            _require_one_group(grouped, task, group, row)
+            _require_one_group(grouped, task, row)
         except TaskError as error:
             bad.add(error)
             continue
         settled = reader
         counts[name] += 1
         places[task.id] = row.where
-        found.append(ReadTask(task=task, group=group, where=row.where))
+        found.append(ReadTask(task=task, where=row.where))
     return found
 
 
@@ -127,12 +125,11 @@ def _renamed(task: Task, row: Row, count: int, places: Mapping[str, str], *, has
     return dataclasses.replace(task, id=f"{task.id}-{count + 1}")
 
 
-def _require_one_group(
-    grouped: dict[str, tuple[str, str]], task: Task, group: str, row: Row
-) -> None:
-    before, where = grouped.setdefault(split_key(task.prompt), (group, row.where))
-    if before != group:
+def _require_one_group(grouped: dict[str, tuple[str, str]], task: Task, row: Row) -> None:
+    before, where = grouped.setdefault(content_key(task), (task.group, row.where))
+    if before != task.group:
+        what = "prompt and choices" if task.choices else "prompt"
         raise TaskError(
-            f"{row.where}: has the prompt of {where} and another group ({group}, there {before}), "
-            "and would be in two splits: give both rows one group."
+            f"{row.where}: has the {what} of {where} and another group ({task.group}, there "
+            f"{before}), and would be in two splits: give both rows one group."
         )

@@ -56,7 +56,8 @@ class FieldsConfig(Config):
     """A text or whole number, unique in the file; without one it is made from the content. Usual
     name: id. `null` makes ids although there is a field `id`: for files that repeat them."""
     group: str = ""
-    """Rows of equal group are in the same split: several answers to judge of one question."""
+    """The question of a row. Rows of one question are in the same split and count as one cluster
+    in intervals. Empty: rows of equal prompt are one question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class RowReader:
             reference=reference,
             choices=choices,
             source=source,
+            group=self._group(row),
         )
 
     def _require_none_ignored(self, row: Row) -> None:
@@ -136,7 +138,7 @@ class RowReader:
         """Whether rows carry their own ids."""
         return bool(self._names["id"])
 
-    def group(self, row: Row) -> str:
+    def _group(self, row: Row) -> str:
         """The row's group as text, "" when the data has none."""
         if not self._names["group"]:
             return ""

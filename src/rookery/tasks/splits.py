@@ -1,8 +1,9 @@
 """Which tasks a search, a selection and a report may see: disjoint, and the same every time.
 
-A task's split is a hash of its prompt. It does not depend on the other rows, on their order, on
-ids or on the name of the taskset, so adding rows moves none, and a question that is there twice,
-under two ids, is in one split only. Case, spacing and Unicode form are ignored.
+A task's split is a hash of its question: its group, where rows have groups, else its prompt. It
+does not depend on the other rows, on their order, on ids or on the name of the taskset, so adding
+rows moves none, and a question that is there twice, under two ids, is in one split only. Case,
+spacing and Unicode form of prompts are ignored.
 
     split_of(split_key("2+2="), SplitsConfig()) -> "report"
 
@@ -19,14 +20,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rookery.config import Config
-from rookery.types import Message
+from rookery.types import Message, Task
 
 __all__ = [
     "SPLITS",
     "SplitName",
     "SplitsConfig",
+    "content_key",
     "hash_fraction",
+    "join_keys",
     "latest_splits",
+    "question_of",
     "split_key",
     "split_of",
 ]
@@ -67,6 +71,16 @@ def split_key(prompt: str | tuple[Message, ...]) -> str:
     return "\n".join(_same_words(text) for text in texts)
 
 
+def content_key(task: Task) -> str:
+    """What two tasks have in common that ask the same: prompt and choices, in whatever order."""
+    return "\n".join([split_key(task.prompt), *sorted(map(_same_words, task.choices))])
+
+
+def question_of(task: Task) -> str:
+    """Tasks of equal question are in one split, and in an interval they are not independent."""
+    return task.group or split_key(task.prompt)
+
+
 def split_of(key: str, splits: SplitsConfig) -> SplitName:
     """The split of a key, by where its hash falls in 0..1."""
     place = hash_fraction(key, salt=f"split/{splits.salt}")
@@ -85,7 +99,19 @@ def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) ->
     latest_splits([("a",), ("a", "b"), ("b",), ("c",)], ["search", "report", "select", "search"])
         -> ["report", "report", "report", "search"]
     """
-    parent = {key: key for task_keys in keys for key in task_keys}
+    roots = join_keys(keys)
+    latest: dict[str, SplitName] = {}
+    for place, split in zip(roots, splits, strict=True):
+        latest[place] = max(latest.get(place, split), split, key=SPLITS.index)
+    return [latest[place] for place in roots]
+
+
+def join_keys(keys: Sequence[Sequence[str]]) -> list[str]:
+    """One key for those that share a key, directly or through others.
+
+    join_keys([("a",), ("a", "b"), ("b",), ("c",)]) -> ["a", "a", "a", "c"]
+    """
+    parent = {key: key for own_keys in keys for key in own_keys}
 
     def root(key: str) -> str:
         while parent[key] != key:
@@ -96,11 +122,7 @@ def latest_splits(keys: Sequence[Sequence[str]], splits: Sequence[SplitName]) ->
     for first, *others in keys:
         for other in others:
             parent[root(other)] = root(first)
-    roots = [root(task_keys[0]) for task_keys in keys]
-    latest: dict[str, SplitName] = {}
-    for place, split in zip(roots, splits, strict=True):
-        latest[place] = max(latest.get(place, split), split, key=SPLITS.index)
-    return [latest[place] for place in roots]
+    return [root(own_keys[0]) for own_keys in keys]
 
 
 def hash_fraction(text: str, *, salt: str) -> float:

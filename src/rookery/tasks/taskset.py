@@ -10,6 +10,7 @@ load_taskset_file("generated:arithmetic?size=500&seed=1")
 
 import dataclasses
 import difflib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,10 @@ from rookery.tasks.scorers import (
 from rookery.tasks.splits import (
     SplitName,
     SplitsConfig,
+    content_key,
     hash_fraction,
     latest_splits,
+    question_of,
     split_key,
     split_of,
 )
@@ -182,8 +185,6 @@ class Taskset:
     sampling: SamplingParams = field(default_factory=lambda: SamplingConfig().params())
     weight: float = 1.0
     splits: SplitsConfig = field(default_factory=SplitsConfig)
-    groups: Mapping[str, str] = field(default_factory=dict)
-    """By task id, where the rows have groups: it decides the split in place of the prompt."""
     skipped: SkippedRows = field(default_factory=SkippedRows)
     moved: Mapping[str, SplitName] = field(default_factory=dict)
     """By task id, the split of tasks that another taskset of the run has too: see `join_splits`."""
@@ -223,20 +224,40 @@ class Taskset:
             others = f", {len(self.moved)} moved for another taskset" if self.moved else ""
             raise TaskError(
                 f"Taskset {self.name} has {len(self.tasks)} tasks and none of them falls into its "
-                f"{name} split ({self.splits.fraction(name):g} of them{others}): add rows, or set "
-                f"splits.{name} to 0."
+                f"{name} split ({self.splits.fraction(name):g} of them{others}): "
+                f"{self._why_few_questions()}add rows, or set splits.{name} to 0."
             )
         return chosen
 
+    def _why_few_questions(self) -> str:
+        num_questions = len({question_of(task) for task in self.tasks})
+        if num_questions == len(self.tasks) or any(task.group for task in self.tasks):
+            return ""
+        return (
+            f"rows of equal prompt are one question, in one split, and there are {num_questions} "
+            "prompts. If such rows are different questions, name the field that tells them apart "
+            "as fields.group, which then decides; else "
+        )
+
     def own_split(self, task: Task) -> SplitName:
         """The split that this taskset alone gives a task."""
-        return split_of(self.groups.get(task.id) or split_key(task.prompt), self.splits)
+        return split_of(question_of(task), self.splits)
 
-    def split_keys(self, task: Task) -> tuple[str, ...]:
-        """What makes a task the same question as another: its prompt, and its group if any."""
-        group = self.groups.get(task.id)
-        prompt = f"prompt {split_key(task.prompt)}"
-        return (prompt, f"group {group}") if group else (prompt,)
+    def split_keys(self) -> list[tuple[str, ...]]:
+        """By task, what makes it the same question as another: its content, its group if any, and
+        its prompt, unless several groups share that: then it does not tell questions apart."""
+        prompts = [f"prompt {split_key(task.prompt)}" for task in self.tasks]
+        groups = defaultdict(set)
+        for prompt, task in zip(prompts, self.tasks, strict=True):
+            groups[prompt].add(task.group)
+        return [
+            (
+                f"content {content_key(task)}",
+                *([f"group {task.group}"] if task.group else []),
+                *([prompt] if len(groups[prompt]) == 1 else []),
+            )
+            for prompt, task in zip(prompts, self.tasks, strict=True)
+        ]
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
@@ -266,10 +287,11 @@ def join_splits(tasksets: Sequence[Taskset]) -> list[Taskset]:
     """The tasksets with every question in one split of all: the latest that any of them gives it.
 
     Of search, select and report, report is the latest: what one taskset reports on, no other one
-    searches on. Tasks of equal prompts or equal groups are one question. Idempotent.
+    searches on. Tasks of equal prompts or equal groups are one question, but prompts that several
+    groups of a taskset share. Idempotent.
     """
     own = [taskset.own_split(task) for taskset in tasksets for task in taskset.tasks]
-    keys = [taskset.split_keys(task) for taskset in tasksets for task in taskset.tasks]
+    keys = [own for taskset in tasksets for own in taskset.split_keys()]
     placed = iter(zip(own, latest_splits(keys, own), strict=True))
     joined = []
     for taskset in tasksets:
@@ -317,7 +339,6 @@ def _assemble(
         sampling=config.sampling.params(),
         weight=config.weight,
         splits=config.splits,
-        groups={item.task.id: item.group for item in good if item.group},
         skipped=skipped,
     )
 

@@ -36,3 +36,6 @@ class Task:
     choices: tuple[str, ...] = ()
     source: str = ""
     """Name of the taskset it came from: results are averaged per source first."""
+    group: str = ""
+    """Tasks of equal group are one question: in one split, and not independent in an interval.
+    Empty: tasks of equal prompt are."""

@@ -117,12 +117,11 @@ def _is_founder(report: GenomeReport) -> bool:
 
 
 def _context(report: GenomeReport, winner: ReportRow) -> str:
-    num_tasks = sum(taskset.num_report for taskset in report.tasksets)
     origin = []
     if report.num_candidates:
         origin.append(f"Chosen among {wording.plural(report.num_candidates, 'candidate')}")
-    if num_tasks:
-        origin.append(f"measured once on {wording.plural(num_tasks, 'report task')}")
+    if any(taskset.num_report for taskset in report.tasksets):
+        origin.append(f"measured once on {wording.report_tasks(report.tasksets, 'report task')}")
     sentences = ["; ".join(origin)] if origin else []
     if _is_founder(report):
         sentences.append("The winner is a founder: no candidate of the search was chosen over it")

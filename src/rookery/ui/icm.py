@@ -9,17 +9,21 @@ from rookery.reports import IcmReport, IcmRow, TokensRecord
 from rookery.ui import wording
 from rookery.ui.page import render_template
 
-__all__ = ["COLUMNS", "SENTENCES", "icm_rows", "render_icm_page"]
+__all__ = ["COLUMNS", "SENTENCES", "icm_rows", "render_icm_page", "verdict_words"]
 
 COLUMNS = ("method", "labelled", "balance", "broken", "utility", "true", "95 % interval")
 """Of the table: what fits 80 characters."""
+
+WEAK = 0.5
+"""Below this strength most of what labels do to one another does not go along with the result."""
 
 LISTED_ITEMS = 500
 """Rows of the folded list of items; labels.jsonl has them all."""
 
 SENTENCES: dict[str, str] = {
     "coherent": "Coherent. Every item is labelled, no other labels that were found are as good, "
-    "and the others predict at least three labels of four.",
+    "the others predict at least three labels of four, and they support one another more than "
+    "labels of a random model.",
     "partial": "Not finished: some items have no label.",
     "collapsed": "Collapsed: nearly all items of a batch have the same label. These labels say "
     "nothing.",
@@ -29,6 +33,7 @@ SENTENCES: dict[str, str] = {
     "chance": "No better than chance against the true labels.",
     "ambiguous": "Ambiguous: other labels are as coherent as these.",
     "frustrated": "Frustrated: many items are predicted to have another label than they have.",
+    "unsupported": "Unsupported: the labels are no more coherent than those of a random model.",
     "": "No result yet.",
 }
 
@@ -41,6 +46,7 @@ def render_icm_page(report: IcmReport) -> str:
         scripts=("frame.js", "icm.js", "draw.js"),
         report=report,
         sentence=SENTENCES.get(report.verdict, report.verdict),
+        weak=WEAK,
         winner=next((row for row in report.rows if row.is_winner), None),
         balance=_balance,
         is_true_known=any(row.accuracy is not None for row in report.rows),
@@ -48,6 +54,15 @@ def render_icm_page(report: IcmReport) -> str:
         saving=_saving(report.tokens),
         document=report.model_dump(mode="json", exclude={"items": {"__all__": {"text"}}}),
     )
+
+
+def verdict_words(report: IcmReport) -> str:
+    """`coherent, strength 0.94 of 1`; below half it is weak."""
+    support = report.support
+    if support is None or support.strength is None:
+        return report.verdict
+    weak = "weak, " if report.verdict == "coherent" and support.strength < WEAK else ""
+    return f"{report.verdict}, {weak}strength {support.strength:.2f} of 1"
 
 
 def icm_rows(report: IcmReport) -> list[tuple[str, ...]]:

@@ -3,13 +3,27 @@
 score(0.91)             "0.910"                       count(12345)    "12,345"
 interval(row)           "0.880 to 0.940"              duration(65.2)  "1 min 5 s"
 gain(row.gain)          "+0.200 (+0.150 to +0.250)"   plural(1, "candidate")  "1 candidate"
+tasks(240, 240)         "240 tasks"                   tasks(240, 30)  "30 questions (240 rows)"
 
 A number that is missing is a hyphen, never a zero.
 """
 
-from rookery.reports import Estimate
+from collections.abc import Sequence
 
-__all__ = ["MISSING", "count", "duration", "gain", "interval", "plural", "score", "signed"]
+from rookery.reports import Estimate, TasksetRecord
+
+__all__ = [
+    "MISSING",
+    "count",
+    "duration",
+    "gain",
+    "interval",
+    "plural",
+    "report_tasks",
+    "score",
+    "signed",
+    "tasks",
+]
 
 MISSING = "-"
 
@@ -48,6 +62,20 @@ def count(value: int) -> str:
 def plural(value: int, noun: str) -> str:
     """An amount of something whose plural ends in s."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+
+
+def tasks(num_tasks: int, num_questions: int, noun: str = "task") -> str:
+    """An amount of tasks, and of their questions where several tasks have one."""
+    if num_questions in (0, num_tasks):
+        return plural(num_tasks, noun)
+    return f"{plural(num_questions, 'question')} ({plural(num_tasks, 'row')})"
+
+
+def report_tasks(tasksets: Sequence[TasksetRecord], noun: str = "task") -> str:
+    """What all tasksets report on."""
+    num_tasks = sum(taskset.num_report for taskset in tasksets)
+    num_questions = sum(taskset.num_questions or taskset.num_report for taskset in tasksets)
+    return tasks(num_tasks, num_questions, noun)
 
 
 def duration(seconds: float | None) -> str:

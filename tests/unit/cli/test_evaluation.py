@@ -83,6 +83,20 @@ def test_every_answer_can_be_read(rookery: Command, place: Path) -> None:
         assert {answer["text"] for answer in row["answers"]} == drawn
 
 
+def test_rows_of_one_question_are_one_cluster(rookery: Command, place: Path) -> None:
+    rows = [json.loads(line) for line in (place / "tasks.jsonl").read_text().splitlines()]
+    grouped = [{**row, "topic": i // 5} for i, row in enumerate(rows)]
+    write_rows(place / "grouped.jsonl", grouped)
+    many = rookery("eval", "tiny", "grouped.jsonl", "--json").document
+    few = rookery("eval", "tiny", "grouped.jsonl?fields.group=topic", "--json").document
+    assert many["num_tasks"] == few["num_tasks"] == many["num_questions"] == NUM_TASKS
+    assert few["num_questions"] == -(-NUM_TASKS // 5)
+    [one], [other] = many["models"], few["models"]
+    assert other["mean"] == one["mean"] and other["low"] < one["low"] < one["high"] < other["high"]
+    shown = rookery("eval", "tiny", "grouped.jsonl?fields.group=topic")
+    assert f"{few['num_questions']} questions ({NUM_TASKS} rows)" in shown.out
+
+
 @pytest.mark.parametrize("split", ["search", "select", "report"])
 def test_splits_and_limits(rookery: Command, place: Path, split: SplitName) -> None:
     tasks = load_taskset_file("tasks.jsonl").split(split)

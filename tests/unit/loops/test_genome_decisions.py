@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from loops.evolution import Faulty, Genome, Inputs
 from tiny import tiny_adapter
 
 from rookery.errors import AdapterError, ConfigError, EngineError, TaskError
 from rookery.loops.comparison import compare
-from rookery.reports import GenomeReport
+from rookery.reports import GenomeReport, ReportRow
 from rookery.runs import Run
+from rookery.seeding import stream
 from rookery.tasks.splits import SPLITS
 from rookery.tasks.taskset import load_taskset
 from rookery.types import Adapter, ModelRef, Score, ScoreRequest, Task
@@ -301,6 +303,35 @@ def test_an_entry_that_misses_a_task_has_no_mean_and_no_difference() -> None:
     assert rows[1].mean is None and rows[1].num_failed == 1
     assert set(rows[1].by_source) == {"b"} and rows[1].lead is None
     assert rows[2].lead is not None and rows[2].lead.mean == 0.0
+
+
+@pytest.mark.parametrize("grouping", ["group", "prompt"])
+def test_tasks_of_one_question_count_once(grouping: str) -> None:
+    """30 questions of 8 rows: the intervals of the 30 mean rewards, not of 240 tasks."""
+    rng = stream(0)
+    rewards = (rng.random((2, 30, 8)) < rng.beta(0.6, 0.4, size=(2, 30, 1))) * 1.0
+
+    def report(rows: np.ndarray, num_rows: int) -> list[ReportRow]:
+        tasks = [
+            Task(
+                id=f"{q}-{r}",
+                prompt=f"{q}" if grouping == "prompt" else f"{q}-{r}",
+                reference="",
+                source="a",
+                group=f"{q}" if grouping == "group" else "",
+            )
+            for q in range(30)
+            for r in range(num_rows)
+        ]
+        ids = [task.id for task in tasks]
+        own = [dict(zip(ids, part.ravel().tolist(), strict=True)) for part in rows]
+        named = {"evolved": own[0], "best founder": own[1]}
+        return compare(named, tasks, weights={"a": 1.0}, seed=0)
+
+    clustered, means = report(rewards, 8), report(rewards.mean(axis=2), 1)
+    assert clustered[0].gain is not None and means[0].gain is not None
+    for one, other in ((clustered[0], means[0]), (clustered[0].gain, means[0].gain)):
+        assert (one.mean, one.low, one.high) == pytest.approx((other.mean, other.low, other.high))
 
 
 async def test_a_baseline_that_beats_the_winner_is_said_first(

@@ -14,7 +14,7 @@ from rookery.search.statistics import (
     Strata,
     bootstrap_mean,
     paired_difference,
-    wilson,
+    proportion,
 )
 from rookery.seeding import stream
 
@@ -40,25 +40,30 @@ def test_coverage_of_the_bootstrap(method: Literal["bca", "percentile"], kind: s
     assert 0.90 <= hits / trials <= 0.985
 
 
+def right(count: int, trials: int) -> list[bool]:
+    """The first `count` answers are right."""
+    return [place < count for place in range(trials)]
+
+
 def test_coverage_of_wilson() -> None:
     for share in (0.02, 0.5, 0.95):
         counts = stream(0, int(share * 100)).binomial(40, share, size=1000)
-        table = {n: wilson(successes=int(n), trials=40) for n in np.unique(counts)}
+        table = {n: proportion(right(int(n), 40)) for n in np.unique(counts)}
         hits = sum(table[n].low <= share <= table[n].high for n in counts)
         assert 0.91 <= hits / 1000 <= 1.0
 
 
 def test_wilson_by_hand() -> None:
-    interval = wilson(successes=8, trials=10)
+    interval = proportion(right(8, 10))
     assert (interval.low, interval.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson(successes=0, trials=10).low == 0.0
-    assert wilson(successes=0, trials=10).high == pytest.approx(0.2775, abs=1e-4)
-    assert wilson(successes=10, trials=10).high == 1.0
+    assert proportion(right(0, 10)).low == 0.0
+    assert proportion(right(0, 10)).high == pytest.approx(0.2775, abs=1e-4)
+    assert proportion(right(10, 10)).high == 1.0
 
 
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_holds_its_estimate(counts: tuple[int, int]) -> None:
-    interval = wilson(successes=counts[0], trials=counts[1])
+    interval = proportion(right(*counts))
     assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
     assert interval.low < interval.high
 
@@ -135,8 +140,8 @@ def test_any_values_have_an_interval_around_the_mean(values: list[float]) -> Non
             [1.0, 2.0], rng=stream(0), strata=Strata(names=("a", "a"), weights={"b": 1.0})
         ),
         lambda: paired_difference([1.0, 2.0], [1.0], rng=stream(0)),
-        lambda: wilson(successes=3, trials=2),
-        lambda: wilson(successes=0, trials=0),
+        lambda: proportion([]),
+        lambda: proportion([True, False], clusters=["a"]),
         lambda: Bootstrap(confidence=95),
         lambda: Bootstrap(num_resamples=0),
     ],
@@ -243,3 +248,66 @@ def test_no_difference_leaves_room_for_one() -> None:
         same = [float(i % 2) for i in range(num)]
         found = paired_difference(same, same, rng=stream(0))
         assert found.low <= -least and found.high >= least
+
+
+def answers(seed: int, *, num_questions: int, num_rows: int) -> tuple[list[int], np.ndarray]:
+    """The question of each row, and two equally good models' answers, 0.6 right in the mean.
+
+    Most rows of a question are right or wrong together, another question for each model.
+    """
+    rng = stream(seed, num_questions, num_rows)
+    questions = np.repeat(np.arange(num_questions), num_rows)
+    shares = rng.beta(0.6, 0.4, size=(2, num_questions))
+    return questions.tolist(), (rng.random((2, len(questions))) < shares[:, questions]) * 1.0
+
+
+@pytest.mark.parametrize("num_questions", [10, 30])
+def test_rows_of_one_question_are_no_independent_evidence(num_questions: int) -> None:
+    covered, shares, claims = 0, 0, 0
+    for seed in range(200):
+        questions, (ours, theirs) = answers(seed, num_questions=num_questions, num_rows=8)
+        strata = Strata(names=("all",) * len(questions), clusters=tuple(questions))
+        measure = partial(paired_difference, rng=stream(seed), strata=strata, bootstrap=QUICK)
+        gain = measure(ours.tolist(), theirs.tolist())
+        mean = bootstrap_mean(ours.tolist(), rng=stream(seed), strata=strata, bootstrap=QUICK)
+        share = proportion((ours > 0).tolist(), clusters=questions)
+        covered += mean.low <= 0.6 <= mean.high
+        shares += share.low <= 0.6 <= share.high
+        claims += not gain.low <= 0 <= gain.high
+        assert mean.num_values == gain.num_values == share.num_values == num_questions
+    assert covered >= 185 and shares >= 185 and claims <= 12
+
+
+def test_a_cluster_of_equal_sizes_counts_as_its_mean() -> None:
+    questions, (ours, _) = answers(0, num_questions=30, num_rows=8)
+    means = ours.reshape(30, 8).mean(axis=1).tolist()
+    strata = Strata(names=("all",) * 240, clusters=tuple(questions))
+    rows = bootstrap_mean(ours.tolist(), rng=stream(1), strata=strata)
+    assert rows.low == pytest.approx(bootstrap_mean(means, rng=stream(1)).low, abs=1e-12)
+    alone = Strata(names=strata.names, clusters=tuple(range(240)))
+    plain = bootstrap_mean(ours.tolist(), rng=stream(1))
+    assert bootstrap_mean(ours.tolist(), rng=stream(1), strata=alone) == plain
+    assert rows.high - rows.low > 1.5 * (plain.high - plain.low)
+    few = Strata(names=("all",) * 80, clusters=tuple(questions[:80]))
+    small = bootstrap_mean(ours[:80].tolist(), rng=stream(1), strata=few).small
+    assert small == "10 questions in all, where 30 are few"
+
+
+def test_sources_that_ask_the_same_questions_are_no_independent_evidence() -> None:
+    """Two sources with the same answers say as much as one of them."""
+    ours = (stream(0).random(60) < 0.7) * 1.0
+    both = Strata(names=("a",) * 60 + ("b",) * 60, clusters=tuple(range(60)) * 2)
+    twice = bootstrap_mean([*ours, *ours], rng=stream(1), strata=both)
+    once = bootstrap_mean(ours.tolist(), rng=stream(1))
+    assert (twice.low, twice.high) == pytest.approx((once.low, once.high), abs=1e-12)
+
+
+def test_a_proportion_of_pairs_that_are_alike_counts_pairs() -> None:
+    is_right = [place < 30 for place in range(40)]
+    pairs = proportion(
+        [own for own in is_right for _ in "ab"], clusters=[i // 2 for i in range(80)]
+    )
+    once = proportion(is_right)
+    assert (pairs.low, pairs.high) == pytest.approx((once.low, once.high), abs=0.01)
+    perfect = proportion([True] * 240, clusters=[i // 8 for i in range(240)])
+    assert perfect.low == pytest.approx(proportion([True] * 30).low)

@@ -142,14 +142,10 @@ def test_fractions_that_do_not_sum_to_one_are_refused(parts: tuple[float, float,
 @given(st.integers(0, 10_000), st.integers(1, 200))
 @settings(max_examples=30)
 def test_groups_decide_the_split_in_place_of_the_prompt(group: int, size: int) -> None:
-    tasks = tuple(Task(id=f"s/{i}", prompt=f"claim {i}", reference="x") for i in range(size))
-    made = Taskset(
-        name="s",
-        tasks=tasks,
-        scorer=ExactConfig(),
-        splits=ONE_IN_THREE,
-        groups={task.id: str(group) for task in tasks},
+    tasks = tuple(
+        Task(id=f"s/{i}", prompt=f"claim {i}", reference="x", group=str(group)) for i in range(size)
     )
+    made = Taskset(name="s", tasks=tasks, scorer=ExactConfig(), splits=ONE_IN_THREE)
     assert sorted(map(len, by_split(made).values())) == [0, 0, size]
 
 
@@ -170,8 +166,8 @@ def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(
     made = []
     for number, (texts, own, data) in enumerate(given_sets):
         one = taskset(texts, own, name=f"set{number}")
-        drawn = {task.id: data.draw(groups) for task in one.tasks}
-        made.append(replace(one, groups={name: group for name, group in drawn.items() if group}))
+        drawn = tuple(replace(task, group=data.draw(groups)) for task in one.tasks)
+        made.append(replace(one, tasks=drawn))
     joined = join_splits(made)
     seen: dict[str, set[str]] = {}
     for before, after in zip(made, joined, strict=True):
@@ -180,7 +176,7 @@ def test_a_question_is_in_one_split_of_all_tasksets_of_a_run(
         for name in SPLITS:
             for task in after.tasks:
                 if task.prompt in found[name]:
-                    for key in (str(task.prompt), after.groups.get(task.id)):
+                    for key in (str(task.prompt), task.group):
                         seen.setdefault(key or str(task.prompt), set()).add(name)
             if before.splits.fraction(name) == 0:
                 assert found[name] == []

@@ -18,13 +18,14 @@ from rookery.tasks.scorers import (
     PythonConfig,
     RegexConfig,
 )
-from rookery.tasks.splits import SplitName
+from rookery.tasks.splits import SPLITS, SplitName
 from rookery.tasks.taskset import (
     GeneratedConfig,
     HfConfig,
     JsonlConfig,
     Taskset,
     TasksetConfig,
+    join_splits,
     load_taskset,
     load_taskset_file,
 )
@@ -392,6 +393,43 @@ def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
             seen.setdefault(str(task.prompt).split()[-1], set()).add(name)
     assert len(seen) == 40
     assert all(len(names) == 1 for names in seen.values())
+
+
+PAIRS: list[dict[str, Any]] = [
+    {
+        "prompt": "Which sentence is correct?",
+        "choices": [f"The cats {i} sleep.", f"The cats {i} sleeps."],
+        "answer": 0,
+        "pair": i,
+    }
+    for i in range(60)
+]
+"""Minimal pairs: one prompt, and the choices make the question."""
+
+
+def test_minimal_pairs_of_one_prompt_are_told_apart_by_their_group(tmp_path: Path) -> None:
+    rows = [*PAIRS, {**PAIRS[0], "choices": PAIRS[0]["choices"][::-1], "answer": 1}]
+    made = load(tmp_path, rows, fields={"group": "pair"})
+    parts = {name: made.split(name) for name in SPLITS}
+    assert sum(map(len, parts.values())) == 61 and all(len(part) > 3 for part in parts.values())
+    assert join_splits([made])[0].moved == {}
+    held = {name: {task.group for task in part} for name, part in parts.items()}
+    assert not held["search"] & held["select"] and not held["search"] & held["report"]
+    # The same choices in another group would be one question in two splits.
+    with pytest.raises(TaskError, match=r"has the prompt and choices of .* and another group"):
+        load(tmp_path, [*rows[:-1], {**rows[-1], "pair": 99}], fields={"group": "pair"})
+
+
+def test_minimal_pairs_without_a_group_are_one_question_and_the_error_says_so(
+    tmp_path: Path,
+) -> None:
+    made = load(tmp_path, PAIRS)
+    assert len(made.tasks) == 60
+    with pytest.raises(TaskError, match=r"60 tasks and none .* 1 prompts.* fields\.group"):
+        for name in SPLITS:
+            made.split(name)
+    whole = load(tmp_path, PAIRS, splits={"search": 0, "select": 0, "report": 1})
+    assert len(whole.split("report")) == 60
 
 
 def test_one_prompt_in_two_groups_is_an_error(tmp_path: Path) -> None:

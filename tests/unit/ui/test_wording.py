@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.reports import Estimate
+from rookery.reports import Estimate, TasksetRecord
 from rookery.ui import wording
 
 
@@ -12,6 +12,17 @@ def test_scores_have_three_decimals_and_missing_ones_a_hyphen() -> None:
     assert wording.score(0.91) == "0.910"
     assert wording.score(0.0) == "0.000"
     assert wording.score(None) == "-"
+
+
+def test_questions_are_told_where_tasks_share_them() -> None:
+    assert wording.tasks(240, 240) == wording.tasks(240, 0) == "240 tasks"
+    assert wording.tasks(240, 30) == "30 questions (240 rows)"
+    old, new = (
+        TasksetRecord(num_report=60),
+        TasksetRecord(num_report=240, num_questions=30),
+    )
+    assert wording.report_tasks([old], "report task") == "60 report tasks"
+    assert wording.report_tasks([old, new]) == "90 questions (300 rows)"
 
 
 def test_no_number_is_minus_zero() -> None:

@@ -19,6 +19,7 @@ from rookery.reports import (
 from rookery.runs import Run
 from rookery.search.candidate import BY_BLOCK, ChildPlan, Recipe
 from rookery.search.pareto import fronts
+from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.weights import write_adapter
 
@@ -84,6 +85,7 @@ def _describe_taskset(taskset: Taskset) -> TasksetRecord:
         num_search=len(taskset.split("search")),
         num_select=len(taskset.split("select")),
         num_report=len(taskset.split("report")),
+        num_questions=len(set(map(question_of, taskset.split("report")))),
     )
 
 

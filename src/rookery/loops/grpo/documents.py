@@ -19,6 +19,7 @@ from rookery.reports import (
     describe_task,
 )
 from rookery.runs import Run
+from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.types import Task
 
@@ -97,6 +98,7 @@ def _describe_taskset(taskset: Taskset) -> TasksetRecord:
         num_search=len(taskset.split("search")),
         num_select=len(taskset.split("select")),
         num_report=len(taskset.split("report")),
+        num_questions=len(set(map(question_of, taskset.split("report")))),
         temperature=taskset.sampling.temperature,
     )
 

@@ -17,7 +17,7 @@ from rookery.config import Config
 from rookery.search.annealing import argmax_label
 from rookery.search.labelling import Labels, labelled_items
 
-__all__ = ["Assessment", "LabelLogprobs", "ObjectiveConfig", "assess", "predict"]
+__all__ = ["Assessment", "LabelLogprobs", "ObjectiveConfig", "assess", "log_odds", "predict"]
 
 LabelLogprobs = tuple[float, ...]
 """Log-probabilities of the labels, as the model gives them over its whole vocabulary."""
@@ -71,7 +71,7 @@ def assess(
     normal = {item: normalised(reads[item]) for item in items}
     prior = _prior(list(normal.values())) if config.calibrate else (0.0,) * len(reads[items[0]])
     values = {item: _without(normal[item], prior) for item in items}
-    margins = {item: _odds(values[item], labels[item]) for item in items}
+    margins = {item: log_odds(values[item], labels[item]) for item in items}
     if config.measure == "logodds":
         total = math.fsum(margins.values())
     else:
@@ -107,7 +107,7 @@ def _prior(reads: Sequence[LabelLogprobs]) -> LabelLogprobs:
     return tuple(math.fsum(column) / len(reads) for column in zip(*reads, strict=True))
 
 
-def _odds(read: LabelLogprobs, label: int) -> float:
+def log_odds(read: LabelLogprobs, label: int) -> float:
     return read[label] - _logsumexp([v for i, v in enumerate(read) if i != label])
 
 

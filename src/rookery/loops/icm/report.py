@@ -12,6 +12,7 @@ from rookery.loops.icm.exports import LabelRecord
 from rookery.loops.icm.label_scorer import ScoreStore
 from rookery.loops.icm.labellings import Labelling, label_all_ways
 from rookery.loops.icm.objective import LabelLogprobs, predict
+from rookery.loops.icm.support import Support, join_supports, measure_support
 from rookery.loops.icm.transfer import transfer
 from rookery.loops.icm.verdict import Agreement, Evidence, MajorityLabel, agree, judge
 from rookery.reports import (
@@ -22,10 +23,12 @@ from rookery.reports import (
     IcmRow,
     ItemRecord,
     StepRecord,
+    SupportRecord,
     TokensRecord,
     TransferRecord,
 )
 from rookery.search.labelling import UNLABELLED, Labels, labelled_items
+from rookery.tasks.splits import join_keys
 from rookery.types import ModelRef
 
 __all__ = ["label_records", "make_report"]
@@ -50,15 +53,18 @@ async def make_report(
     labels = config.data.labels
     truth = [_gold_of(batch, gold) for batch in batches]
     rows = await label_all_ways(batches, config.baselines, truth)
-    tied = _offset([batch.problem.constraints.components for batch in batches], batches)
+    questions = _questions(batches)
     ours = _joined([batch.best.labels for batch in batches])
     whole = _joined_gold(truth, batches)
-    gold_row = agree(ours, whole, tied=tied)
+    gold_row = agree(ours, whole, clusters=questions)
     golden = None if not gold else await _gold_summary(batches, truth, gold_row)
     transfers = await _transfers(batches)
+    support = await _support(batches)
     evidence = _evidence(batches, rows, labels, gold_row)
     failed = [store.errors[key] for key in sorted(store.errors)]
-    verdict, warnings = judge(replace(evidence, transfers=transfers, errors=failed))
+    verdict, warnings = judge(
+        replace(evidence, transfers=transfers, support=support, errors=failed)
+    )
     return IcmReport(
         model=model.version,
         data=config.data.path.name,
@@ -66,9 +72,10 @@ async def make_report(
         labels=labels,
         num_items=sum(len(batch.items) for batch in batches),
         num_labelled=len(ours),
-        num_groups=len(tied),
+        num_groups=len(set(questions)),
         verdict=verdict,
         warnings=tuple(warnings),
+        support=None if support is None else _describe_support(support),
         utility=_mean([batch.best.assessment.utility for batch in batches]),
         num_frustrated=evidence.num_frustrated,
         num_violated=evidence.num_violated,
@@ -79,7 +86,7 @@ async def make_report(
             _with_agreement(TransferRecord(batch=batch), own) for batch, own in transfers.items()
         ),
         num_unanswered=len(failed),
-        rows=tuple(_row(row, ours, whole, labels, tied) for row in rows),
+        rows=tuple(_row(row, ours, whole, labels, questions) for row in rows),
         chains=tuple(
             _chain(batch, chain, result, labels)
             for batch in batches
@@ -145,12 +152,27 @@ async def _transfers(batches: Sequence[Batch]) -> dict[int, Agreement]:
     agreements = {}
     for batch in batches[1:]:
         expected = _joined([await transfer(batches[0], batch)])
-        agreement = agree(
-            _joined([batch.best.labels]), expected, tied=batch.problem.constraints.components
-        )
+        ours = _joined([batch.best.labels])
+        agreement = agree(ours, expected, clusters=_questions([batch]))
         if agreement is not None:
             agreements[batch.index] = agreement
     return agreements
+
+
+async def _support(batches: Sequence[Batch]) -> Support | None:
+    """Of all batches; None where it could not be measured in one of them."""
+    found = [await measure_support(batch, questions=_questions([batch])) for batch in batches]
+    known = [own for own in found if own is not None]
+    return join_supports(known) if len(known) == len(batches) else None
+
+
+def _describe_support(support: Support) -> SupportRecord:
+    return SupportRecord(
+        strength=support.strength,
+        gain=support.gain,
+        random_gain=support.random_gain,
+        p=support.p,
+    )
 
 
 def _rivals(batch: Batch, rows: Sequence[Labelling], place: int) -> list[tuple[float, float]]:
@@ -188,7 +210,7 @@ def _row(
     ours: Mapping[int, int],
     gold: Mapping[int, int],
     labels: Sequence[str],
-    tied: Sequence[Sequence[int]],
+    questions: Sequence[str],
 ) -> IcmRow:
     labels_by_item = _joined(row.labels)
     same = [ours[i] == labels_by_item[i] for i in labels_by_item if i in ours]
@@ -202,7 +224,9 @@ def _row(
         utility=None if None in row.utilities else _mean([u or 0.0 for u in row.utilities]),
         agreement=sum(same) / len(same) if same else None,
     )
-    return _with_agreement(record, agree(labels_by_item, gold, tied=tied) if gold else None)
+    return _with_agreement(
+        record, agree(labels_by_item, gold, clusters=questions) if gold else None
+    )
 
 
 def _with_agreement(record: Agreeing, agreement: Agreement | None) -> Agreeing:
@@ -305,15 +329,15 @@ def _joined_gold(truth: Sequence[Mapping[int, int]], batches: Sequence[Batch]) -
     return found
 
 
-def _offset(
-    components: Sequence[Sequence[Sequence[int]]], batches: Sequence[Batch]
-) -> list[tuple[int, ...]]:
-    components_of_all: list[tuple[int, ...]] = []
-    first = 0
-    for own, batch in zip(components, batches, strict=True):
-        components_of_all.extend(tuple(first + place for place in component) for component in own)
-        first += len(batch.items)
-    return components_of_all
+def _questions(batches: Sequence[Batch]) -> list[str]:
+    """The question of every item: items of one group or one text, or that constraints tie."""
+    keys = []
+    for batch in batches:
+        for place, item in enumerate(batch.items):
+            first = batch.problem.constraints.component(place)[0]
+            group = item.text if item.group == item.id else item.group
+            keys.append((f"group {group}", f"tied {batch.index}/{first}"))
+    return join_keys(keys)
 
 
 def _balance(labels: Sequence[Labels], names: Sequence[str]) -> dict[str, int]:

@@ -8,17 +8,18 @@ inverse      true labels were given and the labels are their opposite
 chance       true labels were given and the labels agree with them no better than chance
 ambiguous    other consistent labels have as high a utility
 frustrated   many items are predicted to have another label than they have
-coherent     none of these
+unsupported  the labels support one another no more than those of a random model would
+coherent     none of these; `support.strength` says how coherent
 """
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rookery.loops.icm.support import MAX_P, Support
 from rookery.search.labelling import UNLABELLED, Labels
-from rookery.search.statistics import Interval, wilson
+from rookery.search.statistics import Interval, proportion
 
 __all__ = ["Agreement", "Evidence", "MajorityLabel", "Verdict", "agree", "judge"]
 
@@ -31,6 +32,7 @@ Verdict = Literal[
     "chance",
     "ambiguous",
     "frustrated",
+    "unsupported",
     "coherent",
 ]
 
@@ -96,38 +98,31 @@ class Evidence:
     rivals: Sequence[tuple[float, float]]
     """(utility lost against the result, share of labels in common) of complete and consistent
     labellings that other starts ended with or that need no search."""
+    support: Support | None = None
+    """None where it could not be measured."""
     errors: Sequence[str] = ()
     """Of the contexts that the engine could not answer."""
 
 
 def agree(
-    labels: Mapping[int, int], others: Mapping[int, int], *, tied: Sequence[Sequence[int]]
+    labels: Mapping[int, int], others: Mapping[int, int], *, clusters: Sequence[Hashable]
 ) -> Agreement | None:
     """Agreement on the items that both label; None when there are none.
 
-    Items that constraints tie together count as one for the interval: of a pair of which exactly
-    one is true, the second label adds no information.
+    `clusters` names the question of every item: items of one question are not independent. Of a
+    pair of which exactly one is true, the second label adds no information.
     """
     both = sorted(labels.keys() & others.keys())
     if not both:
         return None
-    share = sum(labels[i] == others[i] for i in both) / len(both)
-    known = set(both)
-    num_free = sum(not known.isdisjoint(own) for own in tied)
     ours, theirs = Counter(labels[i] for i in both), Counter(others[i] for i in both)
-    chance = sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2
-    # Half a success is rounded towards chance.
-    towards = math.floor if share >= chance else math.ceil
-    wilson_interval = wilson(successes=towards(share * num_free), trials=num_free)
-    interval = Interval(
-        estimate=share,
-        low=min(wilson_interval.low, share),
-        high=max(wilson_interval.high, share),
-        confidence=wilson_interval.confidence,
-        method="wilson",
-        num_values=num_free,
+    return Agreement(
+        interval=proportion(
+            [labels[i] == others[i] for i in both], clusters=[clusters[i] for i in both]
+        ),
+        chance=sum(ours[label] * theirs[label] for label in ours) / len(both) ** 2,
+        num_items=len(both),
     )
-    return Agreement(interval=interval, chance=chance, num_items=len(both))
 
 
 def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
@@ -137,6 +132,7 @@ def judge(evidence: Evidence) -> tuple[Verdict, list[str]]:
     _judge_transfers(evidence, warning_by_verdict)
     _judge_gold(evidence, warning_by_verdict)
     _judge_rivals(evidence, warning_by_verdict)
+    _judge_support(evidence, warning_by_verdict)
     warnings = list(warning_by_verdict.values())
     if evidence.mass < LOW_MASS:
         warnings.append(
@@ -234,4 +230,21 @@ def _judge_rivals(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
         warnings["frustrated"] = (
             f"{evidence.num_frustrated} of {len(evidence.labels)} items are predicted to have "
             "another label than they have: the labels look like chance to the model itself."
+        )
+
+
+def _judge_support(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
+    support = evidence.support
+    if support is None:
+        warnings["unsupported"] = (
+            "Whether the labels support one another could not be measured: it takes two questions "
+            "and an engine that answers."
+        )
+    elif support.p > MAX_P:
+        warnings["unsupported"] = (
+            "The labels are no more coherent than those of a random model may be. They raise one "
+            f"another's log-odds by {support.gain:.1f} standard deviations of what random labels "
+            f"do, the best labels of a random model by {support.random_gain:.1f} (p "
+            f"{support.p:.3f}). They may be what the model says of each item by itself, or chance: "
+            "add items, or check some labels by hand."
         )
