@@ -8,7 +8,8 @@ candidate's merge coefficients are read off its weights, and a task's log-odds a
 them: what founders know of the task's kind, how they disturb other kinds and single tasks, and how
 far the sum is beyond what a model bears. Families differ in the number of founders, how many of
 them do harm, and what is known of an answer: whether it is right (`generated`), or also how certain
-the model is of it. Of `unsure` founders certainty says little: the surest sum knows least.
+the model is of it. Where tasks are `mislabelled`, certainty says little: who knows more is surer of
+answers that count as wrong.
 
 A seed makes founders, tasks and the search. Gains are means over seeds of paired differences on
 the report tasks, with 95 % intervals (Student's t).
@@ -230,9 +231,11 @@ def run_one(case: tuple[str, str, int]) -> dict[str, float]:
     config = GenomeConfig.model_validate(
         {**unused, "rank": FAMILIES[name].num_founders, "seed": seed, **VARIANTS[variant]}
     )
-    with tempfile.TemporaryDirectory() as place:
-        with Run.create(Path(place), kind="genome", config={}, name="run") as run:
-            return asyncio.run(search(world, config, run))
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Run.create(Path(place), kind="genome", config={}, name="run") as run,
+    ):
+        return asyncio.run(search(world, config, run))
 
 
 async def search(world: World, config: GenomeConfig, run: Run) -> dict[str, float]:

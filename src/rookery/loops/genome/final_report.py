@@ -178,7 +178,7 @@ class FinalReport:
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
         """The best `keep` of `count`, on the search split: the founders, which were measured there
-        before, their average and random sums. Those that failed not."""
+        before, their average and random sums. Nothing where every sum failed."""
         founders = self._builder.founders
         plans = random_plans(founders, count=count - len(founders), seed=seed)
         self._builder.plan(plans)
@@ -190,6 +190,8 @@ class FinalReport:
             await self._search.measure(part, rivals=before, seed=key, keep=keep)
             self._builder.keep(())
         complete = [name for name in names if measured[name].is_complete]
+        if set(complete) <= set(founders):
+            return []
         return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:keep]
 
     def merged(self, max_rank: int) -> list[ReportEntry]:
