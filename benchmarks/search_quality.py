@@ -1,15 +1,17 @@
 """How good the search of genome is: its winner beside random search and others, over many seeds.
 
-    python benchmarks/search_quality.py CONFIG [--url http://127.0.0.1:8001] [--seeds 0 1 2 3]
+    python benchmarks/search_quality.py CONFIG [CONFIG ...] [--url http://127.0.0.1:8001]
+        [--variants shipped "random by reward"] [--seeds 0 1 2 3] [--minutes 20]
 
 CONFIG is a config of `rookery genome run`, such as `benchmarks/search_demo.yaml` or the one that
-`benchmarks/search_tasks.py` writes. Each variant in VARIANTS is that config with a few keys
-changed; every variant runs under every seed, `--parallel` at a time, on the config's engine or on
-the servers named. Peers are the best founder, the founders' average and the finalists' vote of each
-run, and variants: `random by certainty`, `random by log_certainty` and `random by reward` (as many
-sums of the founders, the winner chosen in the same two steps, by the merit in its name), `cmaes`
+`benchmarks/search_tasks.py` writes: a family of tasks. Each variant in VARIANTS is that config with
+a few keys changed; every variant runs under every seed, `--parallel` at a time, on the config's
+engine or on the servers named, family after family within a seed: what `--minutes` leaves out are
+the last seeds of all. Peers are the best founder, the founders' average and the finalists' vote of
+each run, and variants: `random by ...` (as many candidates: the founders, their average and random
+sums of them, the winner chosen in the same two steps, by the merit in its name), `cmaes`
 (coefficients, one per founder) and `genome` (the published schedule). Every variant is compared
-with all random searches: one of them chooses by the variant's own merit.
+with all random searches.
 
 The gain over random search is the mean over seeds with its 95 % interval (Student's t): a seed
 changes the search and the random search, the report tasks stay the same. `--causes N` also says of
@@ -28,12 +30,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from search_causes import find_causes
 
 from rookery import RookeryError, run_genome
+from rookery.search.merit import Merit
 
 GENERATIONS, POPULATION, CHILDREN = 5, 6, 10
 
@@ -78,6 +81,8 @@ def searched(*stages: Mapping[str, Any], merit: str = "certainty", **keys: Any) 
     return {"merit": merit, "merges": MERGES, "stages": stages_, "finals": finals}
 
 
+RANDOM = {merit: f"random by {merit}" for merit in get_args(Merit)}
+"""Variants that are random search, by the merit that their winner is chosen by."""
 RANDOM_FIRST = {"type": "random", "count": 20}
 BLOCKS = {"type": "cmaes", "generations": 3, "population": 10, "unit": "block"}
 SURROGATE = {"type": "surrogate", "generations": 3, "population": 10}
@@ -86,9 +91,14 @@ OFTEN = {"type": "surrogate", "generations": 8, "population": 5}
 ES = {"type": "es", "steps": 2, "num_pairs": 4, "sigma": 0.05}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "shipped": {"finals": {"random_search": False}},
-    "random by certainty": searched({"type": "random", "count": 50}),
-    "random by log_certainty": searched({"type": "random", "count": 50}, merit="log_certainty"),
-    "random by reward": searched({"type": "random", "count": 50}, merit="reward"),
+    **{
+        f"shipped by {merit}": {"merit": merit, "finals": {"random_search": False}}
+        for merit in ("log_certainty", "reward")
+    },
+    **{
+        name: searched({"type": "random", "count": 50}, merit=merit)
+        for merit, name in RANDOM.items()
+    },
     "reward": searched(ga(LAYERS), merit="reward"),
     "certainty": searched(ga(LAYERS)),
     "log certainty": searched(ga(LAYERS), merit="log_certainty"),
@@ -134,8 +144,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Changes to the config, by name. All measure about as many candidates."""
-RANDOM = {merit: f"random by {merit}" for merit in ("certainty", "log_certainty", "reward")}
-"""Variants that are random search, by the merit that their winner is chosen by."""
 
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 1, 2, ... degrees of freedom; 2.1 beyond."""
@@ -148,6 +156,7 @@ CAUSES = ("oracle", "correlation", "overfit", "choice", "dropped")
 class Outcome:
     """One run: the mean on the report tasks of every row, and what the search took."""
 
+    family: str
     variant: str
     seed: int
     means: Mapping[str, float]
@@ -160,6 +169,7 @@ class Outcome:
 class Case:
     """A run to be made."""
 
+    family: str
     variant: str
     seed: int
     config: Mapping[str, Any]
@@ -183,7 +193,8 @@ def run_one(case: Case) -> Outcome | None:
     """The run, in a worker process; None when there was no time for it, or it failed."""
     if time.time() > case.end:
         return None
-    name = f"{case.variant.replace(' ', '-').replace(',', '')}-{case.seed}"
+    words = f"{case.family} {case.variant} {case.seed}"
+    name = words.replace("/", "-").replace(" ", "-").replace(",", "")
     config = {**case.config, "seed": case.seed}
     began = time.monotonic()
     try:
@@ -199,6 +210,7 @@ def run_one(case: Case) -> Outcome | None:
         print(f"{name}: {failed[0].name} failed on {failed[0].num_failed} tasks", flush=True)
         return None
     outcome = Outcome(
+        family=case.family,
         variant=case.variant,
         seed=case.seed,
         means={r: mean for r, own in rows.items() if (mean := own.mean) is not None},
@@ -207,7 +219,7 @@ def run_one(case: Case) -> Outcome | None:
         causes=causes,
     )
     shown = "  ".join(f"{row} {mean:.3f}" for row, mean in outcome.means.items())
-    print(f"{case.variant:15} seed {case.seed}  {shown}  {seconds:.0f} s", flush=True)
+    print(f"{case.family} {case.variant:15} seed {case.seed}  {shown}  {seconds:.0f} s", flush=True)
     save(outcome, case.out)
     return outcome
 
@@ -273,26 +285,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", type=Path)
+    parser.add_argument("configs", type=Path, nargs="+", metavar="CONFIG")
     parser.add_argument("--url", nargs="*", default=[], help="servers; runs are dealt out to them")
     parser.add_argument("--tokenizer", default="", help="a folder, where servers are named")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--causes", type=int, default=0, help="seeds whose losses are looked into")
     parser.add_argument("--parallel", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=36000.0, help="no run is begun after it")
+    parser.add_argument("--minutes", type=float, default=600.0, help="no run is begun after it")
     parser.add_argument("--out", type=Path, help="outcomes as JSON lines; those there are not run")
     options = parser.parse_args()
     outcomes = read(options.out)
-    known = {(outcome.variant, outcome.seed) for outcome in outcomes}
+    known = {(outcome.family, outcome.variant, outcome.seed) for outcome in outcomes}
     with tempfile.TemporaryDirectory() as place:
         every = cases_of(options, Path(place))
-        cases = [case for case in every if (case.variant, case.seed) not in known]
+        cases = [case for case in every if (case.family, case.variant, case.seed) not in known]
         with ProcessPoolExecutor(options.parallel, mp_context=get_context("spawn")) as pool:
             for outcome in pool.map(run_one, cases):
                 outcomes += [] if outcome is None else [outcome]
     order = {variant: index for index, variant in enumerate(VARIANTS)}
-    show(sorted(outcomes, key=lambda outcome: (order[outcome.variant], outcome.seed)))
+    outcomes.sort(key=lambda outcome: (order[outcome.variant], outcome.seed))
+    for family in dict.fromkeys(outcome.family for outcome in outcomes):
+        print(f"\n{family}")
+        show([outcome for outcome in outcomes if outcome.family == family])
 
 
 def read(out: Path | None) -> list[Outcome]:
@@ -308,12 +323,9 @@ def save(outcome: Outcome, out: Path | None) -> None:
 
 
 def cases_of(options: argparse.Namespace, scratch: Path) -> list[Case]:
-    """Every variant under every seed, seed by seed, dealt out to the servers."""
-    config = yaml.safe_load(options.config.read_text())
-    folder = options.config.parent.absolute()
-    for part in (config["init"], *config["tasksets"]):
-        if "path" in part:
-            part["path"] = str((folder / part["path"]).resolve())
+    """Every variant of every family under every seed, seed by seed, dealt out to the servers."""
+    families = {f"{path.parent.name}/{path.stem}": read_config(path) for path in options.configs}
+    end = time.time() + 60 * options.minutes
     served = [
         {"engine": {"type": "fleet", "urls": [url]}, "tokenizer": options.tokenizer}
         for url in options.url
@@ -321,17 +333,28 @@ def cases_of(options: argparse.Namespace, scratch: Path) -> list[Case]:
     engines = cycle(served or [{}])
     return [
         Case(
+            family=family,
             variant=variant,
             seed=seed,
             config={**changed(config, VARIANTS[variant]), **next(engines)},
             has_causes=place < options.causes,
             folder=scratch,
             out=options.out,
-            end=time.time() + options.limit_s,
+            end=end,
         )
         for place, seed in enumerate(options.seeds)
+        for family, config in families.items()
         for variant in options.variants
     ]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config with its paths made absolute."""
+    config: dict[str, Any] = yaml.safe_load(path.read_text())
+    for part in (config["init"], *config["tasksets"]):
+        if "path" in part:
+            part["path"] = str((path.parent.absolute() / part["path"]).resolve())
+    return config
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/search_tasks.py DATA OUT                        # tasksets and OUT/family.yaml
     python benchmarks/search_tasks.py DATA OUT --founders MODEL         # and an adapter per task
     python benchmarks/search_tasks.py DATA OUT --yes-or-no            # all tasks with these answers
+    python benchmarks/search_tasks.py judgements OUT --founders MODEL   # needs no data
 
 DATA holds gsm8k problems with right and wrong solutions, TruthfulQA, comparisons of numbers and
 political statements:
@@ -17,6 +18,10 @@ different tasks disturb one another and sums of them are hardly better than gues
 is trained by `rookery sft` on one task's own training questions; the target is the mixture of all
 tasks, on questions that no founder saw. A question is in one split of one file only, with one of
 its answers: search a quarter, select a quarter, report half.
+
+With `judgements` in place of DATA the tasks are made up: whether a product, a sorted word, a number
+of letters, a remainder and a reversed word are right. A small model can hardly tell, so its
+founders know next to nothing, and how certain they are says little.
 """
 
 import argparse
@@ -54,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", type=Path)
+    parser.add_argument("data", type=Path, help="a folder, or: judgements")
     parser.add_argument("out", type=Path)
     parser.add_argument("--founders", default="", help="the model to train an adapter per task of")
     parser.add_argument("--parallel", type=int, default=1, help="trainings at a time")
@@ -62,9 +67,9 @@ def main() -> None:
     parser.add_argument("--yes-or-no", action="store_true", help="the answers to every task")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    tasks = read_tasks(options.data)
+    tasks = make_judgements() if str(options.data) == "judgements" else read_tasks(options.data)
     for name, claims in tasks.items():
-        words = ("yes", "no") if options.yes_or_no else WORDS[name]
+        words = ("yes", "no") if options.yes_or_no else WORDS.get(name, ("right", "wrong"))
         write_task(options.out, name, claims, words)
     config = family(list(tasks), model=options.founders)
     (options.out / "family.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -98,6 +103,36 @@ def read_tasks(data: Path) -> dict[str, Claims]:
             for word in words[: len(wordlists.ENGLISH)]
         ),
     }  # fmt: skip
+
+
+def make_judgements() -> dict[str, Claims]:
+    """Five kinds, each with a right and a wrong claim about every question."""
+    kinds: dict[str, Claims] = {}
+    for name in ("product", "sorted", "letters", "remainder", "reversed"):
+        rng = stream(0, "judgements", name)
+        rows = []
+        for _ in range(2 * NUM_TRAINING):
+            one, other, off = (int(n) for n in rng.integers((12, 3, 1), (99, 30, 9)))
+            word = "".join(rng.choice(list("abcdest"), 7))
+            right, wrong = {
+                "product": (one * other, one * other + 10 * off),
+                "sorted": ("".join(sorted(word)), "".join(sorted(word[1:] + "a"))),
+                "letters": (word.count("a"), word.count("a") + 1 + off % 2),
+                "remainder": (one % other, (one + 1 + off) % other),
+                "reversed": (word[::-1], word[::-1][1:] + word[::-1][0]),
+            }[name]
+            question = {
+                "product": f"{one} times {other} is",
+                "sorted": f"The letters of {word} in alphabetical order are",
+                "letters": f"The number of times that a is in {word} is",
+                "remainder": f"The remainder of {one} divided by {other} is",
+                "reversed": f"{word} written backwards is",
+            }[name]
+            if right != wrong:
+                rows += [(question, f"{question} {claim}. Is this right?", claim == right)
+                         for claim in (right, wrong)]  # fmt: skip
+        kinds[name] = gather(rows)
+    return kinds
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:

@@ -121,6 +121,8 @@ class GenomeReport(Record):
     """The winning candidate, as `lineage` names it."""
     population: tuple[CandidateRecord, ...] = ()
     """The candidates that the search ended with."""
+    merit: Text = ""
+    """What candidates were compared by; `reward` where no answer had a certainty."""
     front: tuple[CandidateRecord, ...] = ()
     """Those that no other candidate beats on every taskset."""
     floors: dict[Text, Measured] = Field(default_factory=dict)

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rookery.errors import ConfigError
 from rookery.search.candidate import RANDOM_SUM, ChildPlan
 from rookery.search.parents import convex_weights
 from rookery.seeding import shuffled, stream, stream_seed
 
-__all__ = ["pair_plans", "random_plans"]
+__all__ = ["pair_plans", "random_plans", "random_weights"]
 
-MAX_WEIGHT = 1.5
-"""Random search draws weights up to this: sums of adapters are often better than means."""
+MAX_STRENGTH = 1.5
+"""A single founder is tried in strengths up to this."""
 
 
 def pair_plans(
@@ -37,11 +40,25 @@ def pair_plans(
     return tuple(plans)
 
 
+def random_weights(num_founders: int, *, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Of one sum: some founders, two at least, share a total from 1, their mean, up to their
+    number, their plain sum. The shares are uniform (Dirichlet), the total's logarithm is too."""
+    if num_founders == 1:
+        return MAX_STRENGTH * rng.random(1)
+    count = int(rng.integers(2, num_founders + 1))
+    weights = np.zeros(num_founders)
+    members = rng.permutation(num_founders)[:count]
+    weights[members] = rng.dirichlet(np.ones(count)) * count ** rng.random()
+    return weights
+
+
 def random_plans(ids: Sequence[str], *, count: int, seed: int) -> tuple[ChildPlan, ...]:
-    """`count` sums of all founders, each weight drawn from 0 to 1.5 on its own."""
+    """`count` sums of founders: the uniform average, then random weights."""
     plans = []
     for index in range(count):
-        drawn = MAX_WEIGHT * stream(seed, "random", index).random(len(ids))
+        drawn = random_weights(len(ids), rng=stream(seed, "random", index))
+        if index == 0 and len(ids) > 1:
+            drawn = np.full(len(ids), 1.0 / len(ids))
         weights = tuple(float(weight) for weight in drawn)
         plan = _plan(tuple(ids), weights, name=f"r{index:04d}", seed=seed)
         plans.append(replace(plan, merge=RANDOM_SUM))

@@ -15,13 +15,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Merit", "certainties_of", "merits_at", "merits_of"]
+__all__ = ["Merit", "merits_at", "merits_of"]
 
 Array = NDArray[np.float64]
 
-Merit = Literal["certainty", "log_certainty", "reward"]
-"""What candidates are compared by: the probability of the right choice, its logarithm, or the
-reward alone. A task without choices counts by its reward in each of them."""
+Merit = Literal["certainty", "log_certainty", "mixed", "reward"]
+"""What candidates are compared by: the probability of the right choice, its logarithm, the reward
+alone, or the mean of these three. A task without choices counts by its reward in each of them."""
+
+MIXED: tuple[Merit, ...] = ("certainty", "log_certainty", "reward")
+"""Where certainty says little, such as of founders that are sure of wrong references, the reward
+still counts; where it says much, two thirds are made of it."""
+
+SHARPNESS = 3.0
+"""How fast a choice becomes right as its log-odds pass its limit: three times as fast as its
+probability."""
 
 LOG_SPAN = 4.0
 """Halvings of the probability from 1 down to a log certainty of 0, of up to four choices. Of more
@@ -36,32 +44,40 @@ def merits_of(
     num_choices: Mapping[str, int],
 ) -> dict[str, float]:
     """By task id; as many as there are rewards. `num_choices` of each task with a certainty."""
-    if merit == "reward":
-        return dict(rewards)
     known = {task: certainties[task] for task in rewards if task in certainties}
-    if merit == "log_certainty":
-        known = {task: _log_certainty(value, num_choices[task]) for task, value in known.items()}
-    return {**rewards, **known}
+    parts = {
+        "reward": rewards,
+        "certainty": known,
+        "log_certainty": {t: _log_certainty(value, num_choices[t]) for t, value in known.items()},
+    }
+    of = MIXED if merit == "mixed" else (merit,)
+    return {**rewards, **{t: math.fsum(parts[name][t] for name in of) / len(of) for t in known}}
 
 
-def certainties_of(merits: Array, *, merit: Merit, num_choices: Sequence[int]) -> Array:
-    """The certainties that answers of these merits had, [..., tasks]; a reward is its own."""
-    if merit != "log_certainty":
-        return merits
+def merits_at(
+    certainties: Array, *, merit: Merit, num_choices: Sequence[int], limits: Array
+) -> Array:
+    """The merits of answers that are so certain, [..., tasks]; a task without choices is expected
+    to earn as much. A choice is right from its limit on, and its reward rises smoothly around it:
+    other tasks of the kind have theirs a little above or below."""
+    logs = np.log2(np.maximum(certainties, 1e-30))
     spans = np.array([_log_span(num) for num in num_choices])
-    found: Array = np.where(np.array(num_choices) > 0, 2.0 ** (spans * (merits - 1.0)), merits)
+    parts = {
+        "reward": lambda: (
+            1.0 / (1.0 + 2.0 ** (SHARPNESS * (_log_odds(limits) - _log_odds(certainties))))
+        ),
+        "certainty": lambda: certainties,
+        "log_certainty": lambda: np.maximum(0.0, 1.0 + logs / spans),
+    }
+    own = [parts[name]() for name in (MIXED if merit == "mixed" else (merit,))]
+    found: Array = np.where(np.array(num_choices) > 0, np.mean(own, axis=0), certainties)
     return found
 
 
-def merits_at(certainties: Array, *, merit: Merit, num_choices: Sequence[int]) -> Array:
-    """The merits of answers that are so certain, [..., tasks]; a reward is expected to be as
-    high."""
-    if merit != "log_certainty":
-        return certainties
-    spans = np.array([_log_span(num) for num in num_choices])
-    logs = np.maximum(0.0, 1.0 + np.log2(np.maximum(certainties, 1e-30)) / spans)
-    found: Array = np.where(np.array(num_choices) > 0, logs, certainties)
-    return found
+def _log_odds(probabilities: Array) -> Array:
+    near = np.clip(probabilities, 1e-6, 1 - 1e-6)
+    odds: Array = np.log2(near / (1 - near))
+    return odds
 
 
 def _log_certainty(probability: float, num_choices: int) -> float:

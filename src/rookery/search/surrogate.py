@@ -22,6 +22,8 @@ from itertools import chain, islice, product
 import numpy as np
 from numpy.typing import NDArray
 
+from rookery.search.founders import random_weights
+
 __all__ = ["Box", "Surrogate", "Worth", "propose"]
 
 Array = NDArray[np.float64]
@@ -180,8 +182,10 @@ def propose(
     fewer where the box holds no more. `starts` [n, d] are the best measured. What is not live
     is 0."""
     blocks, is_live = surrogate.num_blocks, surrogate.is_live
-    sums = box.low + (box.high - box.low) * rng.random((NUM_POINTS // 4, starts.shape[1] // blocks))
-    pool = np.concatenate([np.tile(sums, blocks), _around(starts, box, blocks, rng)]) * is_live
+    num_founders = starts.shape[1] // blocks
+    sums = [random_weights(num_founders, rng=rng) for _ in range(NUM_POINTS // 4)]
+    drawn = np.clip(np.tile(sums, blocks), box.low, box.high)
+    pool = np.concatenate([drawn, _around(starts, box, blocks, rng)]) * is_live
     for _ in range(NUM_ROUNDS):
         value = _expected(worth, surrogate, pool)
         best = pool[np.argsort(-value, kind="stable")[:NUM_STARTS]]

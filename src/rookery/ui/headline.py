@@ -50,6 +50,16 @@ class Headline:
     """How the number came about: "Chosen among 46 candidates; measured on 60 report tasks."."""
 
 
+MERITS = {
+    "certainty": " by the probability of the right choices",
+    "log_certainty": " by the log probability of the right choices",
+    "mixed": " by rewards and the probability of the right choices together, because either alone "
+    "can mislead",
+    "reward": " by rewards",
+}
+"""What candidates were compared by, in words."""
+
+
 def make_headline(report: GenomeReport) -> Headline:
     """The winner against the best founder, or how far an unfinished search has come."""
     winner = report.winner
@@ -119,7 +129,8 @@ def _is_founder(report: GenomeReport) -> bool:
 def _context(report: GenomeReport, winner: ReportRow) -> str:
     origin = []
     if report.num_candidates:
-        origin.append(f"Chosen among {wording.plural(report.num_candidates, 'candidate')}")
+        reason = MERITS.get(report.merit, "")
+        origin.append(f"Chosen among {wording.plural(report.num_candidates, 'candidate')}{reason}")
     if any(taskset.num_report for taskset in report.tasksets):
         origin.append(f"measured once on {wording.report_tasks(report.tasksets, 'report task')}")
     sentences = ["; ".join(origin)] if origin else []

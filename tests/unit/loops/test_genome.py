@@ -707,7 +707,9 @@ async def test_a_surrogate_knows_from_where_on_one_of_four_choices_is_the_likeli
     by_merit = {round(own["merit"], 6): own["score"] for own in earned.values()}
     assert len(seen) == len(by_merit) == 4
     for own, value in seen:
-        mean = float(merits_at(own, merit=merit, num_choices=[4] * len(own)).mean())
+        limits = np.full(len(own), 0.5)
+        merits = merits_at(own, merit=merit, num_choices=[4] * len(own), limits=limits)
+        mean = float(merits.mean())
         expected = 1.0 - (mean - value) / MISSED
         assert expected == pytest.approx(by_merit[round(mean, 6)], abs=0.1)
 

@@ -112,8 +112,8 @@ async def test_when_all_finalists_fail_on_select_the_report_says_so(
 
 
 @pytest.mark.parametrize(("prefix", "outcome"), [
-    ("r", "12 of 12 random merges failed and there is no random search to compare with"),
-    ("r0003", "1 of 12 random merges failed and lost"),
+    ("r", "7 of 7 random merges failed and there is no random search to compare with"),
+    ("r0003", "1 of 7 random merges failed and lost"),
 ])  # fmt: skip
 async def test_random_merges_that_fail_are_in_the_report(
     genome: Genome, tmp_path: Path, prefix: str, outcome: str

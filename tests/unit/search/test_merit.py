@@ -1,9 +1,11 @@
 """What an answer counts in a search."""
 
+from typing import Any, get_args
+
 import numpy as np
 import pytest
 
-from rookery.search.merit import Merit, certainties_of, merits_at, merits_of
+from rookery.search.merit import Merit, merits_at, merits_of
 
 REWARDS = {"chosen": 0.0, "written": 1.0}
 CERTAINTIES = {"chosen": 0.25, "unanswered": 0.9}
@@ -39,16 +41,29 @@ def test_log_certainty_tells_candidates_apart_among_many_choices() -> None:
     assert [log_certainty(2, count) for count in (2, 3, 4)] == [0.5] * 3
 
 
-@pytest.mark.parametrize("merit", ["certainty", "log_certainty", "reward"])
-def test_certainties_are_found_again_from_merits(merit: Merit) -> None:
-    """Also of many choices, also rewards of tasks without choices."""
-    num_choices = [2, 40, 0]
-    certainties = np.array([[0.3, 0.01, 1.0], [0.9, 0.5, 0.0]])
-    merits = merits_at(certainties, merit=merit, num_choices=num_choices)
-    found = certainties_of(merits, merit=merit, num_choices=num_choices)
-    assert found == pytest.approx(certainties)
-    asked = merits_of(
-        {"a": 1.0, "b": 1.0}, {"a": 0.3, "b": 0.01}, merit=merit, num_choices={"a": 2, "b": 40}
-    )
-    if merit != "reward":
-        assert merits[0, :2] == pytest.approx([asked["a"], asked["b"]])
+def test_a_mixed_merit_is_the_mean_of_the_three() -> None:
+    """A right answer always counts more than a wrong one that is as certain."""
+    asked: dict[str, Any] = {"certainties": {"t": 0.25}, "num_choices": {"t": 4}, "merit": "mixed"}
+    found = [merits_of({"t": reward, "u": 0.5}, **asked) for reward in (0.0, 1.0)]
+    assert found == [
+        {"t": pytest.approx((0.25 + 0.5 + reward) / 3), "u": 0.5} for reward in (0.0, 1.0)
+    ]
+
+
+@pytest.mark.parametrize("merit", get_args(Merit))
+def test_what_is_expected_of_certainties_is_what_they_count(merit: Merit) -> None:
+    """Also of many choices, also rewards of tasks without choices. The reward rises around the
+    limit, and is nearly there far from it."""
+    num_choices, limits = [2, 40, 0], np.array([0.5, 0.1, 0.5])
+    certainties = np.array([[0.05, 0.01, 1.0], [0.95, 0.5, 0.0]])
+    found = merits_at(certainties, merit=merit, num_choices=num_choices, limits=limits)
+    for own, answers in zip(found, certainties, strict=True):
+        asked = merits_of(
+            dict(zip("abc", [*(answers[:2] > limits[:2]).astype(float), answers[2]], strict=True)),
+            dict(zip("ab", answers[:2], strict=True)),
+            merit=merit,
+            num_choices={"a": 2, "b": 40},
+        )
+        assert own == pytest.approx(list(asked.values()), abs=0.002)
+    at_limit = merits_at(limits[None], merit="reward", num_choices=num_choices, limits=limits)
+    assert at_limit[0] == pytest.approx([0.5, 0.5, 0.5])

@@ -298,11 +298,24 @@ def test_founders_are_paired_before_pairs_repeat() -> None:
         pair_plans(["a"], count=1, seed=0)
 
 
-def test_random_search_covers_the_box() -> None:
-    weights = np.array([plan.weights for plan in random_plans(["a", "b"], count=500, seed=0)])
-    assert weights.min() >= 0
-    assert weights.max() <= 1.5
-    assert weights.mean(axis=0) == pytest.approx([0.75, 0.75], abs=0.06)
+@pytest.mark.parametrize("num", [2, 5, 20])
+def test_random_search_tries_the_average_then_shares_of_some_founders(num: int) -> None:
+    """Totals lie between a mean and a plain sum: with twenty founders no sum explodes."""
+    plans = random_plans([f"f{i}" for i in range(num)], count=500, seed=0)
+    average, *drawn = [np.array(plan.weights) for plan in plans]
+    assert average == pytest.approx(np.full(num, 1 / num))
+    assert min(weights.min() for weights in drawn) >= 0
+    counts = np.array([np.count_nonzero(weights) for weights in drawn])
+    totals = np.array([weights.sum() for weights in drawn])
+    assert set(counts) == set(range(2, num + 1))
+    assert (totals >= 1 - 1e-9).all() and (totals <= counts + 1e-9).all()
+    assert np.median(totals) == pytest.approx(np.median(counts) ** 0.5, rel=0.25)
+    assert np.mean(drawn, axis=0) == pytest.approx(np.mean(drawn), rel=0.35)
+
+
+def test_a_single_founder_is_tried_in_other_strengths() -> None:
+    strengths = [plan.weights[0] for plan in random_plans(["a"], count=50, seed=0)]
+    assert 0 <= min(strengths) < 0.3 and 1.2 < max(strengths) <= 1.5
 
 
 def test_newcomers_push_out_the_worst() -> None:

@@ -43,6 +43,8 @@ def test_a_gain_without_an_interval_is_no_result() -> None:
 
 def test_candidates_and_tasks_are_disclosed() -> None:
     assert "Chosen among 46 candidates; measured once on 120 report tasks." in headline().context
+    context = headline(merit="mixed").context
+    assert "candidates by rewards and the probability of the right choices together" in context
 
 
 def test_a_baseline_above_the_winner_is_named() -> None:

@@ -67,11 +67,12 @@ class GenomeConfig(Config):
     model of all answers so far expects to be good."""
     race: RaceConfig = RaceConfig()
     """Dropping candidates that can no longer survive; `enabled: false` measures all on all."""
-    merit: Merit = "log_certainty"
+    merit: Merit = "mixed"
     """What candidates are compared by in the search, in races and in the choice: `certainty`, the
     probability of the right choice, which has less noise than whether it is the likeliest; its
-    logarithm, `log_certainty`, which counts a confident mistake for more; or `reward`. Tasks
-    without choices count by their reward. Floors and reports hold of rewards."""
+    logarithm, `log_certainty`, which counts a confident mistake for more; `reward`; or `mixed`,
+    the mean of the three, which is good where certainty says little too. Tasks without choices
+    count by their reward. Floors and reports use rewards."""
     floors: dict[str, float | Literal["founder"]] = Field(default_factory=dict)
     """"Do not get worse on this taskset": a mean, or `founder` for the best founder's."""
     rank: int | None = Field(default=None, ge=1)

@@ -57,6 +57,7 @@ def write_report(parts: RunParts, ending: Ending) -> GenomeReport:
         generations=tuple(parts.log.generations),
         lineage=_draw_lineage(parts, ending.searched, winner),
         winner_id=winner,
+        merit=search.merit if search.num_choices else "reward",
         population=_describe_all(search, population),
         front=_describe_all(search, _find_front(search, ending.searched)),
         floors=dict(search.floors),

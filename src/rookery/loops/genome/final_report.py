@@ -177,17 +177,21 @@ class FinalReport:
         return fitness_of(evidence.means, weights=weights, floors=floors, merits=evidence.merits)
 
     async def random_search(self, count: int, *, seed: int, keep: int) -> list[str]:
-        """The best `keep` of `count` random merges, on the search split; those that failed not."""
-        plans = random_plans(self._builder.founders, count=count, seed=seed)
+        """The best `keep` of `count`, on the search split: the founders, which were measured there
+        before, their average and random sums. Nothing where every sum failed."""
+        founders = self._builder.founders
+        plans = random_plans(founders, count=count - len(founders), seed=seed)
         self._builder.plan(plans)
         measured = self._search.measured
-        names = [plan.id for plan in plans]
-        for first in range(0, count, 16):
-            drawn = [name for name in names[:first] if measured[name].is_complete]
+        names = [*founders, *(plan.id for plan in plans)]
+        for first in range(len(founders), len(names), 16):
+            before = [name for name in names[:first] if measured[name].is_complete]
             part, key = names[first : first + 16], stream_seed(seed, "random", first)
-            await self._search.measure(part, rivals=drawn, seed=key, keep=keep)
+            await self._search.measure(part, rivals=before, seed=key, keep=keep)
             self._builder.keep(())
         complete = [name for name in names if measured[name].is_complete]
+        if set(complete) <= set(founders):
+            return []
         return sorted(complete, key=lambda n: rank_key(measured[n].fitness), reverse=True)[:keep]
 
     def merged(self, max_rank: int) -> list[ReportEntry]:

@@ -46,6 +46,8 @@ class Measured:
     """By task id; fewer than all when it was dropped or failed."""
     merits: Mapping[str, float]
     """The same tasks."""
+    certainties: Mapping[str, float]
+    """Of these tasks the ones with choices."""
     mean: float | None
     """The weighted mean reward, which reports show: of a dropped one estimated from the tasks that
     it saw; None when it failed."""
@@ -77,12 +79,13 @@ class SearchEvaluator:
         self._race = race
         self.merit: Merit = merit
         self.num_choices: dict[str, int] = {}
-        """By task id, of tasks that count by the certainty of their right choice: found when they
-        are answered, because a scorer may judge a task with choices by its reward alone."""
+        """By task id, of tasks whose right choice has a certainty: found when they are answered,
+        because a scorer may judge a task with choices by its reward alone."""
         self._floors: dict[str, float] = {}
         self.measured: dict[str, Measured] = {}
         self._rewards: dict[str, dict[str, float]] = {}
         self._merits: dict[str, dict[str, float]] = {}
+        self._certainties: dict[str, dict[str, float]] = {}
         self._errors: dict[str, dict[str, str]] = {}
 
     @property
@@ -245,8 +248,8 @@ class SearchEvaluator:
         )
         num_choices = {task: len(self._tasks[task].choices) for task in tasks}
         for name, evaluation in zip(refs, evaluations, strict=True):
-            if self.merit != "reward":
-                self.num_choices |= {task: num_choices[task] for task in evaluation.certainties}
+            self.num_choices |= {task: num_choices[task] for task in evaluation.certainties}
+            self._certainties.setdefault(name, {}).update(evaluation.certainties)
             self._errors.setdefault(name, {}).update(evaluation.errors)
             rewards = evaluation.rewards
             merits = merits_of(
@@ -263,16 +266,20 @@ class SearchEvaluator:
         """What the race saw of a candidate. What was asked beyond that does not count."""
         fate = race.dropped.get(name)
         rewards, merits = self._rewards.pop(name, {}), self._merits.pop(name, {})
-        errors = self._errors.pop(name, {})
+        certainties, errors = self._certainties.pop(name, {}), self._errors.pop(name, {})
         if fate is not None:
             seen = race.tasks[: fate.num_tasks]
-            rewards, merits = ({task: of[task] for task in seen} for of in (rewards, merits))
+            rewards, merits, certainties = (
+                {task: of[task] for task in seen if task in of}
+                for of in (rewards, merits, certainties)
+            )
         if fate is not None and fate.reason == "failed":
             error = next(errors[task] for task in race.tasks if task in errors)
             return Measured(
                 fitness=FAILED,
                 rewards=rewards,
                 merits=merits,
+                certainties=certainties,
                 mean=None,
                 is_complete=False,
                 error=error,
@@ -281,6 +288,7 @@ class SearchEvaluator:
             fitness=self._fitness(rewards, merits, estimate),
             rewards=rewards,
             merits=merits,
+            certainties=certainties,
             mean=self._fitness(rewards, rewards, mean).score,
             is_complete=len(rewards) == len(self._tasks),
         )

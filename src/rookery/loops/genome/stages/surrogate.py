@@ -18,7 +18,7 @@ from rookery.loops.genome.search_evaluator import SearchEvaluator
 from rookery.loops.genome.stages.context import StageContext
 from rookery.loops.genome.stages.sums import Unit, count_blocks, live_coefficients, measure_sums
 from rookery.search.fitness import rank_key, score_factors
-from rookery.search.merit import certainties_of, merits_at
+from rookery.search.merit import merits_at
 from rookery.search.surrogate import NUM_STARTS, Box, Surrogate, Worth, propose
 from rookery.seeding import stream
 from rookery.types import Adapter
@@ -85,14 +85,12 @@ def _propose(
     search, sums = context.search, _sums(context, num_blocks)
     points = np.array(list(sums.values()))
     measured = [search.measured[name] for name in sums]
-    merits = _table(search, [own.merits for own in measured])
-    # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
-    low = np.fmin.reduce(merits, axis=0, initial=0.0)
-    span = np.fmax.reduce(merits, axis=0, initial=1.0) - low
-    certainties = certainties_of(
-        (merits - low) / span, merit=search.merit, num_choices=_num_choices(search)
-    )
     rewards = _table(search, [own.rewards for own in measured])
+    answers = _table(search, [{**own.rewards, **own.certainties} for own in measured])
+    # Rewards may go beyond 0 and 1: what was seen of a task's is taken as their range.
+    low = np.fmin.reduce(answers, axis=0, initial=0.0)
+    span = np.fmax.reduce(answers, axis=0, initial=1.0) - low
+    certainties = (answers - low) / span
     limits = _right_from(certainties, rewards > 0.5, num_choices=_num_choices(search))
     is_live = np.array(live_coefficients(config.unit, founders))
     proposed = propose(
@@ -128,7 +126,8 @@ def _worth(search: SearchEvaluator, low: Array, span: Array, limits: Array) -> W
     places = {s: np.flatnonzero([own == s for own in sources]) for s in search.floors}
 
     def worth(chances: Array) -> Array:
-        value: Array = merits_at(chances, merit=search.merit, num_choices=num_choices) @ factors
+        merits = merits_at(chances, merit=search.merit, num_choices=num_choices, limits=limits)
+        value: Array = merits @ factors
         for source, floor in search.floors.items():
             at = places[source]
             own = chances[:, at]

@@ -1,0 +1,309 @@
+"""The search of genome on made-up founders: its winner beside random search, in seconds a run.
+
+    python benchmarks/search_founders.py [--families 5 "20, harmful"] [--seeds 24] [--parallel 2]
+
+Every run is the real loop (`rookery.loops.genome.evolve`: founders, stages, races, the choice on
+`select`, the report); only the model is made up. A founder is an adapter of one number per block, a
+candidate's merge coefficients are read off its weights, and a task's log-odds are a function of
+them: what founders know of the task's kind, how they disturb other kinds and single tasks, and how
+far the sum is beyond what a model bears. Families differ in the number of founders, how many of
+them do harm, and what is known of an answer: whether it is right (`generated`), or also how certain
+the model is of it. Where tasks are `mislabelled`, certainty says little: who knows more is surer of
+answers that count as wrong.
+
+A seed makes founders, tasks and the search. Gains are means over seeds of paired differences on
+the report tasks, with 95 % intervals (Student's t).
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from search_quality import say
+
+from rookery.loops.genome import GenomeConfig
+from rookery.loops.genome.generation_log import UNWATCHED, Cost
+from rookery.loops.genome.parts import assemble
+from rookery.loops.genome.stages import STAGES, StageContext
+from rookery.runs import Run
+from rookery.seeding import stream
+from rookery.tasks.scorers import ChoiceConfig
+from rookery.tasks.splits import SplitsConfig
+from rookery.tasks.taskset import Taskset
+from rookery.testing import BASE, FakeAdapters
+from rookery.types import Adapter, Evaluation, Group, LoraFactors, ModelRef, Rollout, Task
+from rookery.weights import make_adapter
+
+Array = NDArray[np.float64]
+NUM_BLOCKS = 4
+NUM_ASKED, NUM_REPORTED = 180, 1800
+"""Tasks of all kinds: half of the first for the search and half for the choice, the others for the
+report."""
+SPLITS = SplitsConfig(search=0.5, select=0.5, report=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What founders there are, and what is seen of their answers."""
+
+    num_founders: int
+    num_harmful: int = 0
+    has_choices: bool = True
+    mislabelled: float = 0.0
+    """Share of the tasks whose reference is wrong: who knows more is surer of the other answer."""
+
+    @property
+    def name(self) -> str:
+        words = ["harmful"] * (self.num_harmful > 0)
+        words += ["generated"] * (not self.has_choices) + ["mislabelled"] * (self.mislabelled > 0)
+        return ", ".join([str(self.num_founders), *words])
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        *(
+            Family(num_founders=num, num_harmful=harmful, has_choices=has_choices)
+            for has_choices, (num, bad) in product(
+                (True, False), ((2, 1), (5, 1), (10, 2), (20, 4))
+            )
+            for harmful in (0, bad)
+        ),
+        *(Family(num_founders=num, mislabelled=0.3) for num in (3, 5, 10)),
+    )
+}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "by reward": {"merit": "reward"},
+    "by log_certainty": {"merit": "log_certainty"},
+}
+"""Changes to the default config, by name. Random search chooses by the same merit."""
+
+
+class World:
+    """The engine and the evaluator of one made-up family."""
+
+    max_rank, context_tokens, is_remote, base = 1024, None, False, BASE
+
+    def __init__(self, family: Family, *, seed: int) -> None:
+        rng = stream(seed, "world", family.name)
+        num, self.num_kinds = family.num_founders, min(5, family.num_founders)
+        self.family = family
+        self._adapters = FakeAdapters()
+        shape = (num, NUM_BLOCKS)
+        shared = rng.normal(-0.3, 0.6, (self.num_kinds, num, 1))
+        gains = (shared + rng.normal(0.0, 0.6, (self.num_kinds, *shape))) / NUM_BLOCKS
+        strength = rng.uniform(1.0, 3.0, num)
+        for founder in range(num):
+            shares = rng.dirichlet(np.ones(NUM_BLOCKS))
+            gains[founder % self.num_kinds, founder] += strength[founder] * shares
+        gains[:, num - family.num_harmful :] -= 3.0 / NUM_BLOCKS
+        kinds = np.arange(NUM_ASKED + NUM_REPORTED) % self.num_kinds
+        count = len(kinds)
+        ease = rng.lognormal(0.0, 0.5, count)
+        self._slopes = ease[:, None, None] * gains[kinds]
+        # Of a single task, whatever its kind: this is what a search can overfit.
+        self._slopes += rng.normal(0.0, NUM_BLOCKS**-0.5, (count, *shape))
+        is_wrong = rng.random(count) < family.mislabelled
+        self._slopes[is_wrong] *= -2.0
+        self._start = rng.normal(0.0, 1.0, count)
+        self._broken = rng.normal(0.0, 1.5, count)
+        self._alike = 0.1 + 0.9 * np.eye(num)
+
+    def odds(self, weights: Array) -> Array:
+        """Of every task's right answer, for coefficients [founders, blocks]."""
+        plain = self._start + np.einsum("tfb,fb->t", self._slopes, weights)
+        load = np.sqrt(np.einsum("fb,fg,gb->b", weights, self._alike, weights))
+        damage = float(np.square(np.maximum(0.0, load - 1.0)).mean()) * 2.0
+        odds: Array = plain / (1.0 + damage) + damage * (
+            self._broken if self.family.has_choices else -1.0
+        )
+        return odds
+
+    @property
+    def founders(self) -> dict[str, Adapter]:
+        found = {}
+        num = self.family.num_founders
+        for place in range(num):
+            row = torch.eye(num)[place : place + 1]
+            factors = {
+                layer: LoraFactors(a=row, b=row.T.contiguous(), scale=1.0)
+                for layer in self.linear_layers
+            }
+            found[f"founder{place}"] = make_adapter(f"founder{place}", base="", factors=factors)
+        return found
+
+    @property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
+        num = self.family.num_founders
+        return {f"model.layers.{block}.self_attn.q_proj": (num, num) for block in range(NUM_BLOCKS)}
+
+    @property
+    def tasksets(self) -> list[Taskset]:
+        choices = ("right", "wrong") if self.family.has_choices else ()
+        return [
+            Taskset(
+                name=f"kind{kind}",
+                tasks=tuple(
+                    Task(id=f"{place}", prompt=f"{place}", reference="right", choices=choices,
+                         source=f"kind{kind}")
+                    for place in range(kind, NUM_ASKED, self.num_kinds)
+                ),
+                scorer=ChoiceConfig(),
+                splits=SPLITS,
+            )
+            for kind in range(self.num_kinds)
+        ]  # fmt: skip
+
+    num_rollouts = num_tokens = 0
+
+    async def load(self, adapter: Adapter) -> ModelRef:
+        return await self._adapters.load(adapter)
+
+    async def unload(self, ref: ModelRef) -> None:
+        await self._adapters.unload(ref)
+
+    async def evaluate(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Evaluation]:
+        places = [int(task.id) for task in tasks]
+        evaluations = []
+        for model in models:
+            odds = self.odds(self._weights(self._adapters.loaded[model]))[places]
+            ids = [task.id for task in tasks]
+            rewards = dict(zip(ids, (odds > 0).astype(float).tolist(), strict=True))
+            sure = dict(zip(ids, (1.0 / (1.0 + np.exp(-odds))).tolist(), strict=True))
+            evaluations.append(
+                Evaluation(
+                    model=model,
+                    rewards=rewards,
+                    errors={},
+                    num_tokens=0,
+                    seconds=0.0,
+                    certainties=sure if self.family.has_choices else {},
+                )
+            )
+        return evaluations
+
+    def _weights(self, adapter: Adapter) -> Array:
+        """Its coefficients [founders, blocks]."""
+        factors = [adapter.factors[layer] for layer in self.linear_layers]
+        columns = [own.scale * (own.b * own.a.T).sum(dim=1).numpy() for own in factors]
+        return np.stack(columns, axis=1).astype(float)
+
+    def mean(self, adapter: Adapter) -> float:
+        """Its mean reward on the report tasks: all kinds have as many."""
+        return float((self.odds(self._weights(adapter))[NUM_ASKED:] > 0).mean())
+
+    async def rollout(self, models: Sequence[ModelRef], tasks: Sequence[Task]) -> list[Group]:
+        groups = []
+        for model, found in zip(models, await self.evaluate(models, tasks), strict=True):
+            for task in tasks:
+                sure = found.certainties.get(task.id)
+                rollout = Rollout(
+                    task=task,
+                    completion=None,
+                    reward=found.rewards[task.id],
+                    metrics={} if sure is None else {"certainty": sure},
+                )
+                groups.append(Group(task=task, model=model, rollouts=(rollout,)))
+        return groups
+
+    def read_answer(self, rollout: Rollout) -> str:
+        return str(rollout.reward)
+
+
+def run_one(case: tuple[str, str, int]) -> dict[str, float]:
+    """The mean rewards on the report tasks of one search's winner and what it is compared with."""
+    torch.set_num_threads(1)
+    name, variant, seed = case
+    world = World(FAMILIES[name], seed=seed)
+    unused = {"init": {"type": "file", "path": "."},
+              "tasksets": [{"type": "generated", "generator": "mark-kind"}]}  # fmt: skip
+    config = GenomeConfig.model_validate(
+        {**unused, "rank": FAMILIES[name].num_founders, "seed": seed, **VARIANTS[variant]}
+    )
+    with (
+        tempfile.TemporaryDirectory() as place,
+        Run.create(Path(place), kind="genome", config={}, name="run") as run,
+    ):
+        return asyncio.run(search(world, config, run))
+
+
+async def search(world: World, config: GenomeConfig, run: Run) -> dict[str, float]:
+    """As `rookery.loops.genome.evolve` does it, without baselines that vote."""
+    parts = assemble(
+        config,
+        founders=world.founders,
+        tasksets=world.tasksets,
+        engine=world,  # type: ignore[arg-type]
+        evaluator=world,  # type: ignore[arg-type]
+        run=run,
+        watcher=UNWATCHED,
+    )
+    founders, keep = list(parts.builder.founders), config.finals.num_finalists
+    measured = await parts.search.measure(founders, rivals=(), seed=config.seed, keep=len(founders))
+    await parts.log.record("founders", measured, Cost())
+    for index, stage in enumerate(config.stages):
+        context = StageContext(
+            builder=parts.builder, search=parts.search, log=parts.log, seed=config.seed, index=index
+        )
+        await STAGES[stage.type](stage, context)
+    count = parts.builder.num_distinct(parts.search.measured)
+    found = {"winner": parts.final.finalists(keep), "founder": parts.final.founders()[:1]}
+    found["random"] = await parts.final.random_search(count, seed=config.seed, keep=keep)
+    means = {}
+    for name, names in found.items():
+        choice = await parts.final.choose(names, parts.split("select"), floor_holders={})
+        means[name] = world.mean(parts.builder.adapter(choice.ranked[0]))
+    return means
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--parallel", type=int, default=2)
+    options = parser.parse_args()
+    with ProcessPoolExecutor(options.parallel) as pool:
+        for family in options.families:
+            # Without choices every merit is the reward.
+            variants = options.variants if FAMILIES[family].has_choices else ["default"]
+            cases = [(family, name, seed) for name in variants for seed in range(options.seeds)]
+            show(family, dict(zip(cases, pool.map(run_one, cases), strict=True)))
+
+
+def show(family: str, found: Mapping[tuple[str, str, int], Mapping[str, float]]) -> None:
+    """Every variant's means, and its gain over random search by each merit."""
+    seeds = sorted({seed for _, _, seed in found})
+    variants = list(dict.fromkeys(variant for _, variant, _ in found))
+    for variant in variants:
+        means = {
+            row: np.mean([found[family, variant, seed][row] for seed in seeds])
+            for row in ("winner", "random", "founder")
+        }
+        gains = {
+            other: [
+                found[family, variant, s]["winner"] - found[family, other, s]["random"]
+                for s in seeds
+            ]
+            for other in variants
+        }
+        shown = "  ".join(f"{row} {mean:.3f}" for row, mean in means.items())
+        over = "  ".join(f"{other}: {say(own)}" for other, own in gains.items())
+        print(f"{family:22}{variant:17}{shown}   over random, {over}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
