@@ -236,8 +236,8 @@ async def test_normalize_decides_between_short_and_long(
 async def test_choices_that_the_tokenizer_cannot_tell_apart_are_refused(
     template: Template,
 ) -> None:
-    taskset = chosen("yes", "no")  # both are the unknown word of the tiny vocabulary
-    with pytest.raises(TaskError, match=r"chosen/0: two of its choices \['yes', 'no'\]"):
+    taskset = chosen("w4 w5", "w4  w5")  # the tiny tokenizer splits at whitespace
+    with pytest.raises(TaskError, match=r"chosen/0: two of its choices \['w4 w5', 'w4  w5'\]"):
         await evaluator(FakeSampler(), template, taskset).rollout([BASE], taskset.tasks)
 
 

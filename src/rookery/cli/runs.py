@@ -101,7 +101,12 @@ def show(path: Path, *, runs_dir: Path = Path("runs")) -> None:
 
 
 @runs.command
-def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
+def resume(
+    path: Path,
+    *,
+    runs_dir: Path = Path("runs"),
+    rescore: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
     """Resume an interrupted run from the end of its event log.
 
     Parameters
@@ -110,11 +115,14 @@ def resume(path: Path, *, runs_dir: Path = Path("runs")) -> int:
         The run's folder, or its name in `runs_dir`.
     runs_dir
         Where runs are kept.
+    rescore
+        Score the recorded answers again: all of them when a scorer changed, else those without a
+        reward. They are not drawn again.
     """
     from rookery.compose.resuming import resume as go_on
 
     log_warnings()
-    return print_outcome(go_on(_find(path, runs_dir)))
+    return print_outcome(go_on(_find(path, runs_dir), rescore=rescore))
 
 
 @runs.command

@@ -12,6 +12,7 @@ from rookery.compose.inputs_record import (
     digest,
     digest_adapters,
     digest_models,
+    digest_scorers,
     on_same_inputs,
 )
 from rookery.compose.running import (
@@ -120,12 +121,13 @@ def _finish(
 ) -> Outcome[EvaluationReport]:
     quiet_libraries()
     inputs = _read_inputs(config)
-    open_run = on_same_inputs(open_run, _digests(inputs))
+    scorers = digest_scorers([inputs.taskset])
+    open_run = on_same_inputs(open_run, _digests(inputs), scorers)
     display.note(inputs.taskset.notes)
     return run_async(_evaluate(config, inputs, open_run, display))
 
 
-EVALUATION = RunKind("eval", config=EvaluationConfig, finish=_finish)
+EVALUATION = RunKind("eval", config=EvaluationConfig, finish=_finish, scored=())
 
 
 @dataclass(frozen=True, slots=True)

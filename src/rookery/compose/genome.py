@@ -12,6 +12,7 @@ from rookery.compose.inputs_record import (
     digest,
     digest_adapters,
     digest_models,
+    digest_scorers,
     on_same_inputs,
 )
 from rookery.compose.running import (
@@ -71,11 +72,17 @@ def _finish(config: GenomeConfig, open_run: OpenRun, display: Display) -> Outcom
     open_run = tracked(open_run, config.track)
     quiet_libraries()
     inputs = _read_inputs(config, display)
-    open_run = on_same_inputs(open_run, _digests(inputs))
+    scorers = digest_scorers(inputs.tasksets)
+    open_run = on_same_inputs(open_run, _digests(inputs), scorers)
     return run_async(_evolve(config, inputs, open_run, display))
 
 
-GENOME = RunKind("genome", config=GenomeConfig, finish=_finish)
+GENOME = RunKind(
+    "genome",
+    config=GenomeConfig,
+    finish=_finish,
+    scored=("candidate", "emitter", "failure", "generation", "phase", "winner"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import digest, digest_models, on_same_inputs
+from rookery.compose.inputs_record import digest, digest_models, digest_scorers, on_same_inputs
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -79,7 +79,11 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
     quiet_libraries()
     files = read_files(config)
     check_plan(config, files)
-    open_run = on_same_inputs(open_run, _digests(files))
+    scorers = digest_scorers(files.tasksets, game=config.game)
+    if config.game is not None and open_run.rescored:
+        # A game rewards while it is played, and the weights of former checkpoints are gone.
+        open_run = replace(open_run, rescored=())
+    open_run = on_same_inputs(open_run, _digests(files), scorers)
     display.note(note for taskset in files.tasksets for note in taskset.notes)
     if config.full is not None and config.lora != LoraConfig():
         display.note(["lora has no effect: full trains all weights of the model."])
@@ -95,7 +99,7 @@ def _with_own_start(config: GrpoConfig, folder: Path | None) -> GrpoConfig:
     return config.model_copy(update={"init_from": own}) if own.is_dir() else config
 
 
-GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish)
+GRPO = RunKind("grpo", config=GrpoConfig, finish=_finish, scored=("select",))
 
 
 async def _train(

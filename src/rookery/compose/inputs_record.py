@@ -1,18 +1,25 @@
-"""What a run was started on: it does not go on with other tasks or another model under the same
-names."""
+"""What a run was started on: it does not go on with other tasks, another model or another scorer
+under the same names."""
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rookery.compose.running import OpenRun
+from rookery.environments import GameConfig
 from rookery.errors import ModelError, RunError, boundary
+from rookery.rollout import set_scores_aside
 from rookery.runs import Run
+from rookery.tasks.python_function import read_source
+from rookery.tasks.scorers import PythonConfig, ScorerConfig
+from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter
 
-__all__ = ["digest", "digest_adapters", "digest_models", "on_same_inputs"]
+__all__ = ["digest", "digest_adapters", "digest_models", "digest_scorers", "on_same_inputs"]
 
 FILE = "inputs.json"
 MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
@@ -52,34 +59,77 @@ def _digest_file(path: Path) -> bytes:
         return hashlib.file_digest(file, "blake2b").digest()
 
 
-def on_same_inputs(open_run: OpenRun, digests: Mapping[str, str]) -> OpenRun:
-    """The run with the digests of its data, by name. One that was started on other data is refused
-    now, and stays as it is.
+def digest_scorers(
+    tasksets: Iterable[Taskset], *, game: GameConfig | None = None
+) -> dict[str, str]:
+    """Of what gives rewards, by name: its options, and the file of a function of the user."""
+    scorers: dict[str, ScorerConfig | GameConfig] = (
+        {f"the scorer of {taskset.name}": taskset.scorer for taskset in tasksets}
+        if game is None
+        else {"the game": game}
+    )
+    return {name: digest(_identity(config)) for name, config in scorers.items()}
+
+
+def _identity(config: ScorerConfig | GameConfig) -> Iterator[object]:
+    yield config.model_dump(mode="json", exclude={"function"})  # a folder may have moved
+    if isinstance(config, PythonConfig | GameConfig):
+        yield config.function.rpartition(":")[2]
+        what = "game" if isinstance(config, GameConfig) else "scorer"
+        yield read_source(config.function, what=what)
+
+
+def on_same_inputs(
+    open_run: OpenRun, digests: Mapping[str, str], scorers: Mapping[str, str] | None = None
+) -> OpenRun:
+    """The run with the digests of its data and its scorers, by name. One that was started on others
+    is refused now, and stays as it is; with other scorers it may go on when all is scored again.
 
     The recorded answers are known by the ids of their tasks: a task that changed under its id would
     be reported with the answers to another question. Weights that changed under their path would be
     trained on, and reported with the answers of the former ones.
     """
-    if open_run.folder is not None:
-        _compare(open_run.folder, digests)
+    scorers = scorers or {}
+    known = _read(open_run.folder)
+    is_same_scorer = True
+    if known is not None and open_run.folder is not None:
+        _require_same(open_run.folder, known, digests, scorers)
+        changed = [name for name, own in scorers.items() if known.get(name, own) != own]
+        is_same_scorer = not changed
+        if changed and open_run.rescored is None:
+            raise RunError(
+                f"{', '.join(changed)} changed since {open_run.folder} was started, and it "
+                "recorded rewards of the former: put the former back, or score its answers again "
+                f"with `rookery runs resume {shlex.quote(str(open_run.folder))} --rescore`."
+            )
 
     @contextmanager
     def opened() -> Iterator[Run]:
         with open_run() as run:
-            if not (run.path / FILE).exists():
-                run.write_json(FILE, dict(digests))
+            if open_run.rescored is not None:
+                further = open_run.rescored
+                set_scores_aside(run, further=further, only_failed=is_same_scorer)
+            if known is None or not is_same_scorer:
+                run.write_json(FILE, {**digests, **scorers})
             yield run
 
-    return OpenRun(opened, folder=open_run.folder)
+    return replace(open_run, open=opened)
 
 
-def _compare(folder: Path, digests: Mapping[str, str]) -> None:
+def _read(folder: Path | None) -> dict[str, str] | None:
     """A run that was killed before it had a record has no answers either."""
-    if not (folder / FILE).exists():
-        return
+    if folder is None or not (folder / FILE).exists():
+        return None
     with Run.view(folder) as run:
         known: dict[str, str] = run.read_json(FILE)
-    changed = sorted(name for name in known | dict(digests) if known.get(name) != digests.get(name))
+    return known
+
+
+def _require_same(
+    folder: Path, known: Mapping[str, str], digests: Mapping[str, str], scorers: Mapping[str, str]
+) -> None:
+    names = {*known, *digests} - set(scorers)
+    changed = sorted(name for name in names if known.get(name) != digests.get(name))
     if changed:
         raise RunError(
             f"The data of {', '.join(changed)} changed since {folder} was started, and what it "

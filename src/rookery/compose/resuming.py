@@ -14,10 +14,12 @@ from rookery.ui.display import Display
 __all__ = ["KINDS", "resume"]
 
 
-def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
+def resume(path: str | Path, *, rescore: bool = False, progress: bool = True) -> Outcome[Any]:
     """Go on with the run in a folder from where its event log ends; nothing is done twice.
 
     The run is opened when all it needs has been read: one that cannot be resumed stays as it is.
+    With `rescore` its answers are scored again, and what follows from their rewards is made again:
+    all answers when a scorer changed, else those without a reward.
     """
     with Run.view(Path(path)) as run:
         if run.kind not in KINDS:
@@ -25,11 +27,16 @@ def resume(path: str | Path, *, progress: bool = True) -> Outcome[Any]:
                 f"{path} is a run of kind {run.kind!r}, which this version cannot resume."
             )
         kind = KINDS[run.kind]()
+        if rescore and kind.scored is None:
+            raise RunError(
+                f"{path} is a run of kind {run.kind!r}, which has no scorer: leave out --rescore."
+            )
         place = run.path.absolute()
         config = parse_config(kind.config, run.config, origin=str(run.path / "config.json"))
         if is_first_process():
             run.require_free()
-    open_run = OpenRun(lambda: Run.open(place), folder=place)
+    rescored = kind.scored if rescore else None
+    open_run = OpenRun(lambda: Run.open(place), folder=place, rescored=rescored)
     return kind.finish(config, open_run, Display(is_quiet=not progress))
 
 

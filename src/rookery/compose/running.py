@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -64,6 +64,9 @@ class OpenRun:
     open: Callable[[], AbstractContextManager[Run]]
     folder: Path | None = None
     """Of the run to go on with; None: a new one."""
+    rescored: tuple[str, ...] | None = None
+    """When what it recorded is to be scored again: the kinds of its events that follow from
+    rewards."""
 
     @property
     def is_new(self) -> bool:
@@ -81,6 +84,8 @@ class RunKind(Generic[Settings, Report]):
     name: str
     config: type[Settings]
     finish: Callable[[Settings, OpenRun, Display], Outcome[Report]]
+    scored: tuple[str, ...] | None = None
+    """Kinds of events, beside rollouts, that follow from rewards; None: it has no scorer."""
 
     def start(
         self,
@@ -164,7 +169,7 @@ def tracked(open_run: OpenRun, names: Sequence[TrackerName]) -> OpenRun:
         with open_run() as run, follow_metrics(run, names):
             yield run
 
-    return OpenRun(opened, folder=open_run.folder)
+    return replace(open_run, open=opened)
 
 
 def _require_folder(runs_dir: Path) -> None:

@@ -9,7 +9,7 @@ text_model.py engines behind a chat template, and ensembles, as text models
 
 from rookery.rollout.evaluator import Progress, TasksetEvaluator, mean_by_source
 from rookery.rollout.group_sampler import GroupSampler
-from rookery.rollout.log import RolloutLog
+from rookery.rollout.log import RolloutLog, set_scores_aside
 from rookery.rollout.text_model import EngineTextModel, EnsembleTextModel, Member
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "RolloutLog",
     "TasksetEvaluator",
     "mean_by_source",
+    "set_scores_aside",
 ]

@@ -184,9 +184,13 @@ class TasksetEvaluator:
         self._in_flight |= answers
         try:
             found = await self._find_all(questions)
-            missing = [key for key in questions if key not in found]
-            asked = await self._ask([questions[key] for key in missing]) if missing else []
-            news = dict(zip(missing, asked, strict=True))
+            missing = {key: pair for key, pair in questions.items() if key not in found}
+            answered = await self._find_answers(missing)
+            judged = self._judge([missing[key] for key in answered], list(answered.values()))
+            news = dict(zip(answered, await judged, strict=True))
+            unasked = [key for key in missing if key not in answered]
+            asked = await self._ask([missing[key] for key in unasked]) if unasked else []
+            news |= zip(unasked, asked, strict=True)
             if self._log is not None and news:
                 # In a thread: the next block's requests need not wait for the disk.
                 await run_in_thread(self._keep, self._log, questions, news)
@@ -241,6 +245,24 @@ class TasksetEvaluator:
         known = await asyncio.to_thread(find_each)  # the disk is read there
         return {key: rollouts for key, rollouts in known.items() if rollouts is not None}
 
+    async def _find_answers(self, questions: Mapping[str, Pair]) -> dict[str, tuple[Answer, ...]]:
+        """What is to be scored again, and not asked."""
+        log = self._log
+        if log is None or not log.has_answers:
+            return {}
+
+        def find(key: str, model: ModelRef, task: Task) -> tuple[Answer, ...] | None:
+            num = self._askings[task.source].num_answers
+            found = [log.find_answer(f"{key}|{index}", model) for index in range(num)]
+            known = tuple(Answer(*answer) for answer in found if answer is not None)
+            return known if len(known) == num else None
+
+        def find_each() -> dict[str, tuple[Answer, ...] | None]:
+            return {key: find(key, *pair) for key, pair in questions.items()}
+
+        known = await asyncio.to_thread(find_each)
+        return {key: answers for key, answers in known.items() if answers is not None}
+
     def _keep(
         self, log: RolloutLog, questions: Mapping[str, Pair], news: Mapping[str, Rollouts]
     ) -> None:
@@ -263,6 +285,11 @@ class TasksetEvaluator:
                 return [self._failed(pairs[0][1], str(error))]
             alone = await together(self._ask([pair]) for pair in pairs)
             return [rollouts for [rollouts] in alone]
+        return await self._judge(pairs, answers)
+
+    async def _judge(
+        self, pairs: Sequence[Pair], answers: Sequence[tuple[Answer, ...]]
+    ) -> list[Rollouts]:
         judged = iter(
             await together(
                 self._askings[task.source].judge(

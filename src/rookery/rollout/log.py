@@ -6,13 +6,25 @@ log.add(rollouts)                        # in a thread; durable before it return
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rookery.runs import NewEvent, Run
+from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.types import Completion, ModelRef, Rollout, Task
 
-__all__ = ["RolloutLog"]
+__all__ = ["RolloutLog", "set_scores_aside"]
+
+ROLLOUT = "rollout"
+
+
+def set_scores_aside(run: Run, *, further: Collection[str], only_failed: bool) -> None:
+    """Have rollouts scored again from their answers, all or the failed ones, and events of the
+    `further` kinds, which follow from rewards, made again."""
+
+    def keep(event: Event) -> bool:
+        return only_failed and event.kind == ROLLOUT and event.payload["reward"] is not None
+
+    run.set_aside((ROLLOUT, *further), keep=keep)
 
 
 class RolloutLog:
@@ -26,9 +38,11 @@ class RolloutLog:
         self._adding = threading.Lock()
         self._memory: dict[str, Mapping[str, Any]] = {}
         """Holds them when there is no run."""
+        self.has_answers = run is not None and run.last(f"{FORMER}{ROLLOUT}") is not None
+        """Whether rollouts were set aside, to be scored again."""
 
     def __len__(self) -> int:
-        return len(self._memory) if self._run is None else self._run.counts().get("rollout", 0)
+        return len(self._memory) if self._run is None else self._run.counts().get(ROLLOUT, 0)
 
     def find(self, key: str, task: Task, model: ModelRef) -> Rollout | None:
         payload = self._payload(key)
@@ -42,6 +56,14 @@ class RolloutLog:
             error=payload["error"],
             metrics=payload.get("metrics", {}),
         )
+
+    def find_answer(self, key: str, model: ModelRef) -> tuple[Completion, float | None] | None:
+        """The answer, and its certainty, of a rollout that is to be scored again."""
+        event = None if self._run is None else self._run.get(f"{FORMER}{ROLLOUT}", key)
+        if event is None or event.payload["completion"] is None:
+            return None
+        certainty = event.payload.get("metrics", {}).get("certainty")
+        return _read_completion(event.payload["completion"], model), certainty
 
     def add(self, rollouts: Sequence[tuple[str, ModelRef, Rollout, int]]) -> None:
         """Store a block of rollouts, all or none: a resumed run decides by what this one saw.
@@ -67,13 +89,13 @@ class RolloutLog:
                 self._memory |= news
             elif news:
                 self._run.append_many_blocking(
-                    [NewEvent(kind="rollout", payload=new, key=key) for key, new in news.items()]
+                    [NewEvent(kind=ROLLOUT, payload=new, key=key) for key, new in news.items()]
                 )
 
     def _payload(self, key: str) -> Mapping[str, Any] | None:
         if self._run is None:
             return self._memory.get(key)
-        event = self._run.get("rollout", key)
+        event = self._run.get(ROLLOUT, key)
         return None if event is None else event.payload
 
 

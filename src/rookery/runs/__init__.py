@@ -8,12 +8,12 @@ list_runs(Path("runs"))
 
 from rookery.runs.attempts import Attempt, AttemptLog, AttemptState, read_attempts
 from rookery.runs.blobs import BlobStore, BlobView
-from rookery.runs.event_log import EventLog
+from rookery.runs.event_log import FORMER, EventLog
 from rookery.runs.events import Event, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.lock import Owner, is_locked, read_owner
 from rookery.runs.metrics import MetricsRow, read_metrics
-from rookery.runs.run import Run
+from rookery.runs.run import SET_ASIDE, Run
 from rookery.runs.run_view import Outcome, RunView, Status
 from rookery.runs.summary import (
     RunDetails,
@@ -25,6 +25,8 @@ from rookery.runs.summary import (
 )
 
 __all__ = [
+    "FORMER",
+    "SET_ASIDE",
     "Attempt",
     "AttemptLog",
     "AttemptState",

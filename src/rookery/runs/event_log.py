@@ -13,7 +13,7 @@ submits does neither. Reads have a connection of their own and never wait for a 
 import re
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
@@ -24,7 +24,10 @@ from rookery.runs.document import canonical, encode, is_utf8
 from rookery.runs.events import COLUMNS, EVENTS_FORMAT, Event, EventView, NewEvent, read_event
 from rookery.runs.group_commit import GroupCommit
 
-__all__ = ["EventLog"]
+__all__ = ["FORMER", "EventLog"]
+
+FORMER = "former/"
+"""Begins the kind of an event that no longer counts."""
 
 KIND = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
 PAYLOAD_CHARACTERS = 200_000_000
@@ -71,6 +74,21 @@ class EventLog(EventView):
     def append_many(self, news: Sequence[NewEvent]) -> list[Event]:
         """Store all of them, or none, and wait once for the disk; in the order given."""
         return self.submit(news).result()
+
+    def set_aside(self, kinds: Collection[str], *, keep: Callable[[Event], bool]) -> None:
+        """Give events of these kinds, but for those to keep, the kind former/KIND, all or none. A
+        key then finds the newest that was set aside under it."""
+        moves = [
+            (f"{FORMER}{kind}", event.key, event.seq)
+            for kind in kinds
+            for event in self.events(kind)
+            if not keep(event)
+        ]
+        with sqlite_boundary(self._path), transaction(self._writer):
+            for kind, key, seq in moves:
+                older = "UPDATE events SET key = '' WHERE kind = ? AND key = ? AND key <> ''"
+                self._writer.execute(older, (kind, key))
+                self._writer.execute("UPDATE events SET kind = ? WHERE seq = ?", (kind, seq))
 
     def close(self) -> None:
         """Store what still waits and fold the write-ahead log into the file. Idempotent."""

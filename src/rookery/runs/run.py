@@ -53,9 +53,9 @@ from rookery.runs.run_folder import (
 )
 from rookery.runs.run_view import CREATED, FINISHED, OPENED, Outcome, RunView
 
-__all__ = ["Run"]
+__all__ = ["SET_ASIDE", "Run"]
 
-EXTENDED, JOURNAL_MADE = "run/extended", "run/journal"
+EXTENDED, JOURNAL_MADE, SET_ASIDE = "run/extended", "run/journal", "run/set_aside"
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +199,15 @@ class Run(RunView):
             noted = {key: {"from": old, "to": new} for key, (old, new) in changes.items()}
             self._log.append(EXTENDED, {"changes": noted})
         return changes
+
+    def set_aside(
+        self, kinds: Collection[str], *, keep: Callable[[Event], bool] = lambda _: False
+    ) -> None:
+        """Let events of these kinds count no longer, and note it; they stay as former/KIND. Before
+        anything is appended."""
+        self._lock.check()
+        self._log.set_aside(kinds, keep=keep)
+        self._log.append(SET_ASIDE, {"kinds": sorted(kinds)})
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append {"area/name": number} of a step to metrics.jsonl. See `runs/metrics.py`."""

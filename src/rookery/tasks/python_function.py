@@ -29,6 +29,7 @@ __all__ = [
     "find_function",
     "finite_number",
     "function_from_folder",
+    "read_source",
     "shown",
 ]
 
@@ -72,6 +73,17 @@ def find_function(spec: str, *, what: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def read_source(spec: str, *, what: str) -> bytes:
+    """The file that the function is in, as it is now; empty where there is none."""
+    place, _, _ = spec.rpartition(":")
+    path = place if place.endswith(".py") else getattr(_import(place, what), "__file__", None)
+    if path is None:
+        return b""
+    _require_file(Path(path), what)
+    with boundary(TaskError, f"Reading the {what} file {path}", foreign=(OSError,)):
+        return Path(path).read_bytes()
+
+
 def finite_number(returned: object) -> float | None:
     """What a function returned, as a float; None when it is no number, or not between -LARGEST and
     LARGEST."""
@@ -103,12 +115,16 @@ def shown(returned: object) -> str:
     return f"{returned!r:.80} ({kind})"
 
 
-def _load_file(path: Path, what: str) -> ModuleType:
+def _require_file(path: Path, what: str) -> None:
     if not path.is_file():
         raise TaskError(
             f"There is no {what} file {path} (looked in {path.absolute().parent}). "
             "Write file.py:function with a path from the current folder, or an absolute one."
         )
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    _require_file(path, what)
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"rookery_{what}_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -416,5 +416,5 @@ def from_folder(config: TasksetConfig, folder: Path) -> TasksetConfig:
         update["dataset"] = str((folder / config.dataset).resolve())
     if isinstance(config.scorer, PythonConfig):
         function = function_from_folder(config.scorer.function, folder)
-        update["scorer"] = PythonConfig(function=function)
+        update["scorer"] = config.scorer.model_copy(update={"function": function})
     return config.model_copy(update=update)

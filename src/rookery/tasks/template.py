@@ -10,6 +10,7 @@ message when `chat`, which is the default for tokenizers with a chat template, a
 encoded as it is.
 """
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -69,18 +70,8 @@ class Tokenizer(Protocol):
 class Template:
     """Encodes tasks for one tokenizer. Encoded prompts are kept, equal prompts encode once."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        chat: bool | None = None,
-        choice_space: Literal["auto", "always", "never"] = "auto",
-    ) -> None:
-        """`chat` None: as the tokenizer has a chat template or not.
-
-        `choice_space` auto: a choice follows a chat prompt directly, since there the model starts
-        its turn; it follows a plain prompt after one space, unless the prompt ends in whitespace.
-        """
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool | None = None) -> None:
+        """`chat` None: as the tokenizer has a chat template or not."""
         if chat and not tokenizer.chat_template:
             raise ModelError(
                 "chat=True needs a chat template and this tokenizer has none: "
@@ -88,7 +79,6 @@ class Template:
             )
         self._tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template) if chat is None else chat
-        self._choice_space = choice_space
         self._cached = lru_cache(maxsize=MAX_CACHED_PROMPTS)(self._encode_prompt)
         self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
 
@@ -130,19 +120,32 @@ class Template:
     def encode_choice(self, task: Task, choice: str) -> tuple[TokenIds, int]:
         """Tokens of prompt and choice, and the index of the choice's first one.
 
-        The prompt's tokens are always an exact prefix: the choice is encoded by itself, so that no
-        token spans the border. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
+        The choice follows a chat prompt directly, since there the model starts its turn. It follows
+        a plain prompt after one space, unless one of them has whitespace there or the tokenizer has
+        no space. TaskError for a choice that the tokenizer cannot write. The prompt's tokens are
+        always an exact prefix. Prompt (5, 6) and choice (7,): ((5, 6, 7), 2).
         """
         prompt = self.encode(task)
-        tokens = self.encode_text(self._spaced(task, choice))
+        tokens: TokenIds = ()
+        for text in self._continuations(task, choice):
+            tokens = self._encode_after(task, prompt, text)
+            if tokens and self._reads_back(tokens, text):
+                return prompt + tokens, len(prompt)
         if not tokens:
-            raise TaskError(f"Task {task.id}: the choice {choice!r} encodes to no tokens.")
-        return prompt + tokens, len(prompt)
+            raise TaskError(f"Task {task.id}: the answer {choice!r} encodes to no tokens.")
+        raise TaskError(
+            f"Task {task.id}: this model's tokenizer cannot write the answer {choice!r}: it reads "
+            f"it as {self._decode(tokens, skip_special=False)!r}. Write the answer with tokens it "
+            "has, or take another model."
+        )
 
     def decode(self, tokens: TokenIds) -> str:
         """The text of tokens; end-of-text and other special tokens leave none."""
+        return self._decode(tokens, skip_special=True)
+
+    def _decode(self, tokens: TokenIds, *, skip_special: bool) -> str:
         return self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
 
     def without_special(self, text: str) -> str:
@@ -187,19 +190,36 @@ class Template:
         """Tokens of a text as it is, with nothing before or after it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _spaced(self, task: Task, choice: str) -> str:
-        if self._choice_space == "never":
-            return choice
-        is_plain = isinstance(task.prompt, str) and not self.chat
-        follows_space = isinstance(task.prompt, str) and task.prompt[-1:].isspace()
-        if self._choice_space == "auto" and (not is_plain or follows_space):
-            return choice
+    def _is_plain(self, task: Task) -> bool:
+        return isinstance(task.prompt, str) and not self.chat
+
+    def _continuations(self, task: Task, choice: str) -> tuple[str, ...]:
+        """How the choice may follow its prompt, the preferred text first."""
+        is_apart = str(task.prompt)[-1:].isspace() or choice[:1].isspace()
+        return (f" {choice}", choice) if self._is_plain(task) and not is_apart else (choice,)
+
+    def _encode_after(self, task: Task, prompt: TokenIds, text: str) -> TokenIds:
+        """As the tokenizer reads the text behind its prompt; by itself where a token would span the
+        border, since the prompt's tokens are what the model is given."""
+        if self._is_plain(task):
+            whole = self.encode_opening(f"{task.prompt}{text}")
+            if whole[: len(prompt)] == prompt:
+                return whole[len(prompt) :]
         # SentencePiece tokenizers put a space before every text by themselves.
-        return choice if self._prepends_space() else f" {choice}"
+        return self.encode_text(text.removeprefix(" ") if self._prepends_space() else text)
+
+    def _reads_back(self, tokens: TokenIds, text: str) -> bool:
+        """Whether nothing of the text was lost, but for case, spaces and forms of a character."""
+        decoded = self._decode(tokens, skip_special=False)
+        return _essence(decoded) == _essence(text)
 
     def _prepends_space(self) -> bool:
         pieces = self._tokenizer.convert_ids_to_tokens(list(self.encode_text("a")))
         return pieces[:1] != [] and pieces[0].startswith("▁")
+
+
+def _essence(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def load_template(model_folder: str | Path, *, chat: bool | None = None) -> Template:

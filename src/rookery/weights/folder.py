@@ -47,9 +47,9 @@ _KEY = re.compile(
 _BASE_COPY = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens)\.base_layer\.weight")
 """The base model's own output layer or embeddings, frozen: `save_pretrained` adds them when the
 output layer is adapted (`save_embedding_layers`). peft and vLLM have them from the base model."""
-_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Named initialisations that leave the base model as it is; the others (pissa, olora, corda,
-loftq) change the base weights, and their factors mean nothing on the original base."""
+loftq, lora_ga) change the base weights, and their factors mean nothing on the original base."""
 
 
 class _PeftConfig(BaseModel):
@@ -179,7 +179,9 @@ def _foreign_features(config: _PeftConfig) -> Iterable[tuple[bool, str, str]]:
         (
             not is_plain_init,
             f"init_lora_weights is {init!r}, which changes the base weights",
-            "Save it with path_initial_model_for_weight_conversion to make it a plain LoRA.",
+            "Save it with path_initial_model_for_weight_conversion to make it a plain LoRA."
+            if init != "loftq"
+            else "Train it again with init_lora_weights=True.",
         ),
         (bool(config.layer_replication), "layer_replication is set", retrain),
         (bool(config.alora_invocation_tokens), "alora_invocation_tokens is set", retrain),

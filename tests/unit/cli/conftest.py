@@ -1,16 +1,33 @@
 """The command line in this process, over the tiny model, with small files to work on."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driving import Command, Ended, tree
 from working_folder import files, place
 
 from rookery.cli.app import main
+from rookery.embedded import EmbeddedEngine
+from rookery.types import SampleRequest
 
-__all__ = ["files", "place", "refused", "rookery"]
+__all__ = ["drawn", "files", "place", "refused", "rookery"]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SampleRequest]:
+    """Every request that an embedded engine was asked to continue."""
+    requests: list[SampleRequest] = []
+    sample = EmbeddedEngine.sample
+
+    async def note(self: EmbeddedEngine, asked: Sequence[SampleRequest]) -> Any:
+        requests.extend(asked)
+        return await sample(self, asked)
+
+    monkeypatch.setattr(EmbeddedEngine, "sample", note)
+    return requests
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rookery.runs import Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import load_taskset_file
 from rookery.tasks.template import load_template
-from rookery.types import Evaluation
+from rookery.types import Evaluation, SampleRequest
 from rookery.weights import read_adapter
 
 
@@ -207,3 +207,28 @@ def test_tasks_that_changed_are_refused_at_resume(rookery: Command, place: Path)
     assert ended.code == 2 and "The data of tasks changed" in ended.err
     tasks.write_text(before)
     assert rookery("runs", "resume", "runs/one").code == 0
+
+
+def test_what_has_no_score_is_scored_again_on_request(
+    rookery: Command, place: Path, drawn: list[SampleRequest]
+) -> None:
+    (place / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(task, completion):\n"
+        "    with open('calls', 'a') as calls: calls.write(task.id + '\\n')\n"
+        "    if task.id.endswith('1') and Path('down').exists(): raise OSError('no answer')\n"
+        "    return 1\n"
+    )
+    (place / "set.yaml").write_text(
+        "type: jsonl\npath: tasks.jsonl\nsampling: {max_tokens: 2}\n"
+        "scorer: {type: python, function: 'mine.py:reward'}\n"
+    )
+    (place / "down").touch()
+    assert "no answer" in rookery("eval", "tiny", "set.yaml", "--name", "x").words
+    calls, num_drawn = (place / "calls").read_text().split(), len(drawn)
+    (place / "down").unlink()
+    report = rookery("runs", "resume", "x")
+    assert "no answer" in report.words, "what failed stays so"
+    assert rookery("runs", "resume", "x", "--rescore").code == 0
+    again = (place / "calls").read_text().split()[len(calls) :]
+    assert again and all(id.endswith("1") for id in again) and len(drawn) == num_drawn

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from driving import Command, change_weights, status_of
 from rookery.config import load_config
 from rookery.loops.genome import GenomeConfig
 from rookery.runs import Run
+from rookery.types import SampleRequest
 from rookery.weights import read_adapter
 
 CONFIG = """\
@@ -140,3 +142,40 @@ def test_the_documented_flags_fit_the_documented_config(place: Path) -> None:
     default = GenomeConfig.model_fields["stages"].default
     assert config.stages == (default[0], default[1].model_copy(update={"generations": 20}))
     assert config.merit == GenomeConfig.model_fields["merit"].default and config.seed == 3
+
+
+def test_a_mended_scorer_scores_the_answers_again(
+    rookery: Command, config: Path, drawn: list[SampleRequest]
+) -> None:
+    text = CONFIG.replace(
+        "path: tasks.jsonl",
+        "path: tasks.jsonl, sampling: {max_tokens: 3}, "
+        "scorer: {type: python, function: 'mine.py:reward'}",
+    )
+    (config / "g.yaml").write_text(text)
+    (config / "mine.py").write_text("def reward(task, completion): return completion.txt")
+    ended = rookery("genome", "run", "g.yaml", "--name", "x")
+    assert ended.code == 2 and "All 2 founders failed" in ended.words
+    num_first = len(drawn)
+    (config / "mine.py").write_text("def reward(task, completion): return completion.tokens[0] % 2")
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "the scorer of tasks changed since" in ended.words
+    assert "runs/x --rescore" in ended.words and len(drawn) == num_first
+    assert rookery("runs", "resume", "x", "--rescore").code == 0
+    num_both = len(drawn)
+    assert rookery("runs", "resume", "x").code == 0, "the run now is one of the mended scorer"
+    assert rookery("genome", "run", "g.yaml", "--name", "y").code == 0
+    assert num_both == len(drawn) - num_both, "what the founders answered was not drawn again"
+    again, fresh = (
+        json.loads((config / f"runs/{name}/report.json").read_text()) for name in ("x", "y")
+    )
+    for key in ("rows", "lineage", "winner_id", "num_rollouts"):
+        assert strip_seconds(again[key]) == strip_seconds(fresh[key])
+
+
+def strip_seconds(value: Any) -> Any:
+    if isinstance(value, list):
+        return [strip_seconds(each) for each in value]
+    if isinstance(value, dict):
+        return {key: strip_seconds(each) for key, each in value.items() if key != "seconds"}
+    return value

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rookery.runs import Run
+from rookery.types import SampleRequest
 from rookery.weights import read_adapter
 
 REWARD = """\
@@ -291,3 +292,32 @@ def test_bad_input_is_refused_before_a_run_is_made(
     ended = rookery("grpo", "run", "g.yaml", "--name", "x", *flags)
     assert ended.code == 2 and sentence in ended.words
     assert not (config / "runs/x").exists()
+
+
+def test_a_run_goes_on_with_another_scorer_when_told_so(
+    rookery: Command, config: Path, drawn: list[SampleRequest]
+) -> None:
+    assert rookery("grpo", "run", "g.yaml", "--name", "x").code == 0
+    first = json.loads((config / "runs/x/report.json").read_text())
+    (config / "reward.py").write_text(REWARD.replace("% 2 == 0", "% 2 == 1"))
+    drawn.clear()
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "the scorer of drawn changed since" in ended.words
+    assert rookery("runs", "resume", "x", "--rescore").code == 0
+    assert drawn == []
+    again = json.loads((config / "runs/x/report.json").read_text())
+    means = {
+        step["step"]: (step["mean"], other["mean"])
+        for step, other in zip(first["checkpoints"], again["checkpoints"], strict=True)
+    }
+    assert set(means) == {0, 2}
+    assert all(even + odd == pytest.approx(1) for even, odd in means.values())
+    assert any("scored again after 2 steps were drawn" in words for words in again["warnings"])
+
+
+def test_a_game_that_changed_is_played_again_when_told_so(rookery: Command, config: Path) -> None:
+    assert rookery("grpo", "run", "g.yaml", "--name", "x", *GAME_FLAGS).code == 0
+    (config / "game.py").write_text(GAME.replace('"w9"', '"w8"'))
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "the game changed since" in ended.words
+    assert rookery("runs", "resume", "x", "--rescore").code == 0

@@ -221,3 +221,19 @@ def test_the_folder_of_the_process_may_change(
         run.append_blocking("label", {})
         run.write_text("report.html", "x")
     assert (tmp_path / "runs" / "x" / "report.html").exists()
+
+
+def test_events_that_are_set_aside_count_no_longer(tmp_path: Path) -> None:
+    with Run.create(tmp_path, kind="eval", name="x", config={}) as run:
+        for key, score in (("a", 1), ("b", 2)):
+            run.append_blocking("score", {"score": score}, key=key)
+        run.append_blocking("note", {"text": "kept"})
+        run.set_aside(["score"], keep=lambda event: event.key == "b")
+        assert [e.key for e in run.events("score")] == ["b"] and run.counts()["note"] == 1
+        run.append_blocking("score", {"score": 3}, key="a")
+        run.set_aside(["score"])
+    with Run.open(tmp_path / "x") as run:
+        former = run.get("former/score", "a"), run.get("former/score", "b")
+        assert [event and event.payload["score"] for event in former] == [3, 2], "the newest"
+        assert [e.payload["score"] for e in run.events("former/score")] == [1, 2, 3]
+        assert list(run.events("score")) == []

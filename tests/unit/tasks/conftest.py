@@ -75,6 +75,7 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
     backend.post_processor = processors.TemplateProcessing(

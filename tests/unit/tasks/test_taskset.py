@@ -492,12 +492,12 @@ def test_taskset_files_take_paths_from_their_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def one(task, completion): return 1")
     (tmp_path / "set.yaml").write_text(
         "type: jsonl\npath: rows.jsonl\nname: sums\n"
-        "scorer: {type: python, function: 'mine.py:one'}\n"
+        "scorer: {type: python, function: 'mine.py:one', timeout_s: 5}\n"
     )
     (tmp_path / "set.toml").write_text('type = "jsonl"\npath = "rows.jsonl"\n')
     made = load_taskset_file(str(tmp_path / "set.yaml"))
     assert made.name == "sums"
-    assert made.scorer == PythonConfig(function=f"{tmp_path}/mine.py:one")
+    assert made.scorer == PythonConfig(function=f"{tmp_path}/mine.py:one", timeout_s=5.0)
     assert load_taskset_file(str(tmp_path / "set.toml")).tasks[0].prompt == "2+2="
 
 

@@ -1,11 +1,10 @@
 import copy
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rookery.errors import ModelError, TaskError
@@ -84,27 +83,33 @@ def test_an_appended_end_of_text_is_dropped_from_a_plain_prompt(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "chat", "space", "text"),
+    ("prompt", "chat", "choice", "text"),
     [
-        ("Answer:", False, "auto", "Answer: red"),
-        ("Answer: ", False, "auto", "Answer: red"),
-        ("Answer:\n", False, "auto", "Answer:\nred"),
-        ("Answer:", False, "never", "Answer:red"),
-        ("Answer:\n", False, "always", "Answer:\n red"),
-        ("Answer:", True, "auto", "assistant\nred"),
-        ("Answer:", True, "always", "assistant\n red"),
+        ("Answer:", False, "red", "Answer: red"),
+        ("Answer: ", False, "red", "Answer: red"),
+        ("Answer:\n", False, "red", "Answer:\nred"),
+        ("Answer:", False, "\nred", "Answer:\nred"),
+        ("Answer:", True, "red", "assistant\nred"),
     ],
 )
 def test_space_before_a_choice(
-    byte_tokenizer: PreTrainedTokenizerFast,
-    prompt: str | tuple[Message, ...],
-    chat: bool,
-    space: Literal["auto", "always", "never"],
-    text: str,
+    byte_tokenizer: PreTrainedTokenizerFast, prompt: str, chat: bool, choice: str, text: str
 ) -> None:
-    template = Template(byte_tokenizer, chat=chat, choice_space=space)
-    tokens, _ = template.encode_choice(ask(prompt), "red")
+    tokens, _ = Template(byte_tokenizer, chat=chat).encode_choice(ask(prompt), choice)
     assert byte_tokenizer.decode(tokens).endswith(text)
+
+
+def test_a_tokenizer_without_a_space_gets_none_and_must_know_the_answer() -> None:
+    vocabulary = {"<pad>": 0, **{character: i for i, character in enumerate("+=0123456789", 1)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    spelled = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    template = Template(spelled)
+    tokens, start = template.encode_choice(ask("500+1="), "501")
+    assert start == 6 and template.decode(tokens[start:]) == "501"
+    with pytest.raises(TaskError, match=r"Task t: .* cannot write the answer '5a1': .* '5<pad>1'"):
+        template.encode_choice(ask("500+1="), "5a1")
 
 
 def test_a_choice_after_a_plain_prompt_is_the_token_the_model_knows(
@@ -115,11 +120,12 @@ def test_a_choice_after_a_plain_prompt_is_the_token_the_model_knows(
     assert byte_tokenizer.convert_ids_to_tokens(list(tokens[start:])) == ["Ġred"]
 
 
-def test_sentencepiece_tokenizers_get_no_second_space(
-    metaspace_tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.parametrize(("prompt", "first"), [("Answer:", "▁red"), ("Answer:\n", "red")])
+def test_sentencepiece_tokenizers_write_a_choice_as_in_running_text(
+    metaspace_tokenizer: PreTrainedTokenizerFast, prompt: str, first: str
 ) -> None:
-    tokens, start = Template(metaspace_tokenizer).encode_choice(ask("Answer:"), "red")
-    assert metaspace_tokenizer.convert_ids_to_tokens(list(tokens[start:])) == ["▁red"]
+    tokens, start = Template(metaspace_tokenizer).encode_choice(ask(prompt), "red")
+    assert metaspace_tokenizer.convert_ids_to_tokens(list(tokens[start:]))[0] == first
 
 
 @given(prompt=st.text(min_size=1), choice=st.text(min_size=1), chat=st.booleans())
@@ -142,7 +148,7 @@ def test_empty_prompt_and_empty_choice_are_errors(byte_tokenizer: PreTrainedToke
     template = Template(byte_tokenizer, chat=False)
     with pytest.raises(TaskError, match="Task t: its prompt '' encodes to no tokens"):
         template.encode(ask(""))
-    with pytest.raises(TaskError, match="the choice '' encodes to no tokens"):
+    with pytest.raises(TaskError, match="the answer '' encodes to no tokens"):
         template.encode_choice(ask("Answer: "), "")
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, EvaConfig, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraGAConfig, preprocess_loraga
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -260,6 +261,8 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save holds \['lm_head'\]"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "loftq"}, "is 'loftq', which .* init_lora_weights=True"),
+        ({"init_lora_weights": "corda"}, "is 'corda', which .* path_initial_model"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is set"),
         ({"r": 0}, "r is 0"),
         ({"r": 5}, r"for rank 5 .* they must be \[5, in\] and \[out, 5\]"),
@@ -273,6 +276,52 @@ def test_configs_that_are_not_plain_lora_are_refused(
     folder = edit_config(write_adapter(uneven_adapter(), tmp_path / "x"), **changes)
     with pytest.raises(AdapterError, match=sentence):
         read_adapter(folder)
+
+
+INITS: dict[bool | str, dict[str, object]] = {
+    True: {},
+    False: {},
+    "gaussian": {},
+    "eva": {"eva_config": EvaConfig()},
+    "orthogonal": {},
+    "mica": {},
+    "pissa": {},
+    "pissa_niter_2": {},
+    "olora": {},
+    "lora_ga": {"lora_ga_config": LoraGAConfig()},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft: what a start asks of its user
+@pytest.mark.parametrize("init", INITS)
+def test_a_start_is_refused_iff_it_changes_the_base_weights(
+    tmp_path: Path, init: bool | str
+) -> None:
+    config = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=init, **INITS[init])
+    base = tiny_llama()
+    before = base.get_parameter(f"{V1}.weight").clone()
+    tokens = torch.tensor([[1, 2, 3]])
+    if init == "lora_ga":
+        preprocess_loraga(base, config, lambda: base(tokens, labels=tokens).loss.backward())
+    model = get_peft_model(base, config)
+    is_changed = not torch.equal(base.get_parameter(f"{V1}.base_layer.weight"), before)
+    model.save_pretrained(str(tmp_path / "start"))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1
+    model.save_pretrained(str(tmp_path / "trained"))
+    if not is_changed:
+        read_adapter(tmp_path / "trained")
+        return
+    with pytest.raises(AdapterError, match=f"init_lora_weights is '{init}', which changes"):
+        read_adapter(tmp_path / "trained")
+    wanted = model(tokens).logits
+    start = str(tmp_path / "start")
+    model.save_pretrained(str(tmp_path / "plain"), path_initial_model_for_weight_conversion=start)
+    folder = write_adapter(read_adapter(tmp_path / "plain"), tmp_path / "written")
+    torch.testing.assert_close(
+        PeftModel.from_pretrained(tiny_llama(), str(folder))(tokens).logits, wanted
+    )
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", '{"p": "x"}', "{"])

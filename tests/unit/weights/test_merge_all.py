@@ -1,5 +1,6 @@
 """What holds for every operator in both spaces: equal and zero parents, odd shapes, keys."""
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -196,3 +197,31 @@ def test_configs_refuse_what_they_do_not_know() -> None:
     for document in ({"density": 0.0}, {"density": 1.5}, {"space": "middle"}, {"dense": 1}):
         with pytest.raises(ValidationError):
             TiesConfig.model_validate(document)
+
+
+@every
+@operator
+def test_numbers_of_numpy_are_numbers(kind: str, space: str) -> None:
+    parents, method = [made(1), made(2)], method_of(kind, space)
+    weights = [0.25, 0.75]
+    plain = merge(parents, weights=weights, method=method, key=(1,))
+    for given in (np.array(weights), np.array(weights, dtype=np.float32)):
+        assert merge(parents, weights=given, method=method, key=(1,)).version == plain.version
+
+
+@pytest.mark.parametrize(
+    ("weights", "rank", "sentence"),
+    [
+        ([0.5, float("nan")], None, r"weights \[0.5, nan\]; give finite numbers"),
+        ([0.5, float("inf")], None, "give finite numbers"),
+        ([0.5, "0.5"], None, "give finite numbers"),
+        ([0.5, 0.5], 0, "rank is 0; give 1 or more"),
+        ([0.5, 0.5], -2, "rank is -2; give 1 or more"),
+    ],
+)
+def test_weights_and_ranks_that_mean_nothing_are_refused(
+    weights: list[float], rank: int | None, sentence: str
+) -> None:
+    parents = [made(1), made(2)]
+    with pytest.raises(AdapterError, match=sentence):
+        merge(parents, weights=weights, method=LinearConfig(), rank=rank)

@@ -7,7 +7,7 @@ from itertools import count
 from rookery.loops.grpo.batch import Batch, decode_batch, encode_batch
 from rookery.runs import Event, Run
 
-__all__ = ["BatchStore"]
+__all__ = ["BATCH", "BatchStore"]
 
 BATCH = "batch"
 

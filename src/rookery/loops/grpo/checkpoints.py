@@ -41,13 +41,13 @@ class Checkpoints:
         self._weights = weights
         self._keep = keep
         saved = [int(event.payload["step"]) for event in run.events(CHECKPOINT)]
-        self._held = [step for step in saved if self._path(step).is_dir()]
+        self.held = [step for step in saved if self._path(step).is_dir()]
         """Those on disk, oldest first."""
 
     @property
     def newest(self) -> int | None:
         """Steps before the newest one; None before the start is written."""
-        return self._held[-1] if self._held else None
+        return self.held[-1] if self.held else None
 
     async def save(self, step: int) -> None:
         """Write one, durably, unless it is there."""
@@ -60,7 +60,7 @@ class Checkpoints:
         version = await self._weights.version()
         payload = {"step": step, "folder": self._folder(step), "version": version}
         await self._run.append(CHECKPOINT, payload, key=str(step))
-        self._held.append(step)
+        self.held.append(step)
 
     async def _write_weights(self, name: str) -> None:
         with self._run.blobs.stage() as staged:
@@ -97,12 +97,12 @@ class Checkpoints:
     async def prune(self, *, best: int) -> None:
         """Remove all but the newest, as many as are to be kept, and the best. The start stays.
         Only the newest can be gone on from."""
-        newest = self._held[-self._keep :]
-        for step in [step for step in self._held if step not in newest]:
+        newest = self.held[-self._keep :]
+        for step in [step for step in self.held if step not in newest]:
             await asyncio.to_thread(self._run.remove_folder, _state(step))
             if step not in (best, 0):
                 await asyncio.to_thread(self._run.remove_folder, self._folder(step))
-                self._held.remove(step)
+                self.held.remove(step)
 
     def _path(self, step: int) -> Path:
         return self._run.path / self._folder(step)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rookery.loops.grpo.batch_store import BATCH
 from rookery.loops.grpo.checkpoints import Checkpoints
 from rookery.loops.grpo.config import GrpoConfig
 from rookery.loops.grpo.selection import Selection
@@ -18,7 +19,7 @@ from rookery.reports import (
     TrainStepRecord,
     describe_task,
 )
-from rookery.runs import Run
+from rookery.runs import SET_ASIDE, Run
 from rookery.tasks.splits import question_of
 from rookery.tasks.taskset import Taskset
 from rookery.types import Task
@@ -68,7 +69,7 @@ def write_report(run: Run, ending: Ending) -> tuple[Path, GrpoReport]:
         num_rollouts=int(_total(steps, "grpo/num_rollouts")),
         num_tokens=int(_total(steps, "grpo/num_drawn_tokens")),
         seconds=run.worked_s,
-        warnings=tuple(_make_warnings(ending, steps)),
+        warnings=(*_warn_of_scorers(run), *_make_warnings(ending, steps)),
     )
     run.write_json("report.json", report.model_dump(mode="json", exclude_none=True))
     return trained, report
@@ -115,6 +116,18 @@ def _make_warnings(ending: Ending, steps: Sequence[TrainStepRecord]) -> list[str
         *_warn_of_groups(ending, steps),
         *(note for taskset in ending.tasksets for note in taskset.notes),
         *_warn_of_small_samples(ending.rows),
+    ]
+
+
+def _warn_of_scorers(run: Run) -> list[str]:
+    """Of batches that were drawn before answers were scored again: what was learned stays."""
+    again = run.last(SET_ASIDE)
+    num = sum(event.seq < again.seq for event in run.events(BATCH)) if again is not None else 0
+    if not num:
+        return []
+    return [
+        f"The run was scored again after {num} steps were drawn: those were trained with the "
+        "rewards they had before."
     ]
 
 

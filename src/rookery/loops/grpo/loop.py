@@ -158,6 +158,7 @@ async def _train(parts: _Parts) -> None:
     """From the newest checkpoint to the last step."""
     config, source = parts.config, parts.source
     first = await parts.checkpoints.restore()
+    await parts.selection.measure_again(parts.checkpoints.held)
     policy = await parts.trainer.publish(first)
     source.use(policy)
     await _save(parts, policy)

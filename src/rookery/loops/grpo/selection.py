@@ -5,7 +5,7 @@ are compared on those that both answered: what is missing counts for neither.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
 from rookery.loops.comparison import compare, complete_means
@@ -13,7 +13,7 @@ from rookery.loops.grpo.policy_weights import PolicyWeights, SavedWeights
 from rookery.ports import Evaluator
 from rookery.reports import ReportRow
 from rookery.rollout import mean_by_source
-from rookery.runs import Event, NewEvent, Run
+from rookery.runs import FORMER, Event, NewEvent, Run
 from rookery.tasks.splits import SplitName
 from rookery.tasks.taskset import Taskset
 from rookery.types import Evaluation, ModelRef, Task
@@ -68,6 +68,12 @@ class Selection:
         new = NewEvent(kind=SELECT, key=str(step), payload=payload, first_wins=True)
         [event] = await self._run.append_many([new])
         self._note(event)
+
+    async def measure_again(self, steps: Collection[int]) -> None:
+        """Those of the checkpoints whose measurement was set aside, by their recorded answers."""
+        for event in list(self._run.events(f"{FORMER}{SELECT}")):
+            if event.key and int(event.key) in steps:
+                await self.measure(int(event.key), ModelRef(**event.payload["model"]))
 
     async def _measured(self, model: ModelRef, tasks: Sequence[Task]) -> dict[str, object]:
         [evaluation] = await self._evaluator.evaluate([model], tasks)

@@ -79,7 +79,9 @@ def merge_stack(
     out: Stack | None = None,
 ) -> Stack:
     """A row per cross, of the population's layout at `rank`. `out` is memory to use again."""
-    wanted = rank or population.layout.rank
+    wanted = population.layout.rank if rank is None else rank
+    if wanted < 1:
+        raise AdapterError(f"rank is {rank}; give 1 or more, or leave it out.")
     for cross in crosses:
         if not all(0 <= parent < len(population.ranks) for parent in cross.parents):
             raise AdapterError(

@@ -1,6 +1,8 @@
 """One child to make: which rows of a stack, how much of each, and the key of its randomness."""
 
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from typing import Literal
 
 from rookery.errors import AdapterError
@@ -33,6 +35,12 @@ class Cross:
                 f"Got {len(self.parents)} parents and {len(self.weights)} weights; "
                 "give at least one parent and one weight for each."
             )
+        if not all(isinstance(weight, Real) and isfinite(weight) for weight in self.weights):
+            raise AdapterError(
+                f"Got the weights {list(self.weights)}; give finite numbers, one for each parent."
+            )
+        # Numbers of numpy would make double tensors of what is multiplied by them.
+        object.__setattr__(self, "weights", tuple(map(float, self.weights)))
 
 
 def normalised(cross: Cross) -> tuple[float, ...]:
