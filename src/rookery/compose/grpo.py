@@ -77,6 +77,10 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
         return help_grpo(config)
     open_run = tracked(open_run, config.track)
     quiet_libraries()
+    if config.atropos is not None:
+        from rookery.compose.grpo_atropos import gateway_key  # needs the extra `serve`
+
+        gateway_key(config.atropos)
     files = read_files(config)
     check_plan(config, files)
     open_run = on_same_inputs(open_run, _digests(files))
