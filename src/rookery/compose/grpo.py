@@ -115,7 +115,7 @@ async def _train(
                 await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 weights = make_policy(run)
-                async with _open_drawer(config, files, opened, run) as drawer:
+                async with _open_drawer(config, files, opened, run, display) as drawer:
                     inputs = GrpoInputs(
                         config=config,
                         weights=weights,
@@ -249,7 +249,7 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 
 @asynccontextmanager
 async def _open_drawer(
-    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
 ) -> AsyncIterator[GroupDrawer | Feed]:
     """Who answers tasks, or where groups of environments come from."""
     engine = opened.engine
@@ -260,7 +260,9 @@ async def _open_drawer(
 
     assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
     shape = opened.model.shape
-    async with open_feed(config, files, engine=engine, shape=shape, run=run) as feed:
+    async with open_feed(
+        config, files, engine=engine, shape=shape, run=run, say=display.say
+    ) as feed:
         yield feed
 
 
