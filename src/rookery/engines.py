@@ -6,7 +6,7 @@
 An external API is no engine, as it takes no adapters: `open_sampler` opens any of the three.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -32,6 +32,7 @@ __all__ = [
     "model_folder",
     "open_engine",
     "open_sampler",
+    "require_adapters",
     "resolve_smollm2",
 ]
 
@@ -83,6 +84,29 @@ async def open_sampler(
         return
     async with open_engine(config, on_launch=on_launch) as engine:
         yield engine
+
+
+def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
+    """ConfigError when the engine cannot take adapters of these ranks, by what they are called.
+    Before it is opened: servers that run already tell when they are asked."""
+    launch = config.launch if isinstance(config, FleetConfig) else None
+    if isinstance(config, EngineConfig):
+        key, limit = "engine.max_rank", config.max_rank
+    elif launch is not None:
+        key, limit = "engine.launch.max_lora_rank", launch.lora_rank
+    else:
+        return
+    for what, rank in ranks.items():
+        if launch is not None and not launch.max_loras:
+            raise ConfigError(
+                f"{what} is {rank}, and engine.launch.max_loras is 0, which serves no adapters: "
+                "write max_loras: 1 or more."
+            )
+        if rank > limit:
+            raise ConfigError(
+                f"{what} is {rank}, and the engine takes adapters up to rank {limit}: write "
+                f"{limit} or less, or raise {key}."
+            )
 
 
 def model_folder(config: AnySamplerConfig, *, tokenizer: str = "") -> Path:

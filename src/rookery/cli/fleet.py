@@ -1,4 +1,4 @@
-"""`rookery fleet up | status | verify | down`: vLLM servers for all loops to use."""
+"""`rookery fleet up | status | verify | restore | down`: vLLM servers for all loops to use."""
 
 import json
 import os
@@ -127,6 +127,32 @@ def verify(url: str, *, adapter: Path | None = None) -> int:
     if not is_fine:
         fail(f"{server} lacks something. The lines marked ✗ say what to change.")
     return 0 if is_fine else 2
+
+
+@fleet.command
+def restore(*urls: str) -> int:
+    """Give servers the weights back that they were started with, after a training that was killed.
+
+        rookery fleet restore http://127.0.0.1:18000
+
+    Needs VLLM_SERVER_DEV_MODE=1 there, as training does. Do not restore servers that are trained at
+    the moment. Servers with a key: put it in VLLM_API_KEY.
+
+    Parameters
+    ----------
+    urls
+        The servers, without /v1.
+    """
+    from rookery.compose.running import run_async
+    from rookery.fleet.admin import restore as load_first
+
+    log_warnings()
+    if not urls:
+        raise ConfigError("No server is named: write `rookery fleet restore http://host:8000`.")
+    for url in urls:
+        run_async(load_first(url, api_key=os.environ.get(_KEY, "")))
+        console.print(f"{url} has the weights it was started with.", highlight=False)
+    return 0
 
 
 @fleet.command

@@ -9,7 +9,7 @@ from pydantic import Field
 from rookery.compose.inputs import open_shown_engine
 from rookery.compose.running import quiet_libraries
 from rookery.config import Config, parse_config
-from rookery.engines import EngineChoice, model_folder
+from rookery.engines import EngineChoice, model_folder, require_adapters
 from rookery.loops.evolve.config import RookeryConfig
 from rookery.ports import TextModel
 from rookery.rollout.text_model import EngineTextModel
@@ -37,6 +37,7 @@ async def open_engine_models(
     document = config.model_dump(mode="json", include={"engine", "adapters", "tokenizer"})
     parts = parse_config(_Parts, document, origin="the section rookery")
     adapters = {name: read_adapter(path) for name, path in parts.adapters.items()}
+    require_adapters(parts.engine, {f"The rank of {n}": a.rank for n, a in adapters.items()})
     template = load_template(model_folder(parts.engine, tokenizer=parts.tokenizer))
     async with open_shown_engine(parts.engine, display) as engine:
         refs = {"base": engine.base}

@@ -28,7 +28,7 @@ from rookery.compose.running import (
 from rookery.concurrency import run_in_thread
 from rookery.config import Config, parse_config
 from rookery.embedded import EngineConfig, resolve_model
-from rookery.engines import AnyEngineConfig
+from rookery.engines import AnyEngineConfig, require_adapters
 from rookery.errors import ConfigError, TaskError
 from rookery.fleet import FleetConfig
 from rookery.ports import Engine
@@ -172,6 +172,7 @@ async def _evaluate(
     config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[EvaluationReport]:
     """What can be refused is refused before the run is made."""
+    require_adapters(_engine(config), {f"The rank of {a.name}": a.rank for a in inputs.adapters})
     async with open_shown_engine(_engine(config), display) as engine:
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])

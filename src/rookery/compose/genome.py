@@ -27,7 +27,7 @@ from rookery.compose.running import (
     write_page,
 )
 from rookery.concurrency import run_in_thread
-from rookery.engines import model_folder
+from rookery.engines import model_folder, require_adapters
 from rookery.loops.genome import GenomeConfig, GenomeResult, Watcher, evolve
 from rookery.loops.genome.adapter_builder import check_device
 from rookery.loops.genome.checks import check_inputs, check_tasks
@@ -101,8 +101,19 @@ def _read_inputs(config: GenomeConfig, display: Display) -> _Inputs:
     check_device(config.merge_device)
     tasksets = read_tasksets(config.tasksets, display)
     founders = read_founders(config.init) if isinstance(config.init, FileInit) else None
+    require_adapters(config.engine, _rank(config, founders))
     folder = model_folder(config.engine, tokenizer=config.tokenizer)
     return _Inputs(tasksets, founders, folder, load_template(folder))
+
+
+def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str, int]:
+    """The largest of the adapters that the engine gets, by what decides it."""
+    if config.rank is not None:
+        return {"rank": config.rank}
+    if isinstance(config.init, FileInit):
+        largest = max(adapter.rank for adapter in (founders or {}).values())
+        return {"the founders' rank, which children have,": largest}
+    return {"init.rank": config.init.rank}
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:

@@ -77,6 +77,10 @@ def _finish(config: GrpoConfig, open_run: OpenRun, display: Display) -> Outcome[
         return help_grpo(config)
     open_run = tracked(open_run, config.track)
     quiet_libraries()
+    if config.atropos is not None:
+        from rookery.compose.grpo_atropos import gateway_key  # needs the extra `serve`
+
+        gateway_key(config.atropos)
     files = read_files(config)
     check_plan(config, files)
     scorers = digest_scorers(files.tasksets, game=config.game)
@@ -117,7 +121,7 @@ async def _train(
                 await _try_drawing(config, files, engine)
             with open_run() as run, resumable(run.path, display):
                 weights = make_policy(run)
-                async with _open_drawer(config, files, opened, run) as drawer:
+                async with _open_drawer(config, files, opened, run, display) as drawer:
                     inputs = GrpoInputs(
                         config=config,
                         weights=weights,
@@ -251,7 +255,7 @@ async def _try_cuts(config: GrpoConfig, files: GrpoFiles, engine: Engine) -> Non
 
 @asynccontextmanager
 async def _open_drawer(
-    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run
+    config: GrpoConfig, files: GrpoFiles, opened: Opened, run: Run, display: Display
 ) -> AsyncIterator[GroupDrawer | Feed]:
     """Who answers tasks, or where groups of environments come from."""
     engine = opened.engine
@@ -262,7 +266,9 @@ async def _open_drawer(
 
     assert isinstance(engine, Fleet | EmbeddedEngine), "both tell what they serve"
     shape = opened.model.shape
-    async with open_feed(config, files, engine=engine, shape=shape, run=run) as feed:
+    async with open_feed(
+        config, files, engine=engine, shape=shape, run=run, say=display.say
+    ) as feed:
         yield feed
 
 

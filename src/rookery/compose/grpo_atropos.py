@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import quote
 
@@ -41,9 +41,16 @@ def gateway_key(config: AtroposConfig) -> str:
 
 @asynccontextmanager
 async def open_feed(
-    config: GrpoConfig, files: GrpoFiles, *, engine: ServingEngine, shape: ModelShape, run: Run
+    config: GrpoConfig,
+    files: GrpoFiles,
+    *,
+    engine: ServingEngine,
+    shape: ModelShape,
+    run: Run,
+    say: Callable[[str], None],
 ) -> AsyncIterator[Feed]:
-    """Where the batches of the run come from, while the block runs. `shape` is the trainer's."""
+    """Where the batches of the run come from, while the block runs. `shape` is the trainer's; `say`
+    is told how far a batch is."""
     own = config.atropos
     assert own is not None
     # What the trainer cannot read would end the run again and again: a batch is durable.
@@ -81,7 +88,7 @@ async def open_feed(
         programs = await stack.enter_async_context(
             running(own.environments, words=words, logs=logs)
         )
-        yield GatewayFeed(gateway, side, programs=programs, limit_s=own.batch_s)
+        yield GatewayFeed(gateway, side, programs=programs, limit_s=own.batch_s, say=say)
 
 
 def _with_key(url: str, key: str) -> str:

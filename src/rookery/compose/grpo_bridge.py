@@ -30,7 +30,7 @@ from rookery.engines import AnyEngineConfig
 from rookery.errors import ConfigError, FleetError, TrainError
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.adapter import AdapterBridge
-from rookery.fleet.bridges.alias import AliasBridge, SharedBase, share_base
+from rookery.fleet.bridges.alias import UNFINISHED, AliasBridge, SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.bridges.copy import CopyBridge
 from rookery.fleet.bridges.folder import FolderBridge
@@ -177,6 +177,8 @@ async def attach(
     model = await asyncio.to_thread(attach_model, folder.path, shared.find, names=folder.names)
     weights = await asyncio.to_thread(read_weights, start, dtype=model.dtype)
     async with paused(fleet.pool.replicas):
+        for replica in fleet.pool.replicas:
+            await replica.mark(UNFINISHED)
         await run_in_thread(model.set_weights, weights)
     return model
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rookery.embedded import EngineConfig
 from rookery.embedded.folders import ModelFolder
-from rookery.engines import find_model
+from rookery.engines import find_model, require_adapters
+from rookery.environments.atropos.programs import check_commands
 from rookery.errors import ConfigError, ModelError
 from rookery.fleet import FleetConfig
 from rookery.fleet.servers.settings import first_spare_gpu
@@ -48,6 +49,11 @@ def read_files(config: GrpoConfig) -> GrpoFiles:
     start, init = _start_folder(config, folder), None
     if config.init_from is not None and config.full is None:
         init = read_adapter(config.init_from)
+    if config.full is None:
+        where = "lora.rank" if init is None else f"The rank of {config.init_from}"
+        require_adapters(config.engine, {where: config.lora.rank if init is None else init.rank})
+    if config.atropos is not None:
+        check_commands(config.atropos.environments)
     template, reference = load_template(folder.path), _read_reference(config)
     return GrpoFiles(tasksets, folder, template, start, init, reference)
 

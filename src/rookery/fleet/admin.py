@@ -1,4 +1,4 @@
-"""What `rookery fleet up | status | down` do, as functions that return records.
+"""What `rookery fleet up | status | restore | down` do, as functions that return records.
 
 await up(LaunchConfig(model="Qwen/Qwen3-8B"), on_ready=show)     # until stopped
 await status()                                                   # all pools of this user
@@ -20,6 +20,7 @@ from typing import Any
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.fleet.http.client import Client, ClientConfig, open_session
 from rookery.fleet.http.probe import UNREADABLE, read_metrics
+from rookery.fleet.routing.paused import load_first_weights, name_first_weights
 from rookery.fleet.servers.launch import LocalServer, Progress, open_servers
 from rookery.fleet.servers.registry import (
     FoundRegistry,
@@ -31,7 +32,7 @@ from rookery.fleet.servers.registry import (
 from rookery.fleet.servers.settings import LaunchConfig
 from rookery.fleet.servers.upkeep import keep_alive
 
-__all__ = ["ServerStatus", "Stopped", "down", "status", "up"]
+__all__ = ["ServerStatus", "Stopped", "down", "restore", "status", "up"]
 
 logger = logging.getLogger(__name__)
 STATUS_S = 5.0
@@ -114,6 +115,14 @@ async def status(urls: Sequence[str] = (), *, api_key: str = "") -> tuple[Server
             for url, pid in pids.items()
         ]
         return tuple(await asyncio.gather(*looks))
+
+
+async def restore(url: str, *, api_key: str = "") -> None:
+    """Have a server load the weights it was started with, whoever changed them."""
+    async with open_session() as session:
+        client = Client(url, session=session, api_key=api_key)
+        await load_first_weights(client)
+        await name_first_weights(client)
 
 
 async def _status(client: Client, pid: int | None) -> ServerStatus:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from service.tenants import WordCodec
 
 from rookery.environments.atropos import draw_book
+from rookery.environments.atropos import feed as feed_module
 from rookery.environments.atropos import programs as programs_module
 from rookery.environments.atropos.client import GatewayClient
 from rookery.environments.atropos.config import EnvironmentCommand
@@ -26,7 +28,7 @@ from rookery.environments.atropos.engine_side import EngineSide, ServingEngine
 from rookery.environments.atropos.feed import ClientFeed, GatewayFeed
 from rookery.environments.atropos.gateway import Gateway
 from rookery.environments.atropos.packing import complete_groups, pick_batch
-from rookery.environments.atropos.programs import Programs, running
+from rookery.environments.atropos.programs import Programs, check_commands, running
 from rookery.environments.atropos.registry import (
     SILENT_S,
     Registration,
@@ -523,6 +525,37 @@ async def test_a_run_goes_on_while_programs_of_others_play(tmp_path: Path) -> No
                 await feed.take(1, after=1)
 
 
+async def test_a_run_that_waits_says_how_far_its_batch_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "TELL_S", 0.02)
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    async def until_told(words: str) -> None:
+        while not re.search(words, await told.get()):
+            pass
+
+    with new_run(tmp_path) as run:
+        gateway = await Gateway.open(run, trainer=TRAINER, vocab_size=97)
+        side = EngineSide(cast(ServingEngine, AskedEngine()), codec=WordCodec(), book=gateway.book)
+        gateway.is_started = True
+        await gateway.register_env(environment())
+        programs = Programs([], words={}, logs=tmp_path)
+        feed = GatewayFeed(gateway, side, programs=programs, limit_s=30, say=told.put_nowait)
+        async with asyncio.timeout(20):
+            taking = asyncio.create_task(feed.take(0, after=0))
+            await until_told("waiting for a batch: 0 of 4 sequences .* of 0 answers")
+            side.num_answers, side.num_tokens = 16, 640
+            await until_told(r"of 16 answers .*tokens/s\); .* answers are all worth the same")
+            await gateway.accept(make_group(env_id=0))
+            await until_told(r"2 of 4 sequences have come in .*; the rest takes about \d+ s")
+            await gateway.accept(make_group(env_id=0))
+            assert len((await taking).groups) == 2
+        late = GatewayFeed(gateway, side, programs=programs, limit_s=0.01)
+        with pytest.raises(TaskError, match=r"0 of 4 sequences have come in 0 s, of 0 answers"):
+            await late.take(1, after=1)
+
+
 @pytest.mark.parametrize("words", ["NaN", "minus Infinity"])
 async def test_words_are_no_numbers(words: str, tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
@@ -571,11 +604,10 @@ async def test_of_a_list_with_one_bad_group_none_is_kept(
         assert [group.size for group in again.queue.groups] == [2, 3]
 
 
-async def test_an_environment_without_its_folder_is_refused(tmp_path: Path) -> None:
+def test_an_environment_without_its_folder_is_refused(tmp_path: Path) -> None:
     command = EnvironmentCommand(command=("true",), folder=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"environments\.0\.folder is .*none, and there is none"):
-        async with running([command], words={}, logs=tmp_path):
-            pass
+        check_commands([command])
 
 
 async def test_what_a_trainer_lost_is_given_to_the_next_one(tmp_path: Path) -> None:

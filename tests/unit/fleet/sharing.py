@@ -14,7 +14,7 @@ from fleet.stub import Stub, logprobs_after
 from rookery.fleet import Fleet, FleetConfig
 from rookery.fleet.bridges.alias import AliasBridge, share_base
 from rookery.fleet.bridges.canary import Canary
-from rookery.fleet.bridges.update import VERSION
+from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.vllm_plugin.shared_memory import (
     SharedFile,
     bit_sum,
@@ -67,6 +67,7 @@ class SharingStub(Stub):
     def restart(self) -> None:
         """As a new process: with its first weights, in memory of its own."""
         self.tensors, self._file, self.started_s = first_weights(), None, (self.started_s or 0) + 1
+        self.weight_version = "default"
 
     async def _call_workers(self, request: web.Request) -> web.Response:
         document = await request.json()
@@ -76,6 +77,10 @@ class SharingStub(Stub):
                 result: object = self._share(arguments.get("source", ""))
             case "rookery_load":
                 self._load_weights(json.loads(arguments["manifest"]))
+                result = None
+            case "reload_weights":
+                for name, tensor in first_weights().items():
+                    self.tensors[name].copy_(tensor)
                 result = None
             case "rookery_sums":
                 result = {name: bit_sum(tensor) for name, tensor in self.tensors.items()}

@@ -18,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rookery.fleet.servers.trainer_lock import WeightsMark
 from rookery.types import Json
 
 VOCABULARY = 97
@@ -92,7 +93,10 @@ class Stub:
     num_asked_whether_paused: int = 0
     pause_s: float = 0.0
     """How long it takes to say that it is paused."""
-    weight_version: str = ""
+    weight_version: str = "default"
+    """What it was told that its weights are called."""
+    system: str | None = None
+    """How it names its config in every answer, if it does."""
     is_up: bool = False
     loads: Counter[str] = field(default_factory=Counter)
     unloads: list[str] = field(default_factory=list)
@@ -182,6 +186,7 @@ class Stub:
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.post("/update_weight_version", self._name_weights),
+                web.get("/weight_info", self._tell_weights),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
@@ -266,8 +271,8 @@ class Stub:
         document = await request.json()
         if document["method"] != "reload_weights" or self.refuse_update:
             return _error(500, "as asked")
-        folder = Path(document["kwargs"]["weights_path"])
-        self.weights = (folder / "model.safetensors").read_text()
+        path = document["kwargs"].get("weights_path")
+        self.weights = (Path(path) / "model.safetensors").read_text() if path else ""
         return web.json_response({"results": [None]})
 
     async def _tell_paused(self, _: web.Request) -> web.Response:
@@ -289,6 +294,15 @@ class Stub:
         assert not any(self.in_flight.values()) or not self._running.is_set(), "a wrong name"
         self.weight_version = (await request.json())["new_version"]
         return web.json_response({"success": True})
+
+    async def _tell_weights(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    @property
+    def version_name(self) -> str:
+        """Of its weights, without who put them there."""
+        mark = WeightsMark.read(self.weight_version)
+        return self.weight_version if mark is None else mark.version
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -364,7 +378,8 @@ class Stub:
                 self.num_served += 1
                 if body.get("stream"):
                     return await self._stream(request, self._choices(body))
-                return web.json_response({"choices": self._choices(body)})
+                answer = {"choices": self._choices(body), "system_fingerprint": self.system}
+                return web.json_response(answer)
         finally:
             self.in_flight[name] -= 1
 

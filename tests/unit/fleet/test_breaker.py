@@ -23,4 +23,10 @@ def test_probes_come_at_once_then_later_and_later_up_to_a_limit() -> None:
         now = breaker.probe_at_s
     assert pauses[:3] == [0.25, 0.5, 1.0] and pauses[-1] == LONGEST_PAUSE_S
     breaker.record_success()
-    assert not breaker.should_probe(now_s=now) and breaker.pause_s == 0.25
+    assert not breaker.should_probe(now_s=now)
+    breaker.record_loss(now_s=now)
+    assert breaker.probe_at_s == now + LONGEST_PAUSE_S, "a probe is no answer to a call"
+    breaker.record_success()
+    breaker.record_answer()
+    breaker.record_loss(now_s=now)
+    assert breaker.probe_at_s == now

@@ -24,7 +24,7 @@ from rookery.fleet import open_fleet
 from rookery.fleet.bridges.alias import SharedBase, share_base
 from rookery.fleet.bridges.canary import Canary
 from rookery.fleet.bridges.copy import CopyBridge
-from rookery.fleet.bridges.update import VERSION
+from rookery.fleet.routing.paused import VERSION
 from rookery.types import ModelRef, ModelWeights
 
 
@@ -34,7 +34,7 @@ async def test_all_servers_compute_with_the_memory_of_the_trainer() -> None:
         for _ in range(5):
             ref = await trainer.step()
             assert fleet.base == ref
-            assert {stub.weight_version for stub in stubs} == {ref.version}
+            assert {stub.version_name for stub in stubs} == {ref.version}
             row = logprobs_after("tiny" + said_of(trainer.weights), (1, 2))
             assert await ask(fleet, ref) == row.index(max(row))
         sums = {said_of(stub.tensors) for stub in stubs}

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import write_tiny_model
 
+import rookery
 from rookery.config import parse_config
-from rookery.errors import ConfigError, FleetError
+from rookery.errors import ConfigError, FleetError, RookeryError
 from rookery.fleet import FleetConfig, open_fleet
 from rookery.fleet.servers import launch as launching
 from rookery.fleet.servers.launch import LaunchProgress, open_servers
@@ -341,3 +343,56 @@ def test_gpus_are_dealt_out_and_cpu_servers_get_their_own_cores(
     assert "--dtype auto" in " ".join(command_line(config, port=1))
     several = LaunchConfig(model="m", device="cpu", api_servers=4, max_loras=0)
     assert command_line(several, port=1)[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+def launching_at(folder: Path, **changes: Any) -> dict[str, Any]:
+    """An engine whose servers leave a file when they are started."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\ntouch {folder}/was-started\nexit 1\n")
+    python.chmod(0o755)
+    launch = {"model": str(folder / "tiny"), "python": str(python), "device": "cpu", **changes}
+    return {"type": "fleet", "launch": launch}
+
+
+TASKSETS = [{"type": "generated", "generator": "label-kind", "size": 60}]
+ATROPOS = {"type": "atropos", "port": 0}
+LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "grpo": (rookery.run_grpo, {"tasksets": TASKSETS}),
+    "genome": (rookery.run_genome, {"tasksets": TASKSETS, "init": {"type": "random", "rank": 64}}),
+}
+REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("grpo", {}, {"lora": {"rank": 64}}, "lora.rank is 64, .* up to rank 16: .*max_lora_rank"),
+    ("grpo", {"max_loras": 0}, {}, "lora.rank is .*max_loras is 0.*write max_loras: 1"),
+    ("genome", {}, {}, "init.rank is 64, .* up to rank 16"),
+    ("genome", {"max_loras": 0}, {"rank": 4}, "rank is 4, .*max_loras is 0"),
+    ("grpo", {"tensor_parallel": 3}, {}, "tensor_parallel is 3.* 4 attention .* one of 1, 2, 4"),
+    ("grpo", {"pipeline_parallel": 5}, {}, "pipeline_parallel is 5, .* has 4 layers"),
+    ("grpo", {}, {"tasksets": [], "environment": ATROPOS}, "write environments with a command"),
+    (
+        "grpo",
+        {},
+        {"tasksets": [], "environment": {**ATROPOS, "environments": [{"command": ["./none"]}]}},
+        "there is no program ./none",
+    ),
+    (
+        "grpo",
+        {},
+        {
+            "tasksets": [],
+            "environment": {"type": "atropos", "url": "http://127.0.0.1:1", "key_env": "UNSET"},
+        },
+        "key_env is UNSET, which is not set",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loop", "launch", "changes", "said"), REFUSALS)
+def test_what_a_config_decides_is_refused_before_a_server_is_started(
+    loop: str, launch: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    run, config = LOOPS[loop]
+    engine = launching_at(tmp_path, **launch)
+    with pytest.raises(RookeryError, match=said):
+        run({**config, "engine": engine, **changes}, runs_dir=tmp_path / "runs", progress=False)
+    assert not (tmp_path / "was-started").exists()

@@ -99,10 +99,14 @@ class GatewayClient:
 
     async def _once(self, method: str, path: str, document: Any) -> dict[str, Any]:
         async with self._session.request(
-            method, self._url + path, json=document, headers=self._headers
+            method,
+            self._url + path,
+            json=document,
+            headers=self._headers,
+            allow_redirects=False,
         ) as response:
-            if response.status >= 400:
-                said = (await response.text())[:500]
+            if response.status >= 300:
+                said = response.headers.get("Location", "") or (await response.text())[:500]
                 kind = _Busy if response.status == HTTPStatus.CONFLICT else TaskError
                 raise kind(f"{self._url}{path} refused ({response.status}): {said}")
             answer: dict[str, Any] = await response.json()

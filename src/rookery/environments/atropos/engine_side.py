@@ -61,6 +61,8 @@ class EngineSide:
         self._is_adapter = False
         self._ref = engine.base
         self._step = 0
+        self.num_answers = self.num_tokens = 0
+        """What environments were given so far."""
 
     @property
     def context_tokens(self) -> int | None:
@@ -81,6 +83,8 @@ class EngineSide:
             return drawn
 
         completions = await self._asked(ask)
+        self.num_answers += len(completions)
+        self.num_tokens += sum(len(completion.tokens) for completion in completions)
         how = Drawn(
             step=step,
             temperature=params.temperature,

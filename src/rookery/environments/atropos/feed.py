@@ -1,7 +1,8 @@
 """Batches for a training, from the gateway in this process or from one elsewhere."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,10 @@ __all__ = ["ClientFeed", "FedBatch", "FedGroup", "Feed", "GatewayFeed"]
 
 LOOK_S = 0.5
 """How often a run whose own programs have ended looks who else plays."""
+TELL_S = 30.0
+"""How often a run that waits for a batch says how far it is."""
+MANY = 4
+"""Batches' worth of answers without a group: the environments send none on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,15 @@ class FedBatch:
     groups: tuple[FedGroup, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """When a batch was asked for, and what the engine had done until then."""
+
+    time_s: float
+    num_answers: int
+    num_tokens: int
+
+
 class Feed(Protocol):
     """Where a training gets its batches from."""
 
@@ -62,12 +76,20 @@ class GatewayFeed:
     """The gateway of this process."""
 
     def __init__(
-        self, gateway: Gateway, side: EngineSide, *, programs: Programs, limit_s: float
+        self,
+        gateway: Gateway,
+        side: EngineSide,
+        *,
+        programs: Programs,
+        limit_s: float,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`say` is told how far a batch is that takes long."""
         self._gateway = gateway
         self._side = side
         self._programs = programs
         self._limit_s = limit_s
+        self._say = say
         self._taken: dict[int, Sequence[QueuedGroup]] = {}
 
     def use(self, ref: ModelRef, *, step: int) -> None:
@@ -92,20 +114,41 @@ class GatewayFeed:
         """A batch, or why there will be none."""
         taking = asyncio.create_task(self._gateway.queue.take(num_sequences))
         ended = asyncio.create_task(self._nobody_is_left())
+        began = _Begun(time.monotonic(), self._side.num_answers, self._side.num_tokens)
+        telling = asyncio.create_task(self._tell(began, num_sequences))
         try:
             async with asyncio.timeout(self._limit_s):
                 await asyncio.wait({taking, ended}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise TaskError(
                 f"No batch of {num_sequences} sequences came together in {self._limit_s:g} s "
-                f"(environment.batch_s): {self._state()}."
+                f"(environment.batch_s): {self._state()}; {self._pace(began, num_sequences)}."
             ) from None
         finally:
-            taking.cancel()
-            ended.cancel()
+            for task in (taking, ended, telling):
+                task.cancel()
         if taking.done() and not taking.cancelled():
             return taking.result()
         raise TaskError(f"No environment is left: {ended.result()}. {self._state()}.")
+
+    async def _tell(self, began: "_Begun", num_sequences: int) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            self._say(f"waiting for a batch: {self._pace(began, num_sequences)}")
+
+    def _pace(self, began: "_Begun", num_sequences: int) -> str:
+        """How far the batch is, and what the engine does meanwhile."""
+        took_s = time.monotonic() - began.time_s
+        num = sum(group.size for group in self._gateway.queue.groups)
+        answers = self._side.num_answers - began.num_answers
+        speed = (self._side.num_tokens - began.num_tokens) / max(took_s, 1e-3)
+        said = f"{num} of {num_sequences} sequences have come in {took_s:.0f} s, of "
+        said += f"{answers} answers of the engine ({speed:.0f} tokens/s)"
+        if 0 < num < num_sequences:
+            said += f"; the rest takes about {took_s * (num_sequences - num) / num:.0f} s"
+        elif not num and answers >= MANY * num_sequences:
+            said += "; most environments send no group whose answers are all worth the same"
+        return said
 
     async def _nobody_is_left(self) -> str:
         """What the last program of this run said, when those that others started are silent too:

@@ -22,7 +22,7 @@ from rookery.environments.atropos.config import EnvironmentCommand
 from rookery.errors import ConfigError
 from rookery.fleet.vllm_plugin import guard
 
-__all__ = ["Programs", "running"]
+__all__ = ["Programs", "check_commands", "running"]
 
 logger = logging.getLogger(__name__)
 STOP_S = 10.0
@@ -114,11 +114,8 @@ class Programs:
         return self._logs / f"environment-{place}.log"
 
 
-@asynccontextmanager
-async def running(
-    commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
-) -> AsyncIterator[Programs]:
-    """Start them, and stop them at the end of the block, or when this process is killed."""
+def check_commands(commands: Sequence[EnvironmentCommand]) -> None:
+    """ConfigError when one cannot be started."""
     for place, command in enumerate(commands):
         if not command.folder.is_dir():
             raise ConfigError(
@@ -131,6 +128,13 @@ async def running(
                 f"environments.{place}.command cannot be started: there is no program "
                 f"{command.command[0]}. Give the path of one."
             )
+
+
+@asynccontextmanager
+async def running(
+    commands: Sequence[EnvironmentCommand], *, words: Mapping[str, str], logs: Path
+) -> AsyncIterator[Programs]:
+    """Start them, and stop them at the end of the block, or when this process is killed."""
     programs = Programs(commands, words=words, logs=logs)
     tasks = [asyncio.create_task(programs.keep(place)) for place in range(len(commands))]
     try:

@@ -36,7 +36,10 @@ from rookery.types import ModelRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AliasBridge", "SharedBase", "share_base"]
+__all__ = ["UNFINISHED", "AliasBridge", "SharedBase", "share_base"]
+
+UNFINISHED = "unfinished"
+"""Of weights that are being written for the first time."""
 
 
 class SharedBase:
@@ -147,6 +150,8 @@ class AliasBridge:
         replica.exclude(f"{replica.url} waits for new weights.")
         try:
             await replica.client.post(PAUSE, b"")
+            if not replica.is_marked:
+                await replica.mark(UNFINISHED)
             await self._update.ask_ahead(replica)
         except RookeryError as error:
             # It computes nothing, or is looked after when it is back.

@@ -19,15 +19,13 @@ from rookery.errors import FleetError, RookeryError
 from rookery.fleet.bridges.canary import Canary, Logprobs
 from rookery.fleet.fleet import Fleet
 from rookery.fleet.http.client import ServerLost
+from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.routing.replica import Replica
 from rookery.types import ModelRef
 
-__all__ = ["VERSION", "BaseUpdate", "Give", "first_wrong"]
+__all__ = ["BaseUpdate", "Give", "first_wrong"]
 
 logger = logging.getLogger(__name__)
-
-VERSION = "/update_weight_version"
-"""Names the weights, on servers that tell which drew a token."""
 
 Give = Callable[[Replica], Awaitable[None]]
 """Puts the newest weights into one server."""
@@ -144,7 +142,9 @@ class BaseUpdate:
 
     async def name(self, replica: Replica, ref: ModelRef) -> None:
         """A server has these weights, and can say which of them drew a token."""
-        if VERSION in replica.capabilities.routes:
+        if replica.local is None:
+            await replica.mark(ref.version)
+        elif VERSION in replica.capabilities.routes:
             await replica.client.post_json(VERSION, {"new_version": ref.version})
         replica.base = ref
 
@@ -162,6 +162,8 @@ class BaseUpdate:
         """What one server says when it has been given the weights; it takes no requests."""
         replica.exclude(f"{replica.url} was given new weights, and did not confirm them.")
         try:
+            if not replica.is_marked:
+                await replica.mark(ref.version)
             await give(replica)
             asked = self._asked.pop(replica, None)
             if asked is not None:

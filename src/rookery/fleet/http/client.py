@@ -11,7 +11,7 @@ retries happen.
 | no file descriptor is free in this process   | ServerBusy        | retried here, for `busy_s`    |
 | no connection, it broke, no answer in time   | ServerLost        | the pool sends it elsewhere   |
 | 500 to 599 otherwise                         | ServerLost        | the pool sends it elsewhere   |
-| 400 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
+| 300 to 499 otherwise                         | ServerRefusal     | it would be refused again     |
 """
 
 import asyncio
@@ -321,9 +321,14 @@ class Client:
             raise self._closed()
         try:
             async with self._session.request(
-                method, where, data=body, headers=self._headers, timeout=limits
+                method,
+                where,
+                data=body,
+                headers=self._headers,
+                timeout=limits,
+                allow_redirects=False,
             ) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     raise self._error(response, await response.read(), where)
                 yield response
         except asyncio.CancelledError:
@@ -390,10 +395,25 @@ class Client:
                 is_broken=False,
                 status=response.status,
             )
+        if response.status < 400:
+            said = _new_address(response.headers.get("Location", ""), where, self.url)
+            return ServerRefusal(f"{where} {said}", status=response.status)
         hint = " Check the API key." if response.status in (401, 403) else ""
         return ServerRefusal(
             f"{where} refused ({response.status}): {said}{hint}", status=response.status
         )
+
+
+def _new_address(location: str, where: URL, url: str) -> str:
+    """What to write in place of a server's URL that only points to another."""
+    try:
+        target = str(where.join(URL(location))) if location else ""
+    except ValueError:
+        target = ""
+    if not target:
+        return "redirects to nowhere: write the address of the server itself."
+    root = target.removesuffix(str(where).removeprefix(url))
+    return f"redirects to {target}, and requests go to the server itself: write {root}."
 
 
 def _unreachable(what: str, url: str, error: Exception) -> str:

@@ -11,8 +11,9 @@ strings end in (`0.11.0+cpu`, `0.11.0+cu129`) tells the device.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rookery.errors import FleetError, boundary
@@ -29,7 +30,18 @@ from rookery.fleet.http.wire import (
 )
 from rookery.types import ModelRef, TokenIds
 
-__all__ = ["UNREADABLE", "is_far", "probe", "read_again", "read_metrics"]
+__all__ = [
+    "UNREADABLE",
+    "Fingerprint",
+    "gap_between",
+    "is_far",
+    "is_other",
+    "probe",
+    "read_again",
+    "read_base",
+    "read_fingerprint",
+    "read_metrics",
+]
 
 UNREADABLE = (AttributeError, TypeError, ValueError, LookupError)
 """What reading an answer of another shape ends in."""
@@ -54,6 +66,23 @@ _NUM_READ = 32
 _FAR_NATS = 0.5
 """Between what is drawn and what is read: rounding in bfloat16 stays below a tenth, prompts that
 are computed wrongly are off by more than one."""
+_TEXTS = ("The capital of France is", "def fibonacci(n):", "Es war einmal ein", "2 + 3 * 4 =")
+"""What a fingerprint is of: in half precision texts that models know are rounded little."""
+_NUM_TOP = 5
+_OTHER_NATS = 0.25
+"""Between fingerprints: half of a model's own are closer than this in half precision, after a
+restart with other flags too; of two models half of the likeliest tokens are not the same."""
+_OTHER_FLOAT32_NATS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a server's base model says after fixed texts: per text the likeliest tokens with their
+    log-probabilities. Two of the same weights are close."""
+
+    rows: tuple[Mapping[str, float], ...]
+    system: str | None
+    """How the server names its config in every answer; None: it does not."""
 
 
 async def probe(client: Client, *, has_info: bool = True) -> Capabilities:
@@ -145,6 +174,56 @@ async def _ask(
 ) -> list[Choice]:
     answer = await client.complete(encode_body(found.model, fields, prompts))
     return [choice for [choice] in read_choices(answer, num_prompts=len(prompts), n=1)]
+
+
+async def read_base(client: Client) -> tuple[str, str]:
+    """The name that a server has for its base model, and what it was loaded from."""
+    with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
+        base = _base_model(await client.get("/v1/models"), client.url)
+        return base["id"], str(base.get("root") or base["id"])
+
+
+async def read_fingerprint(client: Client, found: Capabilities) -> Fingerprint:
+    """One request of one token for each text."""
+    prompts: Sequence[str] | Sequence[TokenIds] = _TEXTS
+    try:
+        answer = await _ask_likeliest(client, found, prompts)
+    except ServerRefusal:  # it has no tokenizer, or a context shorter than these
+        answer = await _ask_likeliest(client, found, [_PROMPT])
+    with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
+        rows = [dict(choice["logprobs"]["top_logprobs"][0]) for choice in answer["choices"]]
+        system = answer.get("system_fingerprint")
+    return Fingerprint(tuple(rows), system if isinstance(system, str) else None)
+
+
+def gap_between(found: Fingerprint, expected: Fingerprint) -> float:
+    """The median difference of the likeliest tokens, in nats; inf when half are not the same."""
+    gaps = [
+        abs(new.get(token, -inf) - old[token])
+        for new, old in zip(found.rows, expected.rows, strict=False)
+        for token in sorted(old, key=lambda token: -old[token])[:_NUM_TOP]
+    ]
+    return median(gaps) if len(found.rows) == len(expected.rows) and gaps else inf
+
+
+def is_other(gap: float, found: Capabilities) -> bool:
+    """True if the gap exceeds rounding error or is NaN."""
+    return not gap <= (_OTHER_FLOAT32_NATS if found.is_float32 else _OTHER_NATS)
+
+
+async def _ask_likeliest(
+    client: Client, found: Capabilities, prompts: Sequence[str] | Sequence[TokenIds]
+) -> Any:
+    body = {
+        "model": found.model,
+        "prompt": prompts,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "seed": 1,
+        "logprobs": found.max_logprobs,
+        "return_tokens_as_token_ids": True,
+    }
+    return await client.complete(json.dumps(body).encode())
 
 
 async def read_metrics(client: Client) -> ServerMetrics | None:

@@ -4,7 +4,8 @@ closed --a loss--> open --its pause is over--> a probe --it answers--> closed
                      ^------------------------------ it fails: the pause doubles
 
 The first probe follows at once: one failed answer of a healthy server costs it one round trip, and
-nothing is sent again to a server that is dying.
+nothing is sent again to a server that is dying. One that answers probes and loses calls is asked
+later and later too: only an answered call takes the pause away.
 
 The clock is handed in, so that tests need none.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 __all__ = ["Breaker"]
 
 FIRST_PAUSE_S = 0.25
-"""A restarted server is back within seconds: ask soon."""
+"""After the second failure. A restarted server is back within seconds: ask soon."""
 LONGEST_PAUSE_S = 10.0
 """A dead server costs one small request per this many seconds."""
 
@@ -24,7 +25,8 @@ class Breaker:
     """Closed while the server answers."""
 
     is_open: bool = False
-    pause_s: float = FIRST_PAUSE_S
+    pause_s: float = 0.0
+    """Until the probe after the next failure."""
     probe_at_s: float = 0.0
     opened_s: float = 0.0
     """When it was opened last."""
@@ -34,21 +36,29 @@ class Breaker:
         return now_s - self.opened_s if self.is_open else 0.0
 
     def record_success(self) -> None:
+        """A probe was answered."""
         self.is_open = False
-        self.pause_s = FIRST_PAUSE_S
+
+    def record_answer(self) -> None:
+        """A call was answered."""
+        self.pause_s = 0.0
 
     def record_loss(self, *, now_s: float) -> bool:
         """Open it; True when it was closed."""
         if self.is_open:
             return False
         self.is_open = True
-        self.opened_s = self.probe_at_s = now_s
+        self.opened_s = now_s
+        self._pause(now_s)
         return True
 
     def record_failed_probe(self, *, now_s: float) -> None:
-        self.record_loss(now_s=now_s)
+        if not self.record_loss(now_s=now_s):
+            self._pause(now_s)
+
+    def _pause(self, now_s: float) -> None:
         self.probe_at_s = now_s + self.pause_s
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+        self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
     def should_probe(self, *, now_s: float) -> bool:
         return self.is_open and now_s >= self.probe_at_s

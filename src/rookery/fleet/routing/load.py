@@ -47,6 +47,11 @@ class Call:
     tried: set[str] = field(default_factory=set)
     """Replicas that lost it."""
     num_losses: int = 0
+    """How often it may have reached a server that was lost with it."""
+    num_unsent: int = 0
+    """How often it certainly did not."""
+    lost_since_s: float | None = None
+    """When a server lost it first."""
     is_over: bool = False
     num_sequences: int = field(init=False)
     work: float = field(init=False)

@@ -1,6 +1,14 @@
-"""A server that is paused while its weights change: it answers no request until it goes on."""
+"""A server by URL as a trainer left it: paused while its weights change, or with other weights.
+
+    await require_first_weights(client)      # loads those of a server whose trainer was killed
+    await wait_until_running(client)
+
+A server is told the version of its weights before they change, and tells it as long as its process
+lives (`/weight_info`; vLLM before 0.32 has no such route).
+"""
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
@@ -8,15 +16,26 @@ from typing import Any
 from rookery.errors import FleetError
 from rookery.fleet.http.address import is_local
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
-from rookery.fleet.servers.trainer_lock import is_trained
+from rookery.fleet.servers.trainer_lock import WeightsMark, is_trained
 
-__all__ = ["wait_until_running"]
+__all__ = [
+    "VERSION",
+    "load_first_weights",
+    "name_first_weights",
+    "require_first_weights",
+    "wait_until_running",
+]
 
 logger = logging.getLogger(__name__)
-IS_PAUSED = "/is_paused"
+IS_PAUSED, RESUME = "/is_paused", "/resume"
 CHANGE_S = 60.0
 """The longest that weights may take to change, until who asks is told."""
 LOOK_S = 0.1
+VERSION = "/update_weight_version"
+"""Names the weights, on servers that tell which drew a token."""
+_TOLD = "/weight_info"
+_FIRST = "default"
+"""What vLLM calls the weights that it was started with."""
 
 
 async def wait_until_running(client: Client) -> None:
@@ -26,7 +45,7 @@ async def wait_until_running(client: Client) -> None:
     while await _is_paused(client):
         if is_local(client.url) and not is_trained(client.url):
             logger.warning("%s was left paused, and goes on now", client.url)
-            await client.post("/resume", b"")
+            await client.post(RESUME, b"")
             return
         if time.monotonic() >= end_s:
             raise FleetError(
@@ -36,13 +55,55 @@ async def wait_until_running(client: Client) -> None:
         await asyncio.sleep(LOOK_S)
 
 
+async def require_first_weights(client: Client) -> None:
+    """A server that a dead process of this machine left with other weights gets those it was
+    started with; FleetError when their trainer may be at work."""
+    told = await _told(client, _TOLD)
+    mark = WeightsMark.read(str(told.get("weight_version", "")))
+    if mark is None:
+        return
+    if not mark.is_left(client.url):
+        raise FleetError(
+            f"{client.url} has the weights {mark.version} of a training by process {mark.pid} of "
+            f"{'this' if WeightsMark.own('').machine == mark.machine else 'another'} machine, not "
+            "those it was started with: wait for the end of the training, or, if it was killed, "
+            f"write `rookery fleet restore {client.url}`, or restart the server."
+        )
+    logger.warning(
+        "%s has the weights %s, which process %d left there: those it was started with are loaded",
+        client.url,
+        mark.version,
+        mark.pid,
+    )
+    await load_first_weights(client)
+    await name_first_weights(client)
+
+
+async def load_first_weights(client: Client) -> None:
+    """Have a server load the weights it was started with, and compute with them."""
+    await client.call_workers("reload_weights")
+    await client.reset_prefix_cache()
+    with contextlib.suppress(ServerRefusal):  # it cannot be paused
+        await client.post(RESUME, b"")
+
+
+async def name_first_weights(client: Client) -> None:
+    """The server has the weights it was started with: the mark is taken away."""
+    await client.post_json(VERSION, {"new_version": _FIRST})
+
+
 async def _is_paused(client: Client) -> bool:
+    return (await _told(client, IS_PAUSED)).get("is_paused") is True
+
+
+async def _told(client: Client, path: str) -> dict[str, Any]:
+    """What a route tells; empty when the server has no such route."""
     try:
-        answer: Any = await client.get(IS_PAUSED)
-    except ServerRefusal:  # it has no such route
-        return False
+        answer: Any = await client.get(path)
+    except ServerRefusal:
+        return {}
     except ServerLost as loss:
         if loss.is_broken:
             raise
-        return False
-    return isinstance(answer, dict) and answer.get("is_paused") is True
+        return {}
+    return answer if isinstance(answer, dict) else {}

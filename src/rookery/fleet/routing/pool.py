@@ -47,6 +47,9 @@ WATCH_S = 2.0
 """How often a healthy server's metrics are read."""
 MAX_SENDS = 2
 """Retry once: a request that crashes a server must not reach the next."""
+MAX_UNSENT = 3
+"""A call that reached no server so often, and since `all_down_timeout_s`, has failed: a server that
+is well and takes no calls would be tried for ever."""
 CLOSED = "The fleet is closed: open it again with open_fleet."
 CLOSED_MEANWHILE = "The fleet was closed while this request was waiting for its answer."
 
@@ -157,12 +160,15 @@ class Pool:
                 continue
             replica = min(up, key=lambda r: (not r.load.is_open, len(r.load.resident)))
             try:
-                return await ask(replica)
+                await ask(replica)
             except ServerLost as loss:
                 self.suspect(replica, str(loss))
                 num_losses += loss.was_sent
-                if num_losses >= MAX_SENDS:
+                if num_losses >= MAX_SENDS or time.monotonic() >= end_s:
                     raise
+            else:
+                replica.breaker.record_answer()
+                return
 
     async def _wait_for_look(self, able: Sequence[Replica], end_s: float) -> None:
         """Until a server was looked at; FleetDownError at `end_s`, or when none can come back."""
@@ -300,6 +306,8 @@ class Pool:
             is_current = self._end(call, load, task, is_done=isinstance(outcome, list))
         if not is_current or outcome is None:
             return
+        if isinstance(outcome, list):
+            replica.breaker.record_answer()
         if isinstance(outcome, ServerLost):
             self._lose(call, replica, outcome)
         elif isinstance(outcome, list) or not call.replicas:
@@ -336,9 +344,14 @@ class Pool:
         self.suspect(replica, str(loss))
         call.tried.add(replica.load.name)
         call.num_losses += loss.was_sent
+        call.num_unsent += not loss.was_sent
+        now_s = time.monotonic()
+        call.lost_since_s = call.lost_since_s or now_s
         if call not in self._answers or call.replicas:
             return
-        if call.num_losses >= MAX_SENDS:
+        lost_s = now_s - call.lost_since_s
+        is_untaken = call.num_unsent >= MAX_UNSENT and lost_s >= self._all_down_timeout_s
+        if call.num_losses >= MAX_SENDS or is_untaken:
             self._settle(call, loss)
             return
         self.num_resent += 1

@@ -1,6 +1,7 @@
-"""Which process of a server has shown that it has the newest weights.
+"""Which process of a server has shown that it has the right model, and the newest weights.
 
-A process that was started again has the weights it began with.
+A process that was started again has the weights it began with: of another model, if whoever started
+it took another.
 """
 
 from rookery.fleet.http.client import Client, ServerLost
@@ -8,7 +9,7 @@ from rookery.fleet.http.metrics import ServerMetrics
 from rookery.fleet.http.probe import read_metrics
 from rookery.fleet.servers.launch import LocalServer
 
-__all__ = ["Proof"]
+__all__ = ["Proof", "started"]
 
 
 class Proof:
@@ -18,11 +19,20 @@ class Proof:
         self._client = client
         self._local = local
         self._process: str | None = None
+        self._recognised: set[str] = set()
 
     @property
     def was_given(self) -> bool:
         """Whether any process has ever shown it."""
         return self._process is not None
+
+    def recognise(self, process: str) -> None:
+        """This process has the model that the fleet was opened on."""
+        self._recognised.add(process)
+
+    def is_recognised(self, process: str) -> bool:
+        """Whether it has shown that; several may, behind one address."""
+        return bool(process) and (process in self._recognised or self.is_by(process))
 
     def note(self, process: str) -> None:
         """This process has shown it; `running` told its name before it was asked."""
@@ -45,8 +55,9 @@ class Proof:
         return await self.running() not in ("", self._process)
 
     def check(self, metrics: ServerMetrics) -> None:
-        """ServerLost when another process answers now, though no call was lost in between."""
-        running = _started(metrics)
+        """ServerLost when another process answers now, though no call was lost in between, and
+        does not have the newest weights."""
+        running = started(metrics)
         if self._local is None and self._process and running not in ("", self._process):
             raise ServerLost(f"{self._client.url} was started again.", is_broken=False)
 
@@ -54,8 +65,9 @@ class Proof:
         """Tells one process of the server from the next; empty when it cannot be told."""
         if self._local is not None:
             return str(self._local.pid)
-        return _started(await read_metrics(self._client))
+        return started(await read_metrics(self._client))
 
 
-def _started(metrics: ServerMetrics | None) -> str:
+def started(metrics: ServerMetrics | None) -> str:
+    """The name of the process whose metrics these are; empty when they do not tell."""
     return str(metrics.started_s) if metrics and metrics.started_s else ""

@@ -12,21 +12,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rookery.errors import AdapterError, FleetError
+from rookery.errors import AdapterError, FleetError, RookeryError
+from rookery.fleet.adapters.fit import base_names
 from rookery.fleet.adapters.residency import Residency, list_names
 from rookery.fleet.adapters.served import ServedAdapters
 from rookery.fleet.adapters.staging import Staging
 from rookery.fleet.http.address import is_local
 from rookery.fleet.http.capabilities import Capabilities, Route
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
-from rookery.fleet.http.probe import is_far, probe, read_again, read_metrics
+from rookery.fleet.http.probe import (
+    Fingerprint,
+    gap_between,
+    is_far,
+    is_other,
+    probe,
+    read_again,
+    read_base,
+    read_fingerprint,
+    read_metrics,
+)
 from rookery.fleet.http.wire import Choice, compact, encode_body, encode_tokens, read_choices
 from rookery.fleet.routing.breaker import Breaker
 from rookery.fleet.routing.exclusion import CallExclusion
 from rookery.fleet.routing.load import Call, ReplicaLoad
-from rookery.fleet.routing.paused import wait_until_running
-from rookery.fleet.routing.proof import Proof
+from rookery.fleet.routing.paused import (
+    VERSION,
+    load_first_weights,
+    name_first_weights,
+    require_first_weights,
+    wait_until_running,
+)
+from rookery.fleet.routing.proof import Proof, started
 from rookery.fleet.servers.launch import LocalServer
+from rookery.fleet.servers.trainer_lock import WeightsMark
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
 
@@ -108,6 +126,12 @@ class Replica:
         self.renew: Callable[[Replica], Awaitable[None]] | None = None
         """Gives a server that was started again the newest weights; None: nobody can."""
         self.proof = Proof(client, local)
+        self._fingerprint: Fingerprint | None = None
+        """Of the base model of a server by URL, which others may start again."""
+        self._systems: set[str | None] = set()
+        """How servers that were recognised name their configs."""
+        self.is_marked = False
+        """It has other weights than it was started with, and tells so."""
 
     @property
     def url(self) -> str:
@@ -116,6 +140,7 @@ class Replica:
     async def connect(self) -> None:
         """Find out what the server can do and open its load."""
         if self.local is None:
+            await require_first_weights(self.client)
             await wait_until_running(self.client)
         probed = await probe(self.client, has_info=self.local is None)
         if not probed.has_token_ids:
@@ -156,10 +181,16 @@ class Replica:
         window = int(OVERLAP * together) if together else DEFAULT_WINDOW
         self.load.window = self._settings.max_in_flight or window
         self.load.max_loras = 0 if self.route == "none" else self._max_loras()
+        if self.local is None:
+            self.proof.recognise(await self.proof.running())
+            self._fingerprint = await read_fingerprint(self.client, self.capabilities)
+            self._systems.add(self._fingerprint.system)
         self._open()
 
     async def reconnect(self, served: ServedAdapters) -> None:
-        """After a loss: which of the served adapters the server still holds, then open it again."""
+        """After a loss: whether it is still the same model, and which of the served adapters the
+        server still holds; then open it again."""
+        await self._recognise()
         await self.reattach()
         self.load.forget()
         self._residency.resident.clear()
@@ -179,6 +210,38 @@ class Replica:
             if self.renew is not None:
                 await self.renew(self)
         self._open()
+
+    async def _recognise(self) -> None:
+        """FleetError when a server by URL was started again on another model."""
+        if self._fingerprint is None:
+            return
+        own = self.capabilities
+        name, root = await read_base(self.client)
+        if name != own.model or base_names(root) != base_names(own.root):
+            raise FleetError(
+                f"{self.url} was started again on another model: it served {own.root} as "
+                f"{own.model}, and serves {root} as {name} now. Start it on {own.root}."
+            )
+        process = await self.proof.running()
+        if self.proof.is_recognised(process) or (self.proof.was_given and not process):
+            return
+        found = await read_fingerprint(self.client, own)
+        gap = gap_between(found, self._fingerprint)
+        if is_other(gap, own):
+            raise FleetError(
+                f"{self.url} was started again with other weights than {own.root} had: "
+                f"log-probabilities of fixed texts are off by {gap:.2g} nats. Start it on "
+                "the model that it had."
+            )
+        self._systems.add(found.system)
+        self.is_marked = False
+        self.proof.recognise(process)
+
+    async def mark(self, version: str) -> None:
+        """Tell a server by URL that its weights change, before they do: its next clients ask."""
+        if self.local is None and VERSION in self.capabilities.routes:
+            await self.client.post_json(VERSION, {"new_version": str(WeightsMark.own(version))})
+            self.is_marked = True
 
     async def reattach(self) -> None:
         """Tell a process that was started again how adapters come."""
@@ -221,10 +284,22 @@ class Replica:
         finally:
             if adapter is not None and not is_answered:
                 self._residency.note_cut(model)
+        await self._check_system(answer)
         choices = read_choices(answer, num_prompts=len(call.prompts), n=call.fields.n)
         if call.fields.ids or call.fields.top or call.fields.prompt_top is not None:
             return choices
         return [[compact(choice) for choice in own] for own in choices]
+
+    async def _check_system(self, answer: Any) -> None:
+        """An answer of a server with another config counts when that has shown its model."""
+        system = answer.get("system_fingerprint") if isinstance(answer, dict) else None
+        if self._fingerprint is None or system is None or system in self._systems:
+            return
+        try:
+            await self._recognise()
+        except FleetError as error:
+            raise ServerLost(str(error), is_broken=False) from error
+        self._systems.add(system)
 
     def _require_base(self, call: Call) -> None:
         """A call may have waited, or been lost elsewhere, while the weights it names went."""
@@ -287,14 +362,38 @@ class Replica:
             return await self._residency.unload(name, model=self.capabilities.model)
 
     async def leave(self) -> None:
-        """The fleet closes: the server forgets all adapters of it."""
+        """The fleet closes: the server forgets all adapters of it, and other weights than those it
+        was started with."""
         await self._residency.leave(model=self.capabilities.model)
+        if not self.is_marked or self._fingerprint is None:
+            return
+        try:
+            async with asyncio.timeout(self.client.config.control_s):
+                await self._restore(self._fingerprint)
+        except (RookeryError, TimeoutError) as error:
+            logger.warning(
+                "%s keeps weights that were trained here, and its next clients refuse it: %s "
+                "Restart it, or write `rookery fleet restore %s`.",
+                self.url,
+                error or "it takes longer than control_s to load others.",
+                self.url,
+            )
+
+    async def _restore(self, first: Fingerprint) -> None:
+        await load_first_weights(self.client)
+        gap = gap_between(await read_fingerprint(self.client, self.capabilities), first)
+        if is_other(gap, self.capabilities):
+            raise FleetError(f"Log-probabilities of fixed texts are off by {gap:.2g} nats.")
+        await name_first_weights(self.client)
 
     async def measure(self) -> None:
         """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
         if metrics is not None:
             self.proof.check(metrics)
+            process = started(metrics)
+            if process and not self.proof.is_recognised(process):
+                await self._recognise()
             busy = metrics.num_running + metrics.num_waiting
             self.load.foreign = max(0, busy - self.load.num_sequences)
         elif not await self.client.is_healthy():

@@ -38,6 +38,7 @@ from rookery.fleet.servers.registry import (
 from rookery.fleet.servers.settings import (
     PLUGIN_MODULE,
     LaunchConfig,
+    check_launch,
     command_line,
     environment,
     exported_key,
@@ -310,6 +311,7 @@ async def open_servers(
 
     `adapters` is a folder that the servers search for adapters by name, besides loading them.
     """
+    check_launch(config)
     root = state_folder()
     await asyncio.to_thread(reap_orphans, root)
     known = config.model_copy(update={"api_key": config.api_key or exported_key()})

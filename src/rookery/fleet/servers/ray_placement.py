@@ -27,7 +27,7 @@ from rookery.config import parse_config
 from rookery.errors import FleetError, RookeryError, boundary
 from rookery.executors.ray_cluster import connect_ray
 from rookery.fleet.servers.launch import open_servers
-from rookery.fleet.servers.settings import LaunchConfig, gpus_each
+from rookery.fleet.servers.settings import LaunchConfig, check_launch, gpus_each
 from rookery.fleet.servers.upkeep import keep_alive
 
 __all__ = ["Placed", "place_on_ray"]
@@ -80,6 +80,7 @@ class ServerHost:
 @asynccontextmanager
 async def place_on_ray(config: LaunchConfig, *, num: int, address: str) -> AsyncIterator[Placed]:
     """Place `num` servers on the cluster at `address`, all at once, and stop them at the end."""
+    check_launch(config)
     async with (
         connect_ray(address, error=FleetError),
         _room(config, num=num, address=address) as actor,

@@ -4,6 +4,7 @@ config = LaunchConfig(model="Qwen/Qwen2.5-7B-Instruct", max_lora_rank=32)
 command_line(config, port=18000)      # ["/usr/bin/python3", "-m", "vllm...", "--model", ...]
 """
 
+import json
 import os
 import re
 import sys
@@ -14,11 +15,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rookery.config import Config
+from rookery.errors import ConfigError
 
 __all__ = [
     "LORA_RANKS",
     "PLUGIN_MODULE",
     "LaunchConfig",
+    "check_launch",
     "command_line",
     "environment",
     "exported_key",
@@ -204,6 +207,28 @@ class LaunchConfig(Config):
     def lora_rank(self) -> int:
         """The rank to start the server with."""
         return next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
+
+
+def check_launch(config: LaunchConfig) -> None:
+    """ConfigError when the model's folder shows that it cannot be spread as configured. Nothing is
+    known of a model that is not on this machine."""
+    try:
+        document = json.loads((Path(config.model).expanduser() / "config.json").read_bytes())
+        sizes = document.get("text_config") or document
+        heads, layers = int(sizes["num_attention_heads"]), int(sizes["num_hidden_layers"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return
+    if heads % config.tensor_parallel:
+        fitting = [str(num) for num in range(1, heads + 1) if heads % num == 0]
+        raise ConfigError(
+            f"launch.tensor_parallel is {config.tensor_parallel}, and each GPU gets as many of the "
+            f"{heads} attention heads of {config.model}: write one of {', '.join(fitting)}."
+        )
+    if config.pipeline_parallel > layers:
+        raise ConfigError(
+            f"launch.pipeline_parallel is {config.pipeline_parallel}, and {config.model} has "
+            f"{layers} layers to cut into stages: write {layers} or less."
+        )
 
 
 def command_line(config: LaunchConfig, *, port: int) -> list[str]:

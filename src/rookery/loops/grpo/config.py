@@ -256,6 +256,12 @@ class GrpoConfig(ScheduleConfig):
                     "environment: {type: atropos}"
                 )
             return
+        if not (self.atropos.environments or self.atropos.url or self.atropos.port):
+            raise ValueError(
+                "environment starts no environments and names no url, and on port 0, any free one, "
+                "nobody finds the gateway: write environments with a command, url, or a port for "
+                "those that are started elsewhere"
+            )
         if self.drawing.params(group_size=2).is_cut:
             raise ValueError(
                 "drawing has top_p, top_k or min_p, and the Atropos API has no room for what they "

@@ -1,0 +1,205 @@
+"""Servers by URL that have another model than the fleet was opened on, or other weights than they
+were started with: noticed, not used, given their own weights back."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from aiohttp import web
+from fleet.stub import Stub, serve, until
+from fleet.test_reload import Model
+
+from rookery.errors import FleetDownError, FleetError
+from rookery.fleet import Fleet, FleetConfig, open_fleet
+from rookery.fleet.admin import restore
+from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.routing.paused import VERSION
+from rookery.fleet.servers.registry import process_start
+from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark
+from rookery.types import SampleRequest, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0)
+ROUTES = (*Stub().routes, "/collective_rpc", VERSION)
+
+
+async def sample(fleet: Fleet) -> tuple[int, ...]:
+    request = SampleRequest(model=fleet.base, prompt=(1, 2), params=GREEDY)
+    [[completion]] = await fleet.sample([request])
+    return completion.tokens
+
+
+def another_root(stub: Stub) -> None:
+    stub.root = "other"
+
+
+def another_name(stub: Stub) -> None:
+    stub.model = "other"
+
+
+def other_weights(stub: Stub) -> None:
+    stub.weights = "other"
+
+
+OTHERS = {
+    "root": (another_root, "served tiny as tiny, and serves other as tiny now"),
+    "name": (another_name, "served tiny as tiny, and serves tiny as other now"),
+    "weights": (other_weights, "with other weights than tiny had"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("started_s", [2.0, None], ids=["tells its start", "does not"])
+async def test_a_server_started_again_on_another_model_is_not_used(
+    change: Callable[[Stub], None], said: str, started_s: float | None
+) -> None:
+    first = None if started_s is None else 1.0
+    stub, other = Stub(started_s=first), Stub(started_s=first)
+    async with serve(stub, other):
+        config = FleetConfig(urls=(stub.url, other.url), all_down_timeout_s=0.5)
+        async with open_fleet(config) as fleet:
+            right = await sample(fleet)
+            replica = fleet.pool.replicas[0]
+            await stub.stop()
+            replica.attention.set()
+            await until(lambda: replica.breaker.is_open)
+            change(stub)
+            stub.started_s = started_s
+            await stub.start()
+            await until(lambda: said in replica.last_error)
+            num_served = stub.num_served
+            assert {await sample(fleet) for _ in range(8)} == {right}, "the other one goes on"
+            assert stub.num_served == num_served
+            await other.stop()
+            with pytest.raises(FleetDownError, match=said):
+                await sample(fleet)
+            stub.model, stub.root, stub.weights = "tiny", "tiny", ""
+            await until(lambda: replica.load.is_open)
+            assert await sample(fleet) == right, "it is back on its model"
+            await other.start()
+
+
+async def test_an_answer_of_another_server_behind_the_address_does_not_count() -> None:
+    """No connection broke: only the answer itself tells."""
+    async with serve(Stub(system="a")) as [stub]:
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
+        async with open_fleet(config) as fleet:
+            right = await sample(fleet)
+            stub.started_s, stub.system, stub.weights = 2.0, "b", "other"
+            with pytest.raises(FleetError, match="with other weights"):
+                await sample(fleet)
+            stub.weights = ""
+            await until(lambda: fleet.pool.replicas[0].load.is_open)
+            assert await sample(fleet) == right
+            stub.started_s, stub.system = 3.0, "c"
+            assert await sample(fleet) == right, "the same model, started with other flags"
+            num_bodies = len(stub.bodies)
+            for _ in range(5):
+                await sample(fleet)
+            assert len(stub.bodies) == num_bodies + 5, "nothing is asked beside calls"
+
+
+@dataclass
+class TrainedStub(Stub):
+    """Notes which name its weights had when they were changed."""
+
+    routes: tuple[str, ...] = ROUTES
+    names: list[str] = field(default_factory=list)
+
+    async def _call_workers(self, request: web.Request) -> web.Response:
+        self.names.append(self.version_name)
+        return await super()._call_workers(request)
+
+
+def fleet_of(stub: Stub) -> FleetConfig:
+    return FleetConfig(urls=(stub.url,), all_down_timeout_s=1)
+
+
+def dead_mark() -> WeightsMark:
+    """Of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return replace(WeightsMark.own("step-3"), pid=process.pid)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["ends", "is stopped"])
+async def test_a_program_leaves_the_weights_that_it_found(*, is_stopped: bool) -> None:
+    async with serve(TrainedStub()) as [stub]:
+        assert isinstance(stub, TrainedStub)
+        async with open_fleet(fleet_of(stub)) as fleet:
+            first = await sample(fleet)
+        try:
+            async with open_fleet(fleet_of(stub)) as fleet:
+                await update_weights(fleet, Model("new"))
+                version = fleet.base.version
+                assert (stub.weights, stub.version_name) == ("new", version)
+                if is_stopped:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        assert (stub.weights, stub.weight_version) == ("", "default")
+        assert stub.names == [version, version], "marked before any weight changes"
+        async with open_fleet(fleet_of(stub)) as fleet:
+            assert await sample(fleet) == first
+        assert len(stub.names) == 2, "nothing is loaded that is there"
+
+
+async def test_weights_that_a_killed_program_left_are_replaced() -> None:
+    async with serve(TrainedStub()) as [stub]:
+        async with open_fleet(fleet_of(stub)) as fleet:
+            first = await sample(fleet)
+        stub.weights, stub.weight_version = "half", str(dead_mark())
+        async with open_fleet(fleet_of(stub)) as fleet:
+            assert await sample(fleet) == first
+        assert (stub.weights, stub.weight_version) == ("", "default")
+
+
+@pytest.mark.parametrize("where", ["this", "another"])
+async def test_weights_in_training_are_refused(where: str) -> None:
+    mark = replace(WeightsMark.own("step-3"), pid=1, start="")
+    if where == "another":
+        mark = replace(dead_mark(), machine="elsewhere")
+    else:
+        mark = replace(mark, pid=os.getppid(), start=process_start(os.getppid()))
+    async with serve(TrainedStub(weights="half", weight_version=str(mark))) as [stub]:
+        with pytest.raises(FleetError, match=rf"step-3 of a training by .* of {where} machine"):
+            async with open_fleet(fleet_of(stub)):
+                pass
+        assert (stub.weights, stub.version_name) == ("half", "step-3"), "left as they are"
+        await restore(stub.url)
+        assert (stub.weights, stub.weight_version) == ("", "default")
+
+
+async def test_a_second_fleet_of_the_training_program_is_refused_while_it_trains() -> None:
+    mark = str(WeightsMark.own("step-3"))
+    async with serve(TrainedStub(weights="half", weight_version=mark)) as [stub]:
+        lock = TrainerLock.take(stub.url)
+        assert lock is not None
+        with pytest.raises(FleetError, match="of a training by process"):
+            async with open_fleet(fleet_of(stub)):
+                pass
+        lock.release()
+        async with open_fleet(fleet_of(stub)):
+            assert stub.weights == ""
+
+
+async def test_weights_named_by_other_programs_are_theirs() -> None:
+    async with serve(TrainedStub(weights="theirs", weight_version="v7")) as [stub]:
+        async with open_fleet(fleet_of(stub)) as fleet:
+            await sample(fleet)
+        assert (stub.weights, stub.weight_version) == ("theirs", "v7")
+
+
+async def test_a_server_that_keeps_trained_weights_keeps_their_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serve(TrainedStub()) as [stub]:
+        async with open_fleet(fleet_of(stub)) as fleet:
+            await update_weights(fleet, Model("new"))
+            version, stub.refuse_update = fleet.base.version, True
+        assert (stub.weights, stub.version_name) == ("new", version)
+        assert f"rookery fleet restore {stub.url}" in caplog.text
+        with pytest.raises(FleetError):
+            async with open_fleet(fleet_of(stub)):
+                pass
