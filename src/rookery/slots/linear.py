@@ -184,7 +184,7 @@ class EvenActivation(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1)
         whole = nn.functional.pad(flat, (0, -len(flat) % _VECTOR))
-        parts = [self.plain(part) for part in whole.split(_THREAD_NUMBERS)]
+        parts = [self.plain(part) for part in torch.split(whole, _THREAD_NUMBERS)]
         even = parts[0] if len(parts) == 1 else torch.cat(parts)
         return even[: len(flat)].view(x.shape)
 

@@ -47,7 +47,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> SlottedModel:
     kind, sizes = request.param
     return load_model(write_tiny_model(tmp_path / "tiny", kind, **sizes), is_exact=True)
