@@ -84,7 +84,7 @@ async def test_a_server_started_again_on_another_model_is_not_used(
 class PlainStub(Stub):
     """Reads no texts, and tells one token of each position."""
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if isinstance(body["prompt"][0], str) or body.get("logprobs", 0) > 1:
             return web.json_response({"error": {"message": "as asked"}}, status=400)
