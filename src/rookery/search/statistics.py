@@ -186,7 +186,7 @@ def _rare_difference(
     one on every twentieth.
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    trials = 1.0 / math.fsum(s.share**2 / len(s.values) for s in sources if s.share > 0)
+    trials = 1.0 / math.fsum(s.share**2 / s.trials for s in sources if s.share > 0)
     wins, losses = (
         math.fsum(s.share * float(np.maximum(sign * s.values, 0.0).mean()) for s in sources) / reach
         for sign in (1.0, -1.0)
@@ -208,27 +208,16 @@ def proportion(
     """Wilson's score interval of right answers; never empty, also at 0 % and 100 %.
 
     Eight of ten: 0.49 to 0.94. Answers in clusters count for as many independent ones as would give
-    so exact a proportion; `POOLED` clusters of answers that are all alike are added, for clusters
-    without an answer of the rarer kind do not show how far answers depend on one another.
+    so exact a proportion.
     """
     _check_confidence(confidence)
     values = np.array(is_right, dtype=np.float64)
     strata = Strata(
         names=("all",) * len(values), clusters=None if clusters is None else tuple(clusters)
     )
-    [source] = _sources(values.tolist(), strata)
-    share, trials = float(values.mean()), float(len(values))
-    if len(source.values) < len(values):
-        # Of how many alike answers one counts for, and would if clusters were alike.
-        size = sum(n * n for n in Counter(clusters).values()) / len(values)
-        [rarer] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
-        excess = 0.0
-        if 0 < share < 1 and len(source.values) > 1:
-            excess = float(source.values.var(ddof=1)) / (share * (1 - share))
-            excess *= len(values) / len(source.values)
-        known = rarer.num_nonzero
-        trials /= max(1.0, (known * excess + POOLED * size) / (known + POOLED))
-    low, high = _wilson_ends(share, trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
+    share = float(values.mean()) if len(values) else 0.0
+    [source] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
+    low, high = _wilson_ends(share, source.trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
     return Interval(
         estimate=share,
         low=low,
@@ -256,6 +245,8 @@ class _Source:
     """Of the score; all shares sum to 1."""
     num_nonzero: int
     """Clusters with a row that is not 0."""
+    trials: float
+    """Independent rows that would give as exact a mean."""
 
 
 def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
@@ -299,12 +290,10 @@ def _source(
     rows: Mapping[str, Sequence[tuple[Hashable, float]]], shares: Mapping[str, float]
 ) -> _Source:
     """The rows of sources that share clusters, (cluster, value) by source."""
-    places: dict[Hashable, int] = {}
-    for own in rows.values():
-        for cluster, _ in own:
-            places.setdefault(cluster, len(places))
+    known = [cluster for own in rows.values() for cluster, _ in own]
+    places = {cluster: place for place, cluster in enumerate(dict.fromkeys(known))}
     count, share = len(places), math.fsum(shares[name] for name in rows)
-    clustered, is_nonzero = np.zeros(count), np.zeros(count, dtype=bool)
+    clustered, is_nonzero, plain = np.zeros(count), np.zeros(count, dtype=bool), 0.0
     for name, own in rows.items():
         values = np.array([value for _, value in own])
         codes = np.array([places[cluster] for cluster, _ in own])
@@ -316,8 +305,29 @@ def _source(
         added = drawn * (own_values - values.mean())
         part = shares[name] / share if share else 1.0 / len(rows)
         clustered += part * (own_values + (added - added.mean()))
+        plain += part**2 * float(values.var()) / len(own)
         is_nonzero[codes[values != 0]] = True
-    return _Source(" and ".join(rows), clustered, share, int(is_nonzero.sum()))
+    num_nonzero = int(is_nonzero.sum())
+    trials = _trials(clustered, num_nonzero, sizes=list(Counter(known).values()), plain=plain)
+    return _Source(" and ".join(rows), clustered, share, num_nonzero, trials)
+
+
+def _trials(
+    clustered: NDArray[np.float64], num_nonzero: int, *, sizes: Sequence[int], plain: float
+) -> float:
+    """`plain` is the variance of the mean, were all rows independent.
+
+    Clusters of zeros do not show how far rows depend on one another: `POOLED` clusters of rows that
+    are all alike are added.
+    """
+    num_rows = sum(sizes)
+    if len(clustered) == num_rows:
+        return float(num_rows)
+    alike = sum(size * size for size in sizes) / num_rows
+    has_spread = plain > 0 and len(clustered) > 1
+    excess = float(clustered.var(ddof=1)) / len(clustered) / plain if has_spread else 0.0
+    weight = num_nonzero if has_spread else 0
+    return num_rows / max(1.0, (weight * excess + POOLED * alike) / (weight + POOLED))
 
 
 def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
