@@ -1,6 +1,6 @@
 """What `rookery grpo plan` says beside the most memory that the same training holds, on the CPU.
 
-    python benchmarks/grpo_memory.py                        # four cases
+    python benchmarks/grpo_memory.py                        # six cases
     python benchmarks/grpo_memory.py --cases "full" --rows  # one case, with all parts of the plan
 
 A Llama of random weights answers with `--max-tokens` tokens, as long as planned: its end token is
@@ -28,6 +28,12 @@ CASES: dict[str, dict[str, Any]] = {
     "lora, share": {"share": True},
     "full": {"full": True, "learning_rate": 1e-5},
     "full, share": {"full": True, "learning_rate": 1e-5, "share": True},
+    "lora, kl": {"loss": {"type": "grpo", "kl": {"weight": 0.1}}},
+    "full, kl": {
+        "full": True,
+        "learning_rate": 1e-5,
+        "loss": {"type": "grpo", "kl": {"weight": 0.1}},
+    },
 }
 VOCABULARY = 8192
 NUM_TASKS = 40

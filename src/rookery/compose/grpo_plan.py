@@ -54,6 +54,9 @@ CUDA_PART = 0.08
 """Of a GPU that two programs share: their contexts, graphs, and memory in pieces too small."""
 LEAST_CACHE = GIB
 """For keys and values, below which a server is of no use."""
+DRAWN_TOKEN_BYTES = 300
+"""Of a token of an answer that waits to be trained on: numbers of Python, and the batch as it is
+written. 193 were measured for prompts of 100 and answers of 400 tokens."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """What a container may take."""
 
@@ -123,7 +126,8 @@ def _is_small(config: GrpoConfig, files: GrpoFiles) -> bool:
     lengths = _lengths(config, files)
     size = lengths.prompt_tokens + lengths.answer_tokens
     tokens = max(size, min(config.trainer.pass_tokens, size * lengths.num_data))
-    return MOST_COPIES * weights * (1 + tokens / MANY_TOKENS) < _memory(device)
+    most = MOST_COPIES * weights * (1 + tokens / MANY_TOKENS)
+    return most + _drawn_row(config, lengths).num_bytes < min(_memory(device), _memory("cpu"))
 
 
 def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
@@ -135,6 +139,12 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         lengths=_lengths(config, files),
         place=ModelPlace(device=device, dtype=dtype, is_exact=config.share),
     )
+    drawn = _drawn_row(config, _lengths(config, files).within(step.shape.context_tokens))
+    if drawn.num_bytes > _memory("cpu"):
+        raise ConfigError(
+            f"{drawn.note} take {_gib(drawn.num_bytes)} and this machine has "
+            f"{_gib(_memory('cpu'))}: {drawn.remedy}."
+        )
     # The processes of a machine share its memory; each has a GPU of its own.
     many = num_local_processes() if device == "cpu" else 1
     trainer = list(_times(many, [*_process_rows(device), *_trainer_rows(config, files, step)]))
@@ -142,6 +152,8 @@ def make_plan(config: GrpoConfig, files: GrpoFiles) -> MemoryPlan:
         rows = [*_server_rows(config.engine, step, device, beside=trainer), *trainer]
     else:
         rows = [*_engine_rows(config, config.engine, files, step, device), *trainer]
+    if device == "cpu":
+        rows.append(drawn)
     return MemoryPlan(
         device=device,
         rows=tuple(row for row in rows if row.num_bytes),
@@ -187,6 +199,18 @@ def _drawn_prompts(config: GrpoConfig, files: GrpoFiles) -> list[int]:
 def _prompt_tokens(files: GrpoFiles, split: SplitName) -> list[int]:
     tasks = [task for taskset in files.tasksets for task in taskset.split(split)]
     return [len(files.template.encode(task)) for task in tasks]
+
+
+def _drawn_row(config: GrpoConfig, lengths: Lengths) -> MemoryRow:
+    """Answers in the memory of this process; with staleness those of two steps."""
+    tokens = lengths.prompt_tokens + lengths.answer_tokens
+    num = (1 + config.staleness) * config.max_groups * config.group_size
+    return MemoryRow(
+        name="drawn answers",
+        num_bytes=num * tokens * DRAWN_TOKEN_BYTES,
+        note=f"{num:,} answers of up to {tokens:,} tokens with their prompts",
+        remedy="lower groups_per_step, max_extra_groups or group_size",
+    )
 
 
 def _process_rows(device: str) -> Iterator[MemoryRow]:

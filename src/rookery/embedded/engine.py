@@ -158,6 +158,11 @@ class EmbeddedEngine:
         return kind != "cpu"
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a request has the same bits in any batch, and not only to rounding."""
+        return not self.is_remote and not self._model.has_experts
+
+    @property
     def token_counts(self) -> dict[str, int]:
         stats = self.stats
         return {

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from rookery.sandbox.inside.scratch import empty_folder
 __all__ = ["Box", "open_box"]
 
 _PREFIX = "rookery-sandbox-"
+_NEW_S = 60.0
+"""A box without a lock that is younger may be one that is being made."""
 MAX_FOLDER_BYTES = 2**30
 """An evaluator's folder larger than this is most likely the wrong folder."""
 _SKIPPED = ("__pycache__", "node_modules", "openevolve_output")
@@ -105,7 +108,10 @@ def _sweep() -> None:
             # Others may write to the folder of temporary files: what is theirs is left alone.
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # A box that could be removed in part only has no lock any more; a new one not yet.
+            is_old = time.time() - status.st_mtime > _NEW_S
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_old else 0)
+            lock = os.open(folder / "lock", flags, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(folder)

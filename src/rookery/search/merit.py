@@ -45,7 +45,7 @@ def merits_of(
 ) -> dict[str, float]:
     """By task id; as many as there are rewards. `num_choices` of each task with a certainty."""
     known = {task: certainties[task] for task in rewards if task in certainties}
-    parts = {
+    parts: dict[Merit, Mapping[str, float]] = {
         "reward": rewards,
         "certainty": known,
         "log_certainty": {t: _log_certainty(value, num_choices[t]) for t, value in known.items()},
@@ -60,23 +60,21 @@ def merits_at(
     """The merits of answers that are so certain, [..., tasks]; a task without choices is expected
     to earn as much. A choice is right from its limit on, and its reward rises smoothly around it:
     other tasks of the kind have theirs a little above or below."""
-    logs = np.log2(np.maximum(certainties, 1e-30))
     spans = np.array([_log_span(num) for num in num_choices])
-    parts = {
-        "reward": lambda: (
-            1.0 / (1.0 + 2.0 ** (SHARPNESS * (_log_odds(limits) - _log_odds(certainties))))
-        ),
-        "certainty": lambda: certainties,
-        "log_certainty": lambda: np.maximum(0.0, 1.0 + logs / spans),
+    beyond = np.minimum(SHARPNESS * (_log_odds(limits) - _log_odds(certainties)), 700.0)
+    parts: dict[Merit, Array] = {
+        "reward": 1.0 / (1.0 + np.exp(beyond)),
+        "certainty": certainties,
+        "log_certainty": np.maximum(0.0, 1.0 + np.log2(np.maximum(certainties, 1e-30)) / spans),
     }
-    own = [parts[name]() for name in (MIXED if merit == "mixed" else (merit,))]
-    found: Array = np.where(np.array(num_choices) > 0, np.mean(own, axis=0), certainties)
+    own = np.mean([parts[name] for name in (MIXED if merit == "mixed" else (merit,))], axis=0)
+    found: Array = np.where(np.array(num_choices) > 0, own, certainties)
     return found
 
 
 def _log_odds(probabilities: Array) -> Array:
     near = np.clip(probabilities, 1e-6, 1 - 1e-6)
-    odds: Array = np.log2(near / (1 - near))
+    odds: Array = np.log(near / (1 - near))
     return odds
 
 

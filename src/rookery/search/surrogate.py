@@ -50,6 +50,8 @@ DECIMALS = 4
 """Of coefficients: the same on a machine that rounds otherwise, nearly always."""
 STEPS = (0.05, 0.1, 0.2, 0.4)
 """Standard deviations of the points around one."""
+FEW_FOUNDERS = 3
+"""Of more founders the steps of each are shorter: twenty that all move by 0.4 leave what is known."""
 NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
 """Of a normal distribution, with their weights: exact for polynomials up to the fifth degree."""
 
@@ -222,13 +224,16 @@ def _expected(worth: Worth, surrogate: Surrogate, points: Array) -> Array:
 
 
 def _around(centres: Array, box: Box, num_blocks: int, rng: np.random.Generator) -> Array:
-    """Points near these, half of them moved in all blocks alike."""
+    """Points near these, half of them moved in all blocks alike; of many founders each one moves
+    less, so that the whole step is as long."""
     size = centres.shape[1]
+    shrink = min(1.0, (FEW_FOUNDERS / (size // num_blocks)) ** 0.5)
     of = centres[rng.integers(len(centres), size=NUM_POINTS)]
     alike = np.tile(rng.standard_normal((NUM_POINTS, size // num_blocks)), num_blocks)
     apart = rng.standard_normal((NUM_POINTS, size))
     moves = np.where(rng.random((NUM_POINTS, 1)) < 0.5, alike, apart)
-    points: Array = np.clip(of + rng.choice(STEPS, (NUM_POINTS, 1)) * moves, box.low, box.high)
+    steps = shrink * rng.choice(STEPS, (NUM_POINTS, 1))
+    points: Array = np.clip(of + steps * moves, box.low, box.high)
     return points
 
 

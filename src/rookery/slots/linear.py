@@ -18,7 +18,7 @@ from torch import nn
 from rookery.slots.rows import SlotFactors, SlotRows
 from rookery.types import LoraFactors
 
-__all__ = ["ActiveRows", "LinearGroup", "SlottedLinear", "can_pack"]
+__all__ = ["ActiveRows", "EvenActivation", "LinearGroup", "SlottedLinear", "can_pack"]
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
@@ -26,9 +26,19 @@ _PACK_ROWS = 32
 """The number of rows oneDNN is told to expect; measured: the hint changes nothing."""
 
 
+_LEAST_ROWS = 16
+"""Of a plain product on the CPU: up to eight go through other kernels, with other bits."""
+
 _LEAST_RANK = 4
 """Of slots: products of a few hundred numbers go through another kernel, with other bits, and the
 rank that is reserved depends on what was loaded before."""
+
+
+_VECTOR = 64
+"""A multiple of the numbers that any CPU computes together."""
+
+_THREAD_NUMBERS = 2**14
+"""Torch shares out more among threads, wherever the cuts fall."""
 
 
 class ActiveRows(threading.local):
@@ -154,10 +164,29 @@ class SlottedLinear(nn.Module):
         if self._packed is not None:
             return self._packed(x)
         assert self.weight is not None
-        if len(x) == 1 and x.device.type == "cpu":
-            # A row alone goes through another kernel and would get other bits than among others.
-            return nn.functional.linear(torch.cat((x, x)), self.weight, self.bias)[:1]
+        if len(x) < _LEAST_ROWS and x.device.type == "cpu":
+            among = nn.functional.pad(x, (0, 0, 0, _LEAST_ROWS - len(x)))
+            return nn.functional.linear(among, self.weight, self.bias)[: len(x)]
         return nn.functional.linear(x, self.weight, self.bias)
+
+
+class EvenActivation(nn.Module):
+    """An activation that gives a number the same bits wherever it lies among others.
+
+    Torch computes the last numbers of a tensor, and of each thread's part of it, one by one, with
+    other bits than in vectors.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1)
+        whole = nn.functional.pad(flat, (0, -len(flat) % _VECTOR))
+        parts = [self.plain(part) for part in torch.split(whole, _THREAD_NUMBERS)]
+        even = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return even[: len(flat)].view(x.shape)
 
 
 class LinearGroup:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -16,6 +17,7 @@ from transformers import (
 from rookery.errors import ModelError, boundary
 from rookery.model_names import model_names
 from rookery.slots.attention import ATTENTION, CausalAttend, Heads
+from rookery.slots.linear import EvenActivation
 from rookery.slots.model import SlottedModel
 from rookery.slots.positions import PositionEncoding
 from rookery.slots.probe import HeadsSeen, Probe, agree, gap
@@ -66,8 +68,15 @@ def load_model(
             folder, dtype=kind, attn_implementation="eager"
         )
         model = model.to(device).eval().requires_grad_(requires_grad=False)
+    _even_activations(model, is_exact=is_exact)
     slotted = finish_model(model, folder=folder, names=names)
     slotted.is_exact = is_exact and slotted.device.type == "cpu"
+    if slotted.is_exact and slotted.has_experts:
+        raise ModelError(
+            f"{folder} is a mixture of experts: how many rows an expert gets depends on the batch, "
+            "and the last bits with it, so that engine and trainer cannot agree exactly. Write "
+            "share: false."
+        )
     return slotted
 
 
@@ -102,11 +111,24 @@ def make_empty_model(
                 config, dtype=kind, attn_implementation=ATTENTION
             )
         model = model.eval().requires_grad_(requires_grad=False)
+    _even_activations(model, is_exact=is_exact)
     _check_parts(model, folder)
     declared: int = model.config.get_text_config().max_position_embeddings
     slotted = SlottedModel(model, names=frozenset(), context_tokens=declared)
     slotted.is_exact = is_exact and device == "cpu"
     return slotted
+
+
+def _even_activations(model: PreTrainedModel, *, is_exact: bool) -> None:
+    """On the CPU, where a row's bits would depend on the rows beside it: when threads share a pass,
+    or its width is no multiple of a vector."""
+    if model.device.type != "cpu":
+        return
+    width = getattr(model.config.get_text_config(), "intermediate_size", 0)
+    for module in list(model.modules()) if is_exact or width % 32 else []:
+        plain = getattr(module, "act_fn", None)
+        if isinstance(plain, nn.Module):
+            module.act_fn = EvenActivation(plain)
 
 
 def require_config(folder: Path) -> None:

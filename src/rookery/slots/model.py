@@ -102,6 +102,11 @@ class SlottedModel:
             weight.data = weight.data.clone()
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers choose experts row by row, whose weights they hold stacked."""
+        return any(weight.dim() == 3 for weight in self.weights.values())
+
+    @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The plain base weights by their names in the model's folder; tied ones come once."""
         slots = {id(t) for linear in self.linears.values() for t in (linear.a, linear.b)}

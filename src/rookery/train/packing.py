@@ -17,6 +17,8 @@ from itertools import pairwise
 from math import isfinite
 from operator import index
 
+import numpy as np
+
 from rookery.errors import TrainError, boundary
 from rookery.slots import ModelShape
 from rookery.train.losses import Column
@@ -185,7 +187,7 @@ def _position_complaint(datum: Datum, shape: ModelShape) -> str:
 
 
 def _token_complaint(datum: Datum, shape: ModelShape) -> str:
-    kept_rows = _kept_rows(datum)
+    kept_rows = () if _is_kept_sound(datum, shape.vocab_size) else _kept_rows(datum)
     for tokens in (datum.tokens, datum.targets, *kept_rows):
         wrong = next((token for token in tokens if not 0 <= index(token) < shape.vocab_size), None)
         if wrong is not None:
@@ -200,3 +202,22 @@ def _token_complaint(datum: Datum, shape: ModelShape) -> str:
             [(twice, _)] = Counter(kept).most_common(1)
             return f"has the token {twice} twice among those kept for the target {target}"
     return ""
+
+
+def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
+    """Whether stored kept tokens are in the vocabulary, each once and its target among them.
+
+    A nucleus may have thousands of tokens: they are walked one by one only to say what is wrong.
+    """
+    if not isinstance(datum.kept, KeptTokens):
+        return False
+    flat = np.frombuffer(datum.kept.data, dtype=np.uint32).astype(np.int64)
+    lengths = np.diff(datum.kept.ends, prepend=0)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    is_target = flat == np.asarray(datum.targets)[rows]
+    is_found = np.bincount(rows[is_target], minlength=len(lengths)) == 1
+    keys = rows * (1 << 32) + flat
+    if not (np.diff(keys) > 0).all():  # engines that list them by probability
+        keys.sort()
+    is_once = (np.diff(keys) > 0).all()
+    return bool((flat < vocab_size).all() and (is_found | (lengths == 0)).all() and is_once)

@@ -158,6 +158,19 @@ def test_check_embeds_once_where_programs_are_compared(
     assert ended.code == 2 and "no server is named for it" in ended.words
 
 
+def test_check_warns_where_scores_can_be_forged(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    code = "class Box:\n def __float__(self): return 0.5\nbox = Box()\n"
+    (problem / "program.py").write_text(code)
+    text = "import runpy\ndef evaluate(path):\n"
+    text += " return {'combined_score': float(runpy.run_path(path)['box'])}\n"
+    (problem / "evaluator.py").write_text(text)
+    ended = rookery("evolve", "check", "program.py", "evaluator.py", "--unsafe", *model.flags)
+    assert ended.code == 0 and "combined_score 0.5" in ended.words, ended
+    assert "a program can forge its score" in ended.words
+
+
 def test_check_says_why_the_first_program_fails(
     refused: Command, problem: Path, model: Scripted
 ) -> None:

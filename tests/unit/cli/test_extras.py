@@ -37,6 +37,7 @@ NEEDS = {
 """Commands that need an extra, at least with these words."""
 WORKS = {
     "fleet status": (["fleet", "status", "http://127.0.0.1:9"], 2, "can't be reached"),
+    "fleet restore": (["fleet", "restore", "http://127.0.0.1:9"], 2, "can't be reached"),
     "fleet up on Ray": (
         ["fleet", "up", "model", "--placement", "ray", "--launch.replicas", "1"],
         2, "pip install 'rookery[ray]'",

@@ -57,7 +57,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def test_help_teaches(rookery: Command) -> None:
-    for name in ("up", "status", "verify", "down"):
+    for name in ("up", "status", "verify", "restore", "down"):
         assert name in rookery("fleet", "--help").out
         assert rookery("fleet", name, "--help").code == 0
     assert "configs/fleet/8b.yaml" in rookery("fleet", "up", "--help").words
@@ -73,6 +73,15 @@ def test_status_shows_load_adapters_and_what_does_not_answer(rookery: Command) -
         bad = rookery("fleet", "status", stub.url, "http://127.0.0.1:9")
         assert bad.code == 2 and "can't be reached at http://127.0.0.1:9" in bad.words
     assert rookery("fleet", "status").words.startswith("No servers.")
+
+
+def test_restore_gives_servers_their_weights_back(rookery: Command) -> None:
+    stub = Stub(weights="half", weight_version="rookery:elsewhere:7:9:step-3")
+    with serving(stub):
+        ended = rookery("fleet", "restore", stub.url)
+        assert ended.code == 0 and stub.url in ended.out
+        assert (stub.weights, stub.weight_version) == ("", "default")
+    assert rookery("fleet", "restore").code == 2
 
 
 def test_verify_says_what_is_wrong_and_what_to_do(rookery: Command, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_no_server_is_started_on_a_model_that_does_not_continue_texts(tmp_path: 
     launch = {"model": str(tmp_path / "bert"), "python": str(python), "device": "cpu"}
     config = {
         "engine": {"type": "fleet", "launch": launch}, "full": True,
-        "environment": {"type": "atropos", "port": 0},
+        "environment": {"type": "atropos", "port": 8000},
     }  # fmt: skip
     with pytest.raises(ModelError, match="of the type bert, which does not continue texts"):
         run_grpo(config, runs_dir=tmp_path / "runs", progress=False)

@@ -217,6 +217,16 @@ def test_a_plan_that_does_not_fit_names_the_key(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("key", ["groups_per_step", "group_size"])
+def test_answers_that_wait_to_be_trained_on_count(
+    config: dict[str, Any], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"answers of up to 18 tokens .* lower groups_per_step"):
+        plan_grpo(config | {key: 10**9})
+    with pytest.raises(ConfigError, match="lower groups_per_step"):
+        run_grpo(config | {key: 10**9}, name="big", runs_dir=tmp_path / "runs")
+
+
 def test_a_server_gets_what_the_trainer_leaves_of_its_gpu() -> None:
     gib = 2**30
     trainer = [grpo_plan.MemoryRow(name="masters", num_bytes=40 * gib, note="")]

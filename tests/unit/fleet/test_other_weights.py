@@ -80,6 +80,29 @@ async def test_a_server_started_again_on_another_model_is_not_used(
             await other.start()
 
 
+@dataclass
+class PlainStub(Stub):
+    """Reads no texts, and tells one token of each position."""
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if isinstance(body["prompt"][0], str) or body.get("logprobs", 0) > 1:
+            return web.json_response({"error": {"message": "as asked"}}, status=400)
+        return await super()._complete(request)
+
+
+async def test_a_server_that_tells_little_is_recognised_by_that() -> None:
+    async with serve(PlainStub()) as [stub]:
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
+        async with open_fleet(config) as fleet:
+            [replica] = fleet.pool.replicas
+            stub.started_s, stub.weights = 2.0, "other"
+            replica.attention.set()
+            await until(lambda: "with other weights" in replica.last_error)
+            stub.weights = ""
+            await until(lambda: replica.load.is_open)
+
+
 async def test_an_answer_of_another_server_behind_the_address_does_not_count() -> None:
     """No connection broke: only the answer itself tells."""
     async with serve(Stub(system="a")) as [stub]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import long
 
 from rookery.loops.icm.baselines import BaselinesConfig
 from rookery.loops.icm.batch import Batch
@@ -296,7 +297,7 @@ async def report_of_a_model(kind: str, num_items: int, seed: int, questions: int
     return await report_on([batch], AnnealingConfig())
 
 
-@pytest.mark.parametrize("num_items", [16, 32])
+@pytest.mark.parametrize("num_items", [16, pytest.param(32, marks=long)])
 async def test_a_random_model_is_not_coherent_and_a_concept_is(num_items: int) -> None:
     count, strengths = {}, {}
     for kind in ("random", "symmetric", "concept", "weak"):

@@ -61,6 +61,28 @@ def test_a_box_left_by_a_dead_program_is_removed(
         assert not left.exists() and first.folder.exists() and second.folder.exists()
 
 
+def test_a_box_that_was_removed_in_part_is_removed(
+    evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock went first. A box without a lock that is new may be another's in the making."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, new = tmp_path / "rookery-sandbox-left", tmp_path / "rookery-sandbox-new"
+    (left / "scratch").mkdir(parents=True)
+    new.mkdir()
+    os.utime(left, (0, 0))
+    with open_box(evaluator):
+        assert not left.exists() and new.exists()
+
+
+def test_sandlock_is_refused_where_calls_cannot_be(
+    evaluator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with open_box(evaluator) as box, pytest.raises(SandboxError, match="install bubblewrap"):
+        BACKENDS["sandlock"](SandboxConfig(), box)
+
+
 def test_a_box_with_folders_in_folders_is_removed(
     evaluator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

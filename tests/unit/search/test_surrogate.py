@@ -207,3 +207,19 @@ def test_many_tasks_asked_of_different_points_cost_one_fit_each(num_points: int,
     assert num_solved <= len(CURVATURES) * len(NOISES) * most + 3 * MOST_PARTS
     others = 1.5 * rng.random((20, FOUNDERS))
     assert np.abs(surrogate.mean(others) - others @ slopes).mean() < 0.2
+
+
+def test_of_twenty_founders_no_proposal_is_an_exploding_sum() -> None:
+    """Where nothing is known to be better, proposals are sums as random search draws them, and what
+    is near these. Every coefficient anywhere in the box is a total of fifteen."""
+    founders = np.eye(20)
+    proposed = propose(
+        Surrogate(founders, np.full((20, TASKS), 0.5), num_blocks=1),
+        starts=founders[:5],
+        box=Box(0.0, 1.5),
+        worth=lambda probabilities: np.zeros(len(probabilities)),
+        count=10,
+        rng=np.random.default_rng(0),
+    )
+    assert len(proposed) == 10
+    assert proposed.sum(axis=1).mean() < 8

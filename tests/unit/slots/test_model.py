@@ -129,3 +129,12 @@ def test_nan_weights_are_named(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
         load_model(folder)
+
+
+def test_a_mixture_of_experts_is_told_and_not_promised_to_be_exact(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = write_tiny_model(tmp_path / "moe", "Mixtral", **experts)
+    assert load_model(folder).has_experts
+    with pytest.raises(ModelError, match=r"mixture of experts.*share: false"):
+        load_model(folder, is_exact=True)
+    assert not load_model(write_tiny_model(tmp_path / "plain"), is_exact=True).has_experts

@@ -38,10 +38,19 @@ def _product_by_rows() -> None:
         pytest.skip("this torch computes a row differently beside other rows")
 
 
-@pytest.fixture(params=[32, 128], ids=["head-8", "head-32"])
+SHAPES = {
+    "head-8": ("Llama", {"hidden_size": 32}),
+    "head-32": ("Llama", {"hidden_size": 128}),
+    "uneven": ("Qwen2", {"hidden_size": 64, "intermediate_size": 172}),
+    "wide": ("Llama", {"hidden_size": 128, "intermediate_size": 352}),
+    "deep-sums": ("Llama", {"hidden_size": 128, "intermediate_size": 1536}),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> SlottedModel:
-    folder = write_tiny_model(tmp_path / "tiny", hidden_size=request.param)
-    return load_model(folder, is_exact=True)
+    kind, sizes = request.param
+    return load_model(write_tiny_model(tmp_path / "tiny", kind, **sizes), is_exact=True)
 
 
 def open_shared(model: SlottedModel):  # type: ignore[no-untyped-def]

@@ -1,5 +1,7 @@
 """What holds for every operator in both spaces: equal and zero parents, odd shapes, keys."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -205,7 +207,8 @@ def test_numbers_of_numpy_are_numbers(kind: str, space: str) -> None:
     parents, method = [made(1), made(2)], method_of(kind, space)
     weights = [0.25, 0.75]
     plain = merge(parents, weights=weights, method=method, key=(1,))
-    for given in (np.array(weights), np.array(weights, dtype=np.float32)):
+    for kind_of in (np.float64, np.float32):
+        given: list[Any] = [kind_of(weight) for weight in weights]
         assert merge(parents, weights=given, method=method, key=(1,)).version == plain.version
 
 

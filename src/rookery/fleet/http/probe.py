@@ -185,11 +185,10 @@ async def read_base(client: Client) -> tuple[str, str]:
 
 async def read_fingerprint(client: Client, found: Capabilities) -> Fingerprint:
     """One request of one token for each text."""
-    prompts: Sequence[str] | Sequence[TokenIds] = _TEXTS
     try:
-        answer = await _ask_likeliest(client, found, prompts)
-    except ServerRefusal:  # it has no tokenizer, or a context shorter than these
-        answer = await _ask_likeliest(client, found, [_PROMPT])
+        answer = await _ask_likeliest(client, found, _TEXTS, found.max_logprobs)
+    except ServerRefusal:  # it tells fewer, has no tokenizer, or a context shorter than these
+        answer = await _ask_likeliest(client, found, [_PROMPT], 1)
     with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
         rows = [dict(choice["logprobs"]["top_logprobs"][0]) for choice in answer["choices"]]
         system = answer.get("system_fingerprint")
@@ -212,7 +211,7 @@ def is_other(gap: float, found: Capabilities) -> bool:
 
 
 async def _ask_likeliest(
-    client: Client, found: Capabilities, prompts: Sequence[str] | Sequence[TokenIds]
+    client: Client, found: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
 ) -> Any:
     body = {
         "model": found.model,
@@ -220,7 +219,7 @@ async def _ask_likeliest(
         "max_tokens": 1,
         "temperature": 1.0,
         "seed": 1,
-        "logprobs": found.max_logprobs,
+        "logprobs": num_top,
         "return_tokens_as_token_ids": True,
     }
     return await client.complete(json.dumps(body).encode())

@@ -175,7 +175,8 @@ def random_gains(num_questions: int, num_labels: int) -> tuple[float, ...]:
 def _fields(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
     """[model, labelling, question, label]: what each labelling adds to each label."""
     is_label = np.eye(couplings.shape[-1])[labels]
-    return np.einsum("mialb,mslb->msia", couplings, is_label, optimize=True)
+    fields: NDArray[np.float64] = np.einsum("mialb,mslb->msia", couplings, is_label, optimize=True)
+    return fields
 
 
 def _ascend(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.int64]:

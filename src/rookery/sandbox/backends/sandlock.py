@@ -6,6 +6,7 @@ process that started it, which must not be an event loop.
 
 import importlib.util
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rookery.sandbox.backends.jail import (
 )
 from rookery.sandbox.box import Box
 from rookery.sandbox.config import SandboxConfig
-from rookery.sandbox.inside.isolation import OWN_PROCESSES
+from rookery.sandbox.inside.isolation import MACHINES, OWN_PROCESSES
 
 __all__ = ["sandlock_jail"]
 
@@ -39,6 +40,11 @@ def sandlock_jail(config: SandboxConfig, box: Box) -> Jail:
     """The launcher's command line: a policy, then the server's command."""
     if importlib.util.find_spec("sandlock") is None:
         raise SandboxError("The package sandlock is not installed.")
+    if platform.machine() not in MACHINES:
+        raise SandboxError(
+            f"sandlock does not keep a program from changing modes and times of files, and on "
+            f"{platform.machine()} nothing else does: install bubblewrap."
+        )
     readable = [
         *_SYSTEM,
         *(f"/proc/{name}" for name in _PROC),

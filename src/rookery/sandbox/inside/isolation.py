@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 
 __all__ = [
+    "MACHINES",
     "OWN_PROCESSES",
     "become_subreaper",
     "can_nest",
@@ -79,7 +80,7 @@ _FILE_CALLS = {
 _MMAP, _IOCTL = (9, 222), (16, 29)
 _SHARED_ANONYMOUS = 0x21
 _SET_FLAGS = (0x40086602, 0x401C5820)
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _X32 = 0x40000000
@@ -172,9 +173,9 @@ def hide_memory(is_hidden: bool = True) -> None:
 def refuse_calls(*, files: bool) -> bool:
     """Refuse system calls for good: memory that cannot be counted and, with `files`, changes of
     files that Landlock lets through. False on a machine whose numbers are not known here."""
-    if platform.machine() not in _MACHINES:
+    if platform.machine() not in MACHINES:
         return False
-    lines = list(_filter_lines(*_MACHINES[platform.machine()], files=files))
+    lines = list(_filter_lines(*MACHINES[platform.machine()], files=files))
     data = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(data)
     program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(buffer))

@@ -24,6 +24,7 @@ from rookery.errors import ConfigError, EngineDownError
 from rookery.loops.evolve import hub
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import BudgetConfig, EvolveConfig
+from rookery.loops.evolve.evaluation_task import EvaluationRequest
 from rookery.loops.evolve.first_program import FirstProgram
 from rookery.loops.evolve.hub import PER_WORKER
 from rookery.loops.evolve.loop import EvolveResult, evolve
@@ -180,10 +181,11 @@ class NoisyEvaluator:
 
 async def test_a_best_that_does_not_hold_is_demoted(tmp_path: Path) -> None:
     evaluator = NoisyEvaluator()
+    executor = ToyExecutor(evaluator)
     config = toy_config(max_iterations=3, rookery={"confirm": 3, "in_flight": 1, "workers": 1})
-    result = await evolve_toy(
-        tmp_path, config, model=toy_model(propose_new), executor=ToyExecutor(evaluator)
-    )
+    result = await evolve_toy(tmp_path, config, model=toy_model(propose_new), executor=executor)
+    seeds = [EvaluationRequest.decode(job.payload).seed for job in executor.jobs]
+    assert len(set(seeds)) == len(seeds) == 7, "each time with other random numbers"
     noisy = list(evaluator.times)[1]
     assert evaluator.times[noisy] == 4
     assert [times for code, times in evaluator.times.items() if code != noisy] == [1, 1, 1]

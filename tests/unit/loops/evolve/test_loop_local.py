@@ -76,9 +76,10 @@ async def evolve_local(
     model: FakeTextModel,
     *,
     first: FirstProgram = FIRST,
+    num_workers: int = 2,
 ) -> EvolveResult:
     spec = await asyncio.to_thread(evaluation_spec, config, evaluator=evaluator, first=first)
-    async with open_local(spec, num_workers=2) as executor:
+    async with open_local(spec, num_workers=num_workers) as executor:
         with open_toy_run(folder, config) as run:
             return await evolve(
                 config, programs=[first], models={"toy": model}, executor=executor, run=run
@@ -158,3 +159,49 @@ async def test_files_without_markers_stand_beside_those_that_are_evolved(tmp_pat
 def test_a_missing_evaluator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no evaluator"):
         evaluation_spec(unsafe_config(), evaluator=tmp_path / "none.py", first=FIRST)
+
+
+async def test_random_scores_are_the_same_for_any_number_of_workers(
+    tmp_path: Path, evaluator: Path
+) -> None:
+    """Of an evaluator and a program that draw without a seed."""
+    text = "import random, runpy\ndef evaluate(path):\n"
+    text += " return {'combined_score': random.random() + runpy.run_path(path)['draw']()}"
+    await asyncio.to_thread(evaluator.write_text, text)
+    program = "import random\ndraw = random.random\nx = {}\n"
+    first = FirstProgram(code=program.format(1), language="python", suffix=".py")
+    curves = []
+    for num_workers in (1, 3):
+        model = toy_model(lambda request: f"```python\n{program.format(request.seed)}```")
+        own = {"sandbox": {"backend": "none"}, "mode": "deterministic", "workers": num_workers}
+        config = toy_config(max_iterations=6, random_seed=3, rookery=own)
+        folder = tmp_path / str(num_workers)
+        folder.mkdir()
+        result = await evolve_local(
+            folder, config, evaluator, model, first=first, num_workers=num_workers
+        )
+        assert not result.report.is_forgeable
+        curves.append([(point.iteration, point.best) for point in result.report.curve])
+    assert curves[0] == curves[1] and len({score for _, score in curves[0]}) > 1
+
+
+@pytest.mark.parametrize("isolate", ["auto", "always"])
+async def test_an_evaluator_that_needs_one_process_gets_it_and_the_report_says_so(
+    tmp_path: Path, evaluator: Path, isolate: str
+) -> None:
+    text = "import runpy\ndef evaluate(path):\n"
+    text += " return {'combined_score': float(runpy.run_path(path)['box'])}"
+    await asyncio.to_thread(evaluator.write_text, text)
+    code = "class Box:\n def __float__(self): return 0.25\nbox = Box()\nx = 1\n"
+    first = FirstProgram(code=code, language="python", suffix=".py")
+    own = {"sandbox": {"backend": "none", "isolate": isolate}, "workers": 2}
+    config = toy_config(max_iterations=2, rookery=own)
+    model = toy_model(lambda request: f"```python\n{code.replace('0.25', '0.5')}```")
+    if isolate == "always":
+        with pytest.raises(ConfigError, match=r"write `auto`"):
+            await evolve_local(tmp_path, config, evaluator, model, first=first)
+        return
+    result = await evolve_local(tmp_path, config, evaluator, model, first=first)
+    assert result.best.metrics == {"combined_score": 0.5}
+    assert result.report.is_forgeable
+    assert any("forge its score" in warning for warning in result.report.warnings)
