@@ -7,13 +7,57 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rookery.errors import ConfigError
+from rookery.fleet.http.descriptors import connection_limit
 
 __all__ = ["answering", "listen_all"]
 
 GRACE_S = 3
 """How long requests in flight may take at the end; clients send them again."""
+BACKLOG = 2048
+LOOK_S = 60.0
+"""A client that neither reads nor sends between two looks, though it is its turn, is left: a
+person's terminal may sleep, a lost one holds memory and a file descriptor."""
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Is held no longer than its client does its part, and only while descriptors are left to the
+    files of the service."""
+
+    most: int
+    """Connections at a time; more are closed at once."""
+    _look: asyncio.TimerHandle | None = None
+    _num_received = 0
+    _seen: object = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.abort()
+        else:
+            self._look = self.loop.call_later(LOOK_S, self._leave_if_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._look is not None:
+            self._look.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_received += len(data)
+        super().data_received(data)
+
+    def _leave_if_idle(self) -> None:
+        """Closing would wait until the client has read what is written."""
+        cycle = self.cycle
+        is_its_turn = cycle is None or cycle.response_complete or cycle.more_body
+        seen = (cycle, self._num_received, self.transport.get_write_buffer_size())
+        if (is_its_turn or self.flow.write_paused) and seen == self._seen:
+            self.transport.abort()
+            return
+        self._seen = seen
+        self._look = self.loop.call_later(LOOK_S, self._leave_if_idle)
 
 
 class _Server(uvicorn.Server):
@@ -40,7 +84,7 @@ def listen_all(host: str, ports: Sequence[int], *, remedy: str) -> Iterator[list
         listeners = []
         for port in dict.fromkeys(ports):
             try:
-                listener = socket.create_server((host, port), family=family, backlog=2048)
+                listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
             except OSError as error:
                 raise ConfigError(
                     f"{host}:{port} cannot be used: {error.strerror}. {remedy}"
@@ -61,8 +105,11 @@ async def answering(
 ) -> AsyncIterator[str]:
     """The application answers inside the block; its address, of the first port. `release` ends the
     requests that would wait for long."""
+    most = connection_limit()
     settings = uvicorn.Config(
         app,
+        http=type("Connection", (_Connection,), {"most": most}),
+        backlog=min(BACKLOG, max(1, most // 2)),  # so many are accepted before one is closed
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,

@@ -20,7 +20,6 @@ from rookery.embedded import EngineConfig, open_engine
 from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
-from rookery.service.routes import openai_stream
 from rookery.service.routes.tools import CallReader, Tool
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
@@ -259,22 +258,6 @@ async def test_a_client_that_leaves_ends_the_drawing(tmp_path: Path, when: str) 
         await reader.read(served, send)
         assert engine.has_ended.is_set()
         assert served.service.drawing.turns.num_waiting == 0
-
-
-async def test_a_client_that_does_not_read_ends_the_drawing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(openai_stream, "STALLED_S", 0.05)
-    engine = EndlessEngine()
-    backend = replace(fake_backend(), engine=engine, folders=FakeFolders(engine))
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async with serve(tmp_path / "run", backend=backend) as served, asyncio.timeout(10):
-        await Reader({"prompt": [5]}).read(served, send)
-        assert engine.has_ended.is_set()
 
 
 async def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_in_one_piece(tmp_path: Path) -> None:

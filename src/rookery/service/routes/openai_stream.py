@@ -6,15 +6,14 @@
 |---------------|----------------------|----------------------|-----------------------------------|
 | the drawing   | a request            | deltas, completions  | its turn, then the engine         |
 | `events`      | deltas, completions  | chunks               | a delta, or the drawing's end     |
-| `EventStream` | chunks               | bytes on a socket    | the client, for `STALLED_S`       |
+| `EventStream` | chunks               | bytes on a socket    | the client                        |
 
 The drawing never waits for the client: what a slow reader has not read yet is kept here, at most
-its own answer. A client that leaves, or reads nothing for `STALLED_S`, ends the drawing.
+its own answer. A client that leaves, or is left because it reads nothing, ends the drawing.
 """
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rookery.errors import RookeryError
 from rookery.ports import Codec
@@ -42,9 +41,6 @@ __all__ = [
     "usage_of",
 ]
 
-logger = logging.getLogger(__name__)
-STALLED_S = 120.0
-"""How long a client may read nothing: a person's terminal may sleep, a lost one holds memory."""
 FLOOR = -9999.0
 """Of log-probabilities, as OpenAI and vLLM write it: JSON has no infinity."""
 Tell = Callable[[int, CompletionDelta], None]
@@ -262,14 +258,8 @@ class EventStream(StreamingResponse):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_within(message: Message) -> None:
-            async with asyncio.timeout(STALLED_S):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_within)
-        except TimeoutError:
-            logger.info("a client read nothing of its stream for %g s and was left", STALLED_S)
+            await super().__call__(scope, receive, send)
         finally:
             await self._stream.close()
 
