@@ -201,12 +201,16 @@ class Run(RunView):
         return changes
 
     def set_aside(
-        self, kinds: Collection[str], *, keep: Callable[[Event], bool] = lambda _: False
+        self,
+        kinds: Collection[str],
+        *,
+        keep: Callable[[Event], bool] = lambda _: False,
+        key: Callable[[Event], str] = lambda event: event.key,
     ) -> None:
-        """Let events of these kinds count no longer, and note it; they stay as former/KIND. Before
-        anything is appended."""
+        """Let events of these kinds count no longer, and note it; they stay as former/KIND, under
+        the given keys. Before anything is appended."""
         self._lock.check()
-        self._log.set_aside(kinds, keep=keep)
+        self._log.set_aside(kinds, keep=keep, key=key)
         self._log.append(SET_ASIDE, {"kinds": sorted(kinds)})
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
