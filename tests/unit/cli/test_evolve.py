@@ -244,6 +244,16 @@ def test_the_same_command_goes_on_with_an_extension(
     assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
 
 
+def test_what_finished_and_was_opened_in_vain_is_extended(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    assert rookery(*RUN, "-i", 3, *model.flags).code == 0
+    Run.open(problem / "openevolve_output").close()  # killed before anything was extended
+    assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
+    report = json.loads((problem / "openevolve_output/report.json").read_text())
+    assert report["num_iterations"] == 5
+
+
 @pytest.mark.parametrize("name", ["program.py", "evaluator.py"])
 def test_a_run_does_not_go_on_with_another_evaluator_or_program(
     rookery: Command, problem: Path, model: Scripted, name: str
