@@ -195,6 +195,7 @@ def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Out
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
     settings = with_keys(config.settings, keeper, environment=os.environ)
+    config = config.model_copy(update={"output": open_run.folder})  # it may have been moved
     return _finish(config, settings, open_run, display)
 
 
