@@ -1,6 +1,6 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from rookery.compose.inputs_record import (
     digest_adapters,
     digest_models,
     digest_scorers,
+    join_digests,
     on_same_inputs,
 )
 from rookery.compose.running import (
@@ -153,10 +154,9 @@ def _read_inputs(config: EvaluationConfig) -> _Inputs:
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:
-    digests = {inputs.taskset.name: digest(inputs.tasks)}
-    if inputs.adapters:
-        digests["adapters"] = digest_adapters(inputs.adapters)
-    return digests | digest_models({"the model": inputs.folder})
+    tasks = {inputs.taskset.name: digest(inputs.tasks)}
+    adapters = {"adapters": digest_adapters(inputs.adapters)} if inputs.adapters else {}
+    return join_digests(tasks, adapters, digest_models({"the model": inputs.folder}))
 
 
 def _engine(config: EvaluationConfig) -> AnyEngineConfig:
@@ -193,6 +193,8 @@ async def _measure(
     display: Display,
 ) -> EvaluationReport:
     taskset, tasks = inputs.taskset, inputs.tasks
+    log = RolloutLog(run)
+    is_resumed = len(log) > 0 or log.has_answers
     with display.bar(taskset.name, total=len(models) * len(tasks)) as bar:
 
         def advance(progress: Progress) -> None:
@@ -202,7 +204,7 @@ async def _measure(
             engine,
             template=inputs.template,
             tasksets=[taskset],
-            log=RolloutLog(run),
+            log=log,
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
@@ -221,9 +223,14 @@ async def _measure(
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
         tasks=_answered(groups, names=names),
-        seconds=evaluations[0].seconds,
-        tokens=dict(engine.token_counts) or {"asked_and_answered": evaluator.num_tokens},
+        seconds=run.worked_s,
+        tokens=_tokens(evaluator, {} if is_resumed else engine.token_counts),
     )
+
+
+def _tokens(evaluator: TasksetEvaluator, counts: Mapping[str, int]) -> dict[str, int]:
+    """What the engine counted; it knows nothing of a process before this one."""
+    return dict(counts) or {"asked_and_answered": evaluator.num_tokens}
 
 
 def _answered(groups: Sequence[Group], *, names: Sequence[str]) -> tuple[TaskRecord, ...]:
