@@ -271,8 +271,9 @@ class Stub:
         document = await request.json()
         if document["method"] != "reload_weights" or self.refuse_update:
             return _error(500, "as asked")
-        path = document["kwargs"].get("weights_path")
-        self.weights = (Path(path) / "model.safetensors").read_text() if path else ""
+        path = document["kwargs"]["weights_path"]
+        is_own = path == self.root
+        self.weights = "" if is_own else (Path(path) / "model.safetensors").read_text()
         return web.json_response({"results": [None]})
 
     async def _tell_paused(self, _: web.Request) -> web.Response:

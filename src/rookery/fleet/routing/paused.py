@@ -16,6 +16,7 @@ from typing import Any
 from rookery.errors import FleetError
 from rookery.fleet.http.address import is_local
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
+from rookery.fleet.http.probe import read_base
 from rookery.fleet.servers.trainer_lock import WeightsMark, is_trained
 
 __all__ = [
@@ -81,7 +82,9 @@ async def require_first_weights(client: Client) -> None:
 
 async def load_first_weights(client: Client) -> None:
     """Have a server load the weights it was started with, and compute with them."""
-    await client.call_workers("reload_weights")
+    _, root = await read_base(client)
+    # Without a path vLLM takes the last one it was given.
+    await client.call_workers("reload_weights", weights_path=root)
     await client.reset_prefix_cache()
     with contextlib.suppress(ServerRefusal):  # it cannot be paused
         await client.post(RESUME, b"")
