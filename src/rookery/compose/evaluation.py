@@ -1,6 +1,6 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,10 +159,12 @@ def _digests(inputs: _Inputs) -> dict[str, str]:
     return join_digests(tasks, adapters, digest_models({"the model": inputs.folder}))
 
 
-def _engine(config: EvaluationConfig) -> AnyEngineConfig:
+def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig:
+    """One that takes adapters of these ranks."""
     fleet = config.fleet
     if fleet is None:
-        return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+        engine = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+        return engine.model_copy(update={"max_rank": max(engine.max_rank, *ranks, 0)})
     launch = fleet.launch
     with_model = None if launch is None else launch.model_copy(update={"model": config.model})
     return fleet.model_copy(update={"name": fleet.name or config.model, "launch": with_model})
@@ -172,8 +174,10 @@ async def _evaluate(
     config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[EvaluationReport]:
     """What can be refused is refused before the run is made."""
-    require_adapters(_engine(config), {f"The rank of {a.name}": a.rank for a in inputs.adapters})
-    async with open_shown_engine(_engine(config), display) as engine:
+    ranks = {f"The rank of {adapter.name}": adapter.rank for adapter in inputs.adapters}
+    engine_config = _engine(config, ranks.values())
+    require_adapters(engine_config, ranks)
+    async with open_shown_engine(engine_config, display) as engine:
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
         with open_run() as run, resumable(run.path, display):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rookery.compose.inputs_record import digest, join_digests
 from rookery.config import Config
+from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import EvolveConfig, LoadedConfig
@@ -92,6 +93,11 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     own = settings.rookery
     paths = (config.program, *map(Path, own.first_programs))
     firsts = [read_first_program(path, config=settings) for path in paths]
+    if not settings.llm.ensemble:
+        raise ConfigError(
+            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
+            "a model of your own."
+        )
     programs: list[FirstProgram | ProgramRecord] = [*firsts]
     if own.checkpoint is not None:
         programs += read_checkpoint(Path(own.checkpoint)).programs

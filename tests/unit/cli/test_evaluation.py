@@ -52,6 +52,23 @@ def test_the_report_is_printed_and_kept(rookery: Command, place: Path) -> None:
         assert run.status == "finished" and run.counts()["rollout"] == 3 * NUM_TASKS
 
 
+def test_an_adapter_of_any_rank_is_measured(rookery: Command, place: Path) -> None:
+    assert read_adapter(place / "wide").rank > EngineConfig().max_rank
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "wide", "--limit", "2", "--json")
+    assert ended.code == 0 and ended.document["models"][1]["num_scored"] == 2
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_work(
+    rookery: Command, place: Path
+) -> None:
+    rookery("eval", "tiny", "tasks.jsonl", "--limit", "2", "--name", "x")
+    with Run.open(place / "runs/x") as run:
+        run.finish()
+        worked_s = run.worked_s
+    rookery("runs", "resume", "x")
+    assert json.loads((place / "runs/x/report.json").read_text())["seconds"] >= worked_s
+
+
 def test_the_table_holds_the_numbers_of_the_report(rookery: Command, place: Path) -> None:
     ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--name", "one")
     report = json.loads((place / "runs/one/report.json").read_text())

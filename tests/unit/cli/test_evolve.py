@@ -58,6 +58,11 @@ RUN = ("evolve", "run", "program.py", "evaluator.py", "--unsafe")
         ((*RUN, "--distributed", "--executor", "local"), "--distributed is --executor ray"),
         ((*RUN, "--rezume"), "Did you mean --resume?"),
         ((*RUN, "--database.num_islnds", "3"), "did you mean database.num_islands?"),
+        ((*RUN, "-i", "0"), "error: The command line: max_iterations is 0; it should be"),
+        (
+            (*RUN, "--rookery.sandbox.memory_mb", "1"),
+            "error: The command line: rookery.sandbox.memory_mb is 1; it should be",
+        ),
         ((*RUN, "--resume"), "There is no run"),
         ((*RUN, "--checkpoint", "nowhere"), "is not a checkpoint"),
         ((*RUN, "-o", "program.py"), "is a file: give another one with -o"),
@@ -98,7 +103,8 @@ def test_bad_files_are_refused(
 
 
 def test_a_model_and_a_key_are_needed(refused: Command) -> None:
-    assert "No model is named" in refused(*RUN, "--api-base", "http://127.0.0.1:9/v1").words
+    without = refused(*RUN, "--api-base", "http://127.0.0.1:9/v1").words
+    assert "No model is named" in without and "starting workers" not in without
     assert "needs a key: export OPENAI_API_KEY" in refused(*RUN, "--primary-model", "big").words
 
 

@@ -1,6 +1,7 @@
 """`rookery runs`: list, show, export, resume."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,26 @@ def test_a_list_at_80_columns_shows_whole_names_and_results(
     shown = rookery("runs", "show", name).out
     assert f"result: {mean:.3f}" in shown and f"{name}/report.html" in shown
     assert "1 " in shown and shown.index("run/created run/created") < shown.rindex("run/finished")
+
+
+def test_a_long_result_is_not_cut_and_idle_time_is_not_work(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("rookery.ui.headline.short_result", lambda _: "inconsistent")
+    clock = 1e9
+    monkeypatch.setattr(time, "time", lambda: clock)
+    name = "icm-20261118-054849"
+    with Run.create(place / "runs", kind="icm", name=name, config={}) as run:
+        run.write_json("report.json", {})
+        clock += 500
+        run.finish()
+    clock += 80_000
+    with Run.open(place / "runs" / name) as run:
+        clock += 3
+        run.finish()
+    row = next(line for line in rookery("runs", "list").out.splitlines() if name in line)
+    assert "finished" in row and "8 min 23 s" in row and "inconsistent" in row
 
 
 def test_events_are_exported_as_lines(rookery: Command, two_runs: Path) -> None:
