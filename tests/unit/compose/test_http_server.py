@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from executors.jobs import until
 from fastapi import FastAPI
 
 from rookery.compose import http_server
@@ -79,14 +80,17 @@ async def test_a_client_that_does_not_do_its_part_is_left(
     with listen_all("127.0.0.1", [0], remedy="") as listeners, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         async with answering(app, listeners), asyncio.timeout(15):
-            num_before = len(os.listdir("/dev/fd"))
+            num_before = _num_descriptors()
             client.connect(listeners[0].getsockname())
             client.send(PARTS[sent])
             for is_held in (True, False):
-                while (len(os.listdir("/dev/fd")) > num_before) is not is_held:
-                    await asyncio.sleep(0.01)
+                await until(lambda held=is_held: (_num_descriptors() > num_before) is held)
             if sent not in ("nothing", "half a head"):
                 await has_ended.wait()
+
+
+def _num_descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
 
 
 async def test_more_connections_than_descriptors_leave_some_to_the_service(
@@ -98,8 +102,7 @@ async def test_more_connections_than_descriptors_leave_some_to_the_service(
         async with answering(FastAPI(), listeners) as url, asyncio.timeout(10):
             opened = [await asyncio.open_connection(*address) for _ in range(9)]
             reading = [asyncio.create_task(reader.read()) for reader, _ in opened]
-            while sum(task.done() for task in reading) < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(task.done() for task in reading) == 5)
             await asyncio.gather(*reading[4:], return_exceptions=True)
             assert not any(task.done() for task in reading[:4])
             for task, (_, writer) in zip(reading, opened, strict=True):

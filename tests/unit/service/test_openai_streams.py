@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -278,6 +280,27 @@ async def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_in_one_piece(tmp_
     assert len(sent) < 6, "of 200 tokens"
     [own] = folded(chunks_of(b"".join(sent).decode()))
     assert own["content"] == plain["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_prompt_told_with_many_choices_is_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    written: Counter[threading.Thread] = Counter()
+
+    def dumps(*args: Any, dumps: Callable[..., str] = json.dumps, **options: Any) -> str:
+        text = dumps(*args, **options)
+        written[threading.current_thread()] += len(text)
+        return text
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    async with serve(tmp_path / "run") as served:
+        body = {"model": "fake", "prompt": [5] * 200, "max_tokens": 1, "n": 300}
+        answer = await served.client().send(
+            "POST", "/v1/completions", json={**body, "stream": is_stream}
+        )
+    assert answer.text.count("prompt_token_ids") == 300
+    assert written[threading.main_thread()] < len(answer.text) / 10
 
 
 async def test_streams_count_against_the_limits_of_their_tenant(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from rookery.service.routes.tools import (
     forced_schema,
     read_object,
 )
+from rookery.service.rows import Rows, encode
 from rookery.service.service import new_id
 from rookery.service.wire.requests import Finite, PenaltyOptions, Stops
 from rookery.service.wire.validation import IN_SLICES
@@ -300,8 +301,8 @@ def make_router(gate: Gate) -> APIRouter:
 
 
 def _add_completions(router: APIRouter, gate: Gate) -> None:
-    @router.post("/completions", response_model=None)
-    async def completions(body: CompletionRequest, tenant: Tenant) -> dict[str, Any] | Response:
+    @router.post("/completions")
+    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         gate.service.admission.check_rate(tenant)
         codec = _codec(gate, tenant, body)
         gate.service.admission.check_samples(num_prompts(body) * body.n)
@@ -333,12 +334,12 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
                 for one in drawn
             ]
         )
-        return response_of("text_completion", body.model, choices, prompts)
+        return await _answer(response_of("text_completion", body.model, choices, prompts))
 
 
 def _add_chats(router: APIRouter, gate: Gate) -> None:
-    @router.post("/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, tenant: Tenant) -> dict[str, Any] | Response:
+    @router.post("/chat/completions")
+    async def chat(body: ChatRequest, tenant: Tenant) -> Response:
         gate.service.admission.check_rate(tenant)
         gate.service.admission.check_samples(body.n)
         codec = _codec(gate, tenant, body)
@@ -372,7 +373,14 @@ def _add_chats(router: APIRouter, gate: Gate) -> None:
         if store is not None:
             for one, choice in zip(drawn, choices, strict=True):
                 choice["sequence_id"] = await store(one)
-        return response_of("chat.completion", body.model, choices, [prompt])
+        return await _answer(response_of("chat.completion", body.model, choices, [prompt]))
+
+
+async def _answer(document: dict[str, Any]) -> Response:
+    """Written beside the event loop, a choice at a time: each may tell a long prompt."""
+    rows = Rows(document["choices"], dict)
+    data = await asyncio.to_thread(encode, {**document, "choices": rows})
+    return Response(data, media_type="application/json")
 
 
 def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ __all__ = [
     "usage_of",
 ]
 
+SLICE, LONG = 64, 1024
+"""Choices that are written at a time, and tokens that take too long in the event loop."""
 FLOOR = -9999.0
 """Of log-probabilities, as OpenAI and vLLM write it: JSON has no infinity."""
 Tell = Callable[[int, CompletionDelta], None]
@@ -116,16 +119,13 @@ class DrawStream:
                 await self._changed.wait()
                 self._changed.clear()
                 deltas, self._deltas = self._deltas, []
-                if rows := await self._rows(deltas):
-                    yield self._event(*rows)
+                async for part in self._chunks(deltas):
+                    yield part
             answers = [one for drawn in await self._drawing for one in drawn]
             for choice, completion in zip(self._choices, answers, strict=True):
                 stored = await self._form.store(completion) if self._form.store else ""
-                rows = await self._rows([(choice.index, choice.rest(completion))])
-                if stored:
-                    rows[-1]["sequence_id"] = stored
-                if rows:
-                    yield self._event(*rows)
+                async for part in self._chunks([(choice.index, choice.rest(completion))], stored):
+                    yield part
             if self._form.has_usage:
                 num_drawn = sum(len(one.tokens) for one in answers)
                 usage = usage_of(self._form.prompts, num_drawn)
@@ -143,20 +143,27 @@ class DrawStream:
         self._deltas.append((prompt * self._form.n + delta.sample, delta))
         self._changed.set()
 
-    async def _rows(self, deltas: Sequence[tuple[int, CompletionDelta]]) -> list[dict[str, Any]]:
-        """What a slow client has not read yet is one chunk."""
+    async def _chunks(
+        self, deltas: Sequence[tuple[int, CompletionDelta]], stored: str = ""
+    ) -> AsyncIterator[bytes]:
+        """What a slow client has not read yet of a choice is one chunk. The chunks of many choices
+        are written as they are read: each may tell a long prompt."""
         by_choice: dict[int, list[CompletionDelta]] = {}
         for index, delta in deltas:
             by_choice.setdefault(index, []).append(delta)
+        choices = list(by_choice.items())
+        size = sum(self._choices[i].size(own) for i, own in choices)
+        for start in range(0, len(choices), SLICE):
+            write = partial(self._write, choices[start : start + SLICE], stored)
+            # Long ones take time: beside the event loop.
+            if part := write() if size < LONG else await asyncio.to_thread(write):
+                yield part
 
-        def write() -> list[dict[str, Any]]:
-            joined = ((self._choices[i], _joined(own)) for i, own in by_choice.items())
-            return [row for choice, delta in joined for row in choice.add(delta)]
-
-        # Texts of likely tokens take time: beside the event loop.
-        return await asyncio.to_thread(write) if self._form.has_logprobs else write()
-
-    def _event(self, *rows: dict[str, Any]) -> bytes:
+    def _write(self, choices: Sequence[tuple[int, list[CompletionDelta]]], stored: str) -> bytes:
+        joined = ((self._choices[i], _joined(own)) for i, own in choices)
+        rows = [row for choice, delta in joined for row in choice.add(delta)]
+        if stored:
+            rows[-1]["sequence_id"] = stored
         usage = {"usage": None} if self._form.has_usage else {}
         return b"".join(_event({**self._head, "choices": [row], **usage}) for row in rows)
 
@@ -167,6 +174,7 @@ class ChoiceChunks:
     def __init__(self, form: ChunkForm, index: int) -> None:
         self.index = index
         self._form = form
+        self._prompt = form.prompts[index // form.n]
         self._reader = form.read_calls()
         self._num_tokens = self._num_text = self._offset = 0
         self._has_begun = self._has_ended = False
@@ -183,6 +191,11 @@ class ChoiceChunks:
             finish_reason=completion.finish_reason,
             top_logprobs=completion.top_logprobs[self._num_tokens :],
         )
+
+    def size(self, deltas: Sequence[CompletionDelta]) -> int:
+        """About how many tokens are written of these."""
+        num = sum(map(len, chain.from_iterable((own.tokens, *own.top_logprobs) for own in deltas)))
+        return num if self._has_begun else num + len(self._prompt)
 
     def add(self, delta: CompletionDelta) -> list[dict[str, Any]]:
         if self._has_ended:
@@ -221,8 +234,7 @@ class ChoiceChunks:
         row = self._row("", [], None)
         if self._form.is_chat:
             row["delta"] = {"role": "assistant", "content": ""}
-        prompt = self._form.prompts[self.index // self._form.n]
-        return [{**row, "prompt_token_ids": list(prompt)}]
+        return [{**row, "prompt_token_ids": list(self._prompt)}]
 
     def _row(
         self, content: str, calls: list[dict[str, Any]], drawn: CompletionDelta | None
