@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from service.tenants import Client, FakeEngine, FakeFolders, Served, fake_backend, serve
 from tiny import write_tiny_model
 from transformers import AutoTokenizer
@@ -23,6 +24,7 @@ from rookery.errors import EngineDownError, EngineError
 from rookery.service.app import make_app
 from rookery.service.config import Limits, ServiceConfig
 from rookery.service.routes.tools import CallReader, Tool
+from rookery.service.turns import Turns
 from rookery.tasks.template import load_template
 from rookery.testing import FakeSampler
 from rookery.types import Completion, CompletionDelta, SampleRequest
@@ -420,6 +422,45 @@ async def test_tools_go_through_the_chat_template_and_calls_come_back(tmp_path: 
         body["messages"] = [{"role": "assistant", "tool_calls": [wrong]}]
         answer = await ada.send("POST", CHAT, json={"model": "fake", **body})
         assert answer.status_code == 422 and "JSON object" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_tools_are_read_once_for_all_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    read: list[Tool] = []
+
+    def dump(tool: Tool, **options: Any) -> dict[str, Any]:
+        read.append(tool)
+        return BaseModel.model_dump(tool, **options)
+
+    monkeypatch.setattr(Tool, "model_dump", dump)
+    async with serve(tmp_path / "run") as served:
+        body = {**USER, "model": "fake", "max_tokens": 1, "n": 50, "stream": is_stream}
+        assert (await served.client().send("POST", CHAT, json=body)).status_code == 200
+    assert len(read) == 1
+
+
+async def test_all_that_a_chat_holds_counts_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant whose long chats counted as short would be read before all others."""
+    counted: list[int] = []
+
+    def take(turns: Turns, *args: Any, take: Any = Turns.take, tokens: int, **options: Any) -> Any:
+        counted.append(tokens)
+        return take(turns, *args, tokens=tokens, **options)
+
+    monkeypatch.setattr(Turns, "take", take)
+    arguments = json.dumps({"word": "w" * 10_000})
+    call = {"function": {"name": "add", "arguments": arguments}}
+    messages = [{"role": "user", "content": "5"}, {"role": "assistant", "tool_calls": [call]}]
+    async with serve(tmp_path / "run") as served:
+        for path in (CHAT, "/tokenize"):
+            counted.clear()
+            body = {"model": "fake", "messages": messages}
+            assert (await served.client().send("POST", path, json=body)).status_code == 200
+            assert counted[0] > len(arguments)
 
 
 async def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:

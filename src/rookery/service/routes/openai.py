@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import add
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rookery.concurrency import together
@@ -58,12 +58,13 @@ __all__ = [
     "chat_choice",
     "encode_prompts",
     "make_router",
-    "num_characters",
+    "read_chat",
     "read_prompts",
     "response_of",
     "text_choice",
 ]
 
+Answer = TypeVar("Answer")
 MAX_COUNT = 2**31 - 1
 """Of tokens: servers hold such numbers in 32 bits."""
 MAX_TOP = 20
@@ -264,14 +265,19 @@ class ChatRequest(_Options):
         return "" if schema is None else json.dumps(schema)
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as they were sent."""
-        tools = () if self.tool_choice == "none" else self.tools or ()
-        return [tool.model_dump(exclude_unset=True) for tool in tools]
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model is told of."""
+        return () if self.tool_choice == "none" else self.tools or ()
 
     def read_calls(self) -> CallReader | None:
         """What finds tool calls in one answer."""
-        return CallReader(self.tools or (), self.tool_choice) if self.offered else None
+        return CallReader(self.offered, self.tool_choice) if self.offered else None
+
+    def encode(self, codec: Codec) -> TokenIds:
+        """The chat as tokens. A long one takes seconds: not in the event loop."""
+        messages = tuple(one.message for one in self.messages)
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered]  # as they were sent
+        return codec.encode_chat(messages, tools=tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,17 +345,19 @@ def _add_completions(router: APIRouter, gate: Gate) -> None:
 
 def _add_chats(router: APIRouter, gate: Gate) -> None:
     @router.post("/chat/completions")
-    async def chat(body: ChatRequest, tenant: Tenant) -> Response:
+    async def chat(body: ChatRequest, request: Request, tenant: Tenant) -> Response:
         gate.service.admission.check_rate(tenant)
         gate.service.admission.check_samples(body.n)
         codec = _codec(gate, tenant, body)
-        prompt = await _encode_chat(gate, tenant, codec, body)
+        prompt, json_schema = await read_chat(
+            gate, tenant, request, lambda: (body.encode(codec), body.json_schema)
+        )
         gate.service.check_draws(tenant, num=1)
         order = _Order(
             prompts=[prompt],
             max_tokens=body.max_completion_tokens or body.max_tokens,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-            json_schema=body.json_schema,
+            json_schema=json_schema,
         )
         draw = partial(_draw, gate, tenant, body, order)
         store = partial(_store, gate, tenant, (body.model, prompt)) if body.store else None
@@ -388,14 +396,13 @@ def _codec(gate: Gate, tenant: str, body: _Options) -> Codec:
     return gate.service.desk.backend(source.base_model).codec
 
 
-async def _encode_chat(gate: Gate, tenant: str, codec: Codec, body: ChatRequest) -> TokenIds:
-    messages = tuple(one.message for one in body.messages)
-    tools = body.offered
-    num = num_characters(messages) + len(json.dumps(tools))
+async def read_chat(
+    gate: Gate, tenant: str, request: Request, read: Callable[[], Answer]
+) -> Answer:
+    """In turn with other tenants. Whatever the body holds goes through the template."""
+    num_bytes = len(await request.body())
     try:
-        return await gate.service.reading.in_thread(
-            tenant, lambda: codec.encode_chat(messages, tools=tools), tokens=num
-        )
+        return await gate.service.reading.in_thread(tenant, read, tokens=num_bytes)
     except TaskError as error:
         raise bad(str(error)) from error
 
@@ -406,10 +413,6 @@ async def _stream(
     stream = DrawStream(draw, form=form, sentence=gate.service.desk.sentence)
     await stream.begin()
     return EventStream(stream)
-
-
-def num_characters(messages: Sequence[Message]) -> int:
-    return sum(len(message.content) for message in messages)
 
 
 def num_prompts(body: CompletionRequest) -> int:

@@ -7,19 +7,19 @@ the other programs of its tenant.
 from importlib.metadata import version as version_of
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from rookery.errors import TaskError
 from rookery.service.commands import AdapterId
 from rookery.service.refusals import bad
 from rookery.service.routes.gate import Gate, Tenant
 from rookery.service.routes.json_route import JsonRoute
 from rookery.service.routes.models import find_source
-from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, num_characters
+from rookery.service.routes.openai import MOST_MESSAGES, ChatMessage, read_chat
 from rookery.service.routes.plain import AdapterName, AdapterUpload, register_adapter
 from rookery.service.wire.records import Tokens
+from rookery.types import TokenIds
 
 __all__ = ["make_router"]
 
@@ -97,20 +97,17 @@ def _add_facts(router: APIRouter) -> None:
 
 def _add_tokens(router: APIRouter, gate: Gate) -> None:
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, tenant: Tenant) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         backend = gate.service.desk.backend(find_source(gate, tenant, body.model).base_model)
         if (body.prompt is None) == (not body.messages):
             raise bad("Give a prompt or messages, and not both.")
-        chat = tuple(one.message for one in body.messages)
         text, codec = body.prompt, backend.codec
-        try:
-            tokens = await gate.service.reading.in_thread(
-                tenant,
-                lambda: codec.encode_chat(chat) if text is None else codec.encode(text),
-                tokens=len(text or "") + num_characters(chat),
-            )
-        except TaskError as error:
-            raise bad(str(error)) from error
+
+        def encode() -> TokenIds:
+            chat = tuple(one.message for one in body.messages)
+            return codec.encode_chat(chat) if text is None else codec.encode(text)
+
+        tokens = await read_chat(gate, tenant, request, encode)
         context = backend.engine.context_tokens
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
 
