@@ -16,6 +16,8 @@ from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.admin import restore
 from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.http.client import Client, open_session
+from rookery.fleet.http.probe import probe, read_fingerprint
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.servers.registry import process_start
 from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
@@ -83,11 +85,15 @@ async def test_a_server_started_again_on_another_model_is_not_used(
 
 @dataclass
 class PlainStub(Stub):
-    """Reads no texts, and tells one token of each position."""
+    """Reads no texts unless told so, and tells one token of each position or more."""
+
+    reads_texts: bool = False
+    most: int = 1
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if isinstance(body["prompt"][0], str) or body.get("logprobs", 0) > 1:
+        is_text = isinstance(body["prompt"][0], str)
+        if (is_text and not self.reads_texts) or body.get("logprobs", 0) > self.most:
             return web.json_response({"error": {"message": "as asked"}}, status=400)
         return await super()._complete(request)
 
@@ -102,6 +108,21 @@ async def test_a_server_that_tells_little_is_recognised_by_that() -> None:
             await until(lambda: "with other weights" in replica.last_error)
             stub.weights = ""
             await until(lambda: replica.load.is_open)
+
+
+@pytest.mark.parametrize(
+    ("reads_texts", "most"), [(True, 5), (False, 20), (False, 5)], ids=["few", "ids", "few ids"]
+)
+async def test_a_fingerprint_has_as_many_tokens_as_the_server_tells(
+    *, reads_texts: bool, most: int
+) -> None:
+    """Two of each text may change their order by rounding; the others tell that it is the same."""
+    async with serve(PlainStub(reads_texts=reads_texts, most=most)) as [stub]:
+        async with open_session() as session:
+            client = Client(stub.url, session=session)
+            found = await read_fingerprint(client, await probe(client))
+        assert len(found.rows) == 4
+        assert all(most <= len(row) <= most + 1 for row in found.rows)
 
 
 async def test_an_answer_of_another_server_behind_the_address_does_not_count() -> None:
