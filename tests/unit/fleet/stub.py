@@ -404,7 +404,9 @@ class Stub:
                     "logprobs": logprobs,
                     "finish_reason": choice["finish_reason"] if at + 1 == size else None,
                 }
-                chunk = json.dumps({"choices": [part]})
+                is_last = part["finish_reason"] is not None  # vLLM names its config there
+                named = {"system_fingerprint": self.system} if is_last else {}
+                chunk = json.dumps({"choices": [part], **named})
                 await response.write(f"data: {chunk}\n\n".encode())
                 num_sent += 1
                 if self.stream_pause is not None:
