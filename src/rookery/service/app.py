@@ -58,7 +58,8 @@ def make_app(
     render: Callable[[ServiceStatus], str] | None = None,
 ) -> FastAPI:
     """The application over a running service; without keys everybody is one tenant. `render` makes
-    the status page, which has the names of all tenants: only this machine is shown it."""
+    the status page. Only this machine is shown it and the numbers of each tenant: they have the
+    names of all."""
     gate = Gate(service, keys)
     app = FastAPI(
         title="Rookery",
@@ -82,9 +83,10 @@ def make_app(
         return {"name": "rookery", "version": app.version, "routes": INDEX}
 
     @app.get("/metrics", include_in_schema=False)
-    async def metrics() -> PlainTextResponse:
+    async def metrics(request: Request) -> PlainTextResponse:
         service.show_queues()
-        return PlainTextResponse(service.desk.metrics.text())
+        text = service.desk.metrics.text(has_tenants=_is_local(request))
+        return PlainTextResponse(text)
 
     @app.get("/status", include_in_schema=False)
     async def status(request: Request) -> HTMLResponse:

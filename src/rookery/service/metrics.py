@@ -12,7 +12,7 @@ class Metrics:
     meet."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._tenants = CollectorRegistry(), CollectorRegistry()
         self.requests = Counter(
             "rookery_requests",
             "HTTP requests",
@@ -27,7 +27,7 @@ class Metrics:
             registry=self._registry,
         )
         self.tokens = Counter(
-            "rookery_tokens", "Tokens computed", ["kind", "tenant"], registry=self._registry
+            "rookery_tokens", "Tokens computed", ["kind", "tenant"], registry=self._tenants
         )
         self.waiting = Gauge(
             "rookery_waiting_requests", "Requests in a queue", ["queue"], registry=self._registry
@@ -54,6 +54,7 @@ class Metrics:
                     own[sample.labels["kind"]] = int(sample.value)
         return found
 
-    def text(self) -> bytes:
-        """The page."""
-        return generate_latest(self._registry)
+    def text(self, *, has_tenants: bool) -> bytes:
+        """The page, with what has the names of tenants or without."""
+        page: bytes = generate_latest(self._registry)
+        return page + generate_latest(self._tenants) if has_tenants else page

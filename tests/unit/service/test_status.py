@@ -37,3 +37,14 @@ async def test_the_root_names_routes_that_are_there(tmp_path: Path) -> None:
         assert set(known.values()) == {200}
         for path in ("/docs", "/redoc"):
             assert (await ada.send("GET", path)).status_code == 404
+
+
+async def test_names_of_tenants_are_told_to_this_machine_alone(tmp_path: Path) -> None:
+    async with serve(tmp_path / "run", key_file=tmp_path / "keys.json") as served:
+        ada = served.client("ada")
+        body = {"model": "fake", "prompt": [5], "max_tokens": 2}
+        assert (await ada.send("POST", "/v1/completions", json=body)).status_code == 200
+        here = await ada.send("GET", "/metrics")
+        assert 'rookery_tokens_total{kind="sampled",tenant="ada"} 2.0' in here.text
+        elsewhere = await ada.send("GET", "/metrics", headers={"x-forwarded-for": "192.0.2.1"})
+        assert "rookery_requests_total" in elsewhere.text and "ada" not in elsewhere.text
