@@ -324,8 +324,8 @@ def _trials(
 ) -> float:
     """`plain` is the variance of the mean, were all rows independent.
 
-    `num_showing` clusters show how far rows depend on one another, those of zeros do not: `POOLED` clusters of rows that
-    are all alike are added.
+    `num_showing` clusters show how far rows depend on one another, those of zeros do not: `POOLED`
+    clusters of rows that are all alike are added.
     """
     num_rows = sum(sizes)
     if len(clustered) == num_rows:
