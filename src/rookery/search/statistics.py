@@ -10,7 +10,8 @@ first, and resampling stays within a source.
 **Clusters.** Eight rows of one question are not eight independent values. Rows of equal cluster
 become one value: their part in the mean, linearised, so that the values have the mean of the rows
 and, independent of one another, its spread. A row of its own cluster is its own value. Sources that
-share a cluster are resampled together.
+share a cluster are resampled together. Clusters of unequal size count for fewer of equal size
+(Kish 1965): where two hold most rows, the others do not make the mean more exact.
 
 **Small samples.** A bootstrap knows only what its sample shows: two right answers give [1, 1], and
 for eight sources of two tasks it holds the truth in 80 % of cases instead of 95 %. So an interval
@@ -247,6 +248,8 @@ class _Source:
     """Clusters with a row that is not 0."""
     trials: float
     """Independent rows that would give as exact a mean."""
+    num_equal: float
+    """Clusters of equal weight that would spread as much: two of 20 rows and ten of one are 3."""
 
 
 def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
@@ -294,6 +297,7 @@ def _source(
     places = {cluster: place for place, cluster in enumerate(dict.fromkeys(known))}
     count, share = len(places), math.fsum(shares[name] for name in rows)
     clustered, is_nonzero, plain = np.zeros(count), np.zeros(count, dtype=bool), 0.0
+    cluster_weights = np.zeros(count)
     for name, own in rows.items():
         values = np.array([value for _, value in own])
         codes = np.array([places[cluster] for cluster, _ in own])
@@ -305,20 +309,23 @@ def _source(
         added = drawn * (own_values - values.mean())
         part = shares[name] / share if share else 1.0 / len(rows)
         clustered += part * (own_values + (added - added.mean()))
+        cluster_weights += part * sizes / count
         plain += part**2 * float(values.var()) / len(own)
         is_nonzero[codes[values != 0]] = True
     num_nonzero = int(is_nonzero.sum())
-    trials = _trials(clustered, num_nonzero, sizes=list(Counter(known).values()), plain=plain)
-    return _Source(" and ".join(rows), clustered, share, num_nonzero, trials)
+    num_equal = min(float(count), 1.0 / float((cluster_weights**2).sum()))
+    num_showing = num_nonzero * num_equal / count
+    trials = _trials(clustered, num_showing, sizes=list(Counter(known).values()), plain=plain)
+    return _Source(" and ".join(rows), clustered, share, num_nonzero, trials, num_equal)
 
 
 def _trials(
-    clustered: NDArray[np.float64], num_nonzero: int, *, sizes: Sequence[int], plain: float
+    clustered: NDArray[np.float64], num_showing: float, *, sizes: Sequence[int], plain: float
 ) -> float:
     """`plain` is the variance of the mean, were all rows independent.
 
-    Clusters of zeros do not show how far rows depend on one another: `POOLED` clusters of rows that
-    are all alike are added.
+    `num_showing` clusters show how far rows depend on one another, those of zeros do not: `POOLED`
+    clusters of rows that are all alike are added.
     """
     num_rows = sum(sizes)
     if len(clustered) == num_rows:
@@ -326,7 +333,7 @@ def _trials(
     alike = sum(size * size for size in sizes) / num_rows
     has_spread = plain > 0 and len(clustered) > 1
     excess = float(clustered.var(ddof=1)) / len(clustered) / plain if has_spread else 0.0
-    weight = num_nonzero if has_spread else 0
+    weight = num_showing if has_spread else 0.0
     return num_rows / max(1.0, (weight * excess + POOLED * alike) / (weight + POOLED))
 
 
@@ -344,9 +351,11 @@ def _student(
     sources: Sequence[_Source], *, ends: tuple[float, float], confidence: float
 ) -> tuple[float, float]:
     """Student's interval with `PRIOR` values more at the ends."""
-    counts = np.array([len(source.values) for source in sources], dtype=np.float64)
+    counts = np.array([source.num_equal for source in sources])
     shares = np.array([source.share for source in sources])
-    squares = np.array([((s.values - s.values.mean()) ** 2).sum() for s in sources])
+    # The mean of so many values of equal weight has the variance of the clusters' mean.
+    scales = counts * (counts - 1) / [max(1, len(s.values) * (len(s.values) - 1)) for s in sources]
+    squares = scales * [((s.values - s.values.mean()) ** 2).sum() for s in sources]
     estimate = math.fsum(source.share * source.values.mean() for source in sources)
     # As many values of one source would give a mean as exact as these.
     num_like = 1.0 / float((shares**2 / counts).sum())
