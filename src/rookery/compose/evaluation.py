@@ -212,6 +212,7 @@ async def _measure(
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
+    earned = {reward for each in evaluations for reward in each.rewards.values()}
     names = ["base", *_names(config.adapters)]
     groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # found in the run's log
     return EvaluationReport(
@@ -223,7 +224,7 @@ async def _measure(
         num_skipped_rows=taskset.skipped.num_skipped,
         warnings=tuple(taskset.notes),
         models=tuple(
-            _row(name, evaluation, evaluations[0], tasks)
+            _row(name, evaluation, evaluations[0], tasks, earned)
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
         tasks=_answered(groups, names=names),
@@ -264,8 +265,17 @@ def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
     return names if len({"base", *names}) == len(names) + 1 else paths
 
 
-def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task, ...]) -> ModelRow:
-    """One model's line: mean with interval, and the paired difference to the base model."""
+def _row(
+    name: str,
+    evaluation: Evaluation,
+    base: Evaluation,
+    tasks: tuple[Task, ...],
+    earned: Collection[float],
+) -> ModelRow:
+    """One model's line: mean with interval, and the paired difference to the base model.
+
+    `earned` is what any of the models has earned for any task.
+    """
     scored = [t for t in tasks if t.id in evaluation.rewards]
     rewards = [evaluation.rewards[t.id] for t in scored]
     row = ModelRow(
@@ -277,11 +287,12 @@ def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task,
     )
     if not rewards:
         return row
-    if set(rewards) <= {0.0, 1.0}:
+    limits = (min([0.0, *earned]), max([1.0, *earned]))
+    if set(earned) <= {0.0, 1.0}:
         interval = proportion(list(map(bool, rewards)), clusters=list(map(question_of, scored)))
     else:
         rng = stream(0, "eval", name)
-        interval = bootstrap_mean(rewards, rng=rng, strata=_one_source(scored))
+        interval = bootstrap_mean(rewards, rng=rng, strata=_one_source(scored), limits=limits)
     row = row.model_copy(
         update={"mean": interval.estimate, "low": interval.low, "high": interval.high}
     )
@@ -293,6 +304,7 @@ def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task,
         [base.rewards[t.id] for t in both],
         rng=stream(0, "gain", name),
         strata=_one_source(both),
+        limits=limits,
     )
     gained = Estimate(mean=gain.estimate, low=gain.low, high=gain.high)
     return row.model_copy(update={"gain": gained})
