@@ -11,6 +11,9 @@ them do harm, and what is known of an answer: whether it is right (`generated`),
 the model is of it. Where tasks are `mislabelled`, certainty says little: who knows more is surer of
 answers that count as wrong.
 
+`--picks` prints what random search finds without any loop: by how its weights are drawn, and by the
+merit that it chooses by.
+
 A seed makes founders, tasks and the search. Gains are means over seeds of paired differences on
 the report tasks, with 95 % intervals (Student's t).
 """
@@ -18,7 +21,7 @@ the report tasks, with 95 % intervals (Student's t).
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -35,6 +38,8 @@ from rookery.loops.genome.generation_log import UNWATCHED, Cost
 from rookery.loops.genome.parts import assemble
 from rookery.loops.genome.stages import STAGES, StageContext
 from rookery.runs import Run
+from rookery.search.founders import random_weights
+from rookery.search.merit import MIXED, Merit, merits_at
 from rookery.seeding import stream
 from rookery.tasks.scorers import ChoiceConfig
 from rookery.tasks.splits import SplitsConfig
@@ -275,13 +280,74 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--picks", action="store_true")
     options = parser.parse_args()
+    if options.picks:
+        for family in options.families:
+            found = [pick(FAMILIES[family], seed) for seed in range(options.seeds)]
+            means = {name: np.mean([own[name] for own in found]) for name in found[0]}
+            print(f"{family:23}" + "  ".join(f"{n} {mean:.3f}" for n, mean in means.items()))
+        return
     with ProcessPoolExecutor(options.parallel) as pool:
         for family in options.families:
             # Without choices every merit is the reward.
             variants = options.variants if FAMILIES[family].has_choices else ["default"]
             cases = [(family, name, seed) for name in variants for seed in range(options.seeds)]
             show(family, dict(zip(cases, pool.map(run_one, cases), strict=True)))
+
+
+def pick(family: Family, seed: int) -> dict[str, float]:
+    """The mean reward on the report tasks of the best of 50 (with twenty founders 51): in two steps
+    by `mixed`, of weights drawn in one way or another, and on 90 tasks by one merit or another."""
+    world, num = World(family, seed=seed), family.num_founders
+    found = {}
+    draws: dict[str, Callable[[np.random.Generator], Array]] = {
+        "0 to 1.5": lambda rng: 1.5 * rng.random(num),
+        "total of 1": lambda rng: rng.dirichlet(np.ones(num)),
+        "now": lambda rng: random_weights(num, rng=rng),
+    }
+    half = NUM_ASKED // 2
+    for name, draw in draws.items():
+        rng = stream(seed, "picks")
+        known = [] if name == "0 to 1.5" else [*np.eye(num), np.full(num, 1 / num)]
+        points = [*known, *(draw(rng) for _ in range(max(50, num + 31) - len(known)))]
+        odds = np.array([world.odds(np.tile(own[:, None], NUM_BLOCKS)) for own in points])
+        reported = (odds[:, NUM_ASKED:] > 0).mean(axis=1)
+        merits = all_merits(odds[:, :NUM_ASKED], has_choices=family.has_choices)
+        best = np.argsort(-merits["mixed"][:, :half].mean(axis=1), kind="stable")[:5]
+        found[name] = reported[best[merits["mixed"][best, half:].mean(axis=1).argmax()]]
+    first = {name: own[:, :half] for name, own in merits.items()}
+    by_merit = {f"by {n}": reported[own.mean(axis=1).argmax()] for n, own in first.items()}
+    gains = {name: foretold(first[name], first["reward"]) for name in ("log_certainty", "reward")}
+    return {
+        **found,
+        **by_merit,
+        "by the better": by_merit[f"by {max(gains, key=gains.__getitem__)}"],
+    }
+
+
+def all_merits(odds: Array, *, has_choices: bool) -> dict[Merit, Array]:
+    """[candidates, tasks] of each."""
+    rewards = (odds > 0).astype(float)
+    sure = 1.0 / (1.0 + np.exp(-np.clip(odds, -50.0, 50.0))) if has_choices else rewards
+    merits: dict[Merit, Array] = {"reward": rewards, "certainty": sure}
+    choices, limits = [2 * has_choices] * odds.shape[1], np.full(odds.shape[1], 0.5)
+    merits["log_certainty"] = merits_at(
+        sure, merit="log_certainty", num_choices=choices, limits=limits
+    )
+    merits["mixed"] = np.mean([merits[name] for name in MIXED], axis=0)
+    return merits
+
+
+def foretold(merits: Array, rewards: Array) -> float:
+    """The covariance of merits with rewards of other tasks, by the spread of the mean merits, over
+    the better half of the candidates: what choosing by this merit gains on tasks not seen."""
+    scaled = [(own.mean(axis=1) - own.mean()) / (own.mean(axis=1).std() + 1e-9)
+              for own in (merits, rewards)]  # fmt: skip
+    top = np.argsort(-(scaled[0] + scaled[1]), kind="stable")[: len(merits) // 2]
+    ours, theirs = (own[top] - own[top].mean(axis=0) for own in (merits, rewards))
+    pairs = ours.sum(axis=1) @ theirs.sum(axis=1) - (ours * theirs).sum()
+    return float(pairs / (ours.mean(axis=1).std() + 1e-9))
 
 
 def show(family: str, found: Mapping[tuple[str, str, int], Mapping[str, float]]) -> None:

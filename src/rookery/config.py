@@ -91,7 +91,7 @@ def parse_config(
     except ValidationError as error:
         details = error.errors(include_url=False)
         lines = [_sentence(model, document, detail) for detail in details]
-        places = [".".join(_place(document, detail["loc"])) + "." for detail in details]
+        places = [f"{_place_of(document, detail)}." for detail in details]
         is_flag = all(any(place.startswith(f"{flag}.") for flag in flags) for place in places)
         head = "The command line" if is_flag else f"{origin} is not a valid config"
         raise ConfigError(
@@ -243,8 +243,13 @@ def _index(node: list[Any], key: str, *, place: str, dotted: str) -> int:
     )
 
 
+def _place_of(document: object, detail: ErrorDetails) -> str:
+    is_tag = detail["type"].startswith("union_tag")
+    return ".".join([*_place(document, detail["loc"]), *(["type"] if is_tag else [])])
+
+
 def _sentence(model: type[BaseModel], document: object, detail: ErrorDetails) -> str:
-    where = ".".join(_place(document, detail["loc"]))
+    where = _place_of(document, detail)
     given = _show(detail["input"])
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     match detail["type"]:
@@ -285,7 +290,7 @@ def _unknown_tag(where: str, kinds: Sequence[Any], detail: ErrorDetails) -> str:
     is_what = "is missing" if given is None else f"is {_show(given)}"
     near = difflib.get_close_matches(str(given), tags, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{where}.type {is_what}; it should be {allowed}.{hint}"
+    return f"{where} {is_what}; it should be {allowed}.{hint}"
 
 
 def _show(value: object) -> str:

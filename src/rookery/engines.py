@@ -104,8 +104,8 @@ def require_adapters(config: AnyEngineConfig, ranks: Mapping[str, int]) -> None:
             )
         if rank > limit:
             raise ConfigError(
-                f"{what} is {rank}, and the engine takes adapters up to rank {limit}: write "
-                f"{limit} or less, or raise {key}."
+                f"{what} is {rank}, and the engine takes adapters up to rank {limit}: raise "
+                f"{key} to {rank}, or give a lower rank."
             )
 
 

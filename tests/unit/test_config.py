@@ -217,6 +217,8 @@ def test_a_mistake_in_a_flag_is_not_blamed_on_the_file(tmp_path: Path) -> None:
     (tmp_path / "forest.yaml").write_text("seed: 3\n")
     with pytest.raises(ConfigError, match=r"^The command line: sede is not a key. Did you mean"):
         load_config(Forest, tmp_path / "forest.yaml", overrides=["--sede", "4"])
+    with pytest.raises(ConfigError, match=r'^The command line: guests.a.type is "owll"; it should'):
+        load_config(Forest, tmp_path / "forest.yaml", overrides=["--guests.a.type", "owll"])
     (tmp_path / "forest.yaml").write_text("sed: 3\n")
     with pytest.raises(ConfigError, match=r"forest.yaml is not a valid config:"):
         load_config(Forest, tmp_path / "forest.yaml", overrides=["--sede", "4"])

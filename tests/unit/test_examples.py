@@ -135,7 +135,9 @@ def test_examples_compile_and_their_imports_exist(example: Example) -> None:
 @pytest.mark.parametrize("example", RUNNABLE, ids=lambda example: example.name)
 def test_marked_examples_run(example: Example, folder: Path) -> None:
     model = json.dumps(str(folder / "tiny"))
-    run_source(example.source.replace('"smollm2"', model))
+    source = example.source.replace('"smollm2"', model)
+    # The tiny model has no tokens for the words of generated tasks.
+    run_source(re.sub(r'"generated:label[^"]*"', '"gsm8k.jsonl"', source))
 
 
 def test_a_block_that_fails_is_seen() -> None:

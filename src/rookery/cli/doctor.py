@@ -13,10 +13,19 @@ from rich.markup import escape
 
 from rookery.cache import cache_folder
 from rookery.cli.terminal import console
+from rookery.errors import EXTRAS
 
 __all__ = ["Finding", "doctor", "examine"]
 
 _MIN_FREE_GB = 5
+_PURPOSES = {
+    "tasks": "the scorers math and json_schema",
+    "cmaes": "the cmaes stage of genome",
+    "serve": "rookery serve, and Atropos environments",
+    "optim": "moments of 8 bits",
+    "track": "TensorBoard, Trackio and W&B",
+}
+"""Extras without a line of their own, and what they are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Check Python, torch, GPU, vLLM, Ray, the sandbox, cache and disk.
+    """Check Python, torch, GPU, vLLM, Ray, other extras, the sandbox, cache and disk.
 
     Each line is a tick, or the command that fixes it. The exit code is 2 when something that the
     embedded engine needs is missing.
@@ -64,6 +73,8 @@ def examine() -> Iterator[Finding]:
     yield _gpu()
     yield _vllm()
     yield _package("Ray", "ray", "pip install 'rookery[ray]'", is_needed=False)
+    for extra, purpose in _PURPOSES.items():
+        yield _extra(extra, purpose)
     yield _sandbox()
     yield _smollm2()
     yield from _cache()
@@ -83,6 +94,14 @@ def _package(thing: str, package: str, remedy: str, *, is_needed: bool) -> Findi
             thing, is_fine=False, seen="not installed", remedy=remedy, is_needed=is_needed
         )
     return Finding(thing, is_fine=True, seen=seen, is_needed=is_needed)
+
+
+def _extra(extra: str, purpose: str) -> Finding:
+    packages = [name for name, brought_by in EXTRAS.items() if brought_by == extra]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    seen = f"not installed: {', '.join(missing)}" if missing else "installed"
+    remedy = f"pip install 'rookery[{extra}]' (for {purpose})"
+    return Finding(extra, not missing, seen, remedy, is_needed=False)
 
 
 def _gpu() -> Finding:

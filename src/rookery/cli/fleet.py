@@ -69,10 +69,10 @@ def status(
 ) -> int:
     """Show servers: their load, the adapters they hold, how often the prefix cache helps.
 
+    The exit code is 2 when a server does not answer. Servers with a key: put it in VLLM_API_KEY.
+
         rookery fleet status
         rookery fleet status http://gpu1:8000 http://gpu2:8000
-
-    The exit code is 2 when a server does not answer. Servers with a key: put it in VLLM_API_KEY.
 
     Parameters
     ----------
@@ -102,11 +102,11 @@ def status(
 def verify(url: str, *, adapter: Path | None = None) -> int:
     """Check that a server can do what Rookery needs; says what to change where it cannot.
 
-        rookery fleet verify http://127.0.0.1:8000
-        rookery fleet verify http://gpu1:8000 --adapter out/poet
-
     One line each for completions, log-probabilities, labels, adapters, the prefix cache and the
     version. The exit code is 2 when one is wrong. Servers with a key: put it in VLLM_API_KEY.
+
+        rookery fleet verify http://127.0.0.1:8000
+        rookery fleet verify http://gpu1:8000 --adapter out/poet
 
     Parameters
     ----------

@@ -42,16 +42,19 @@ def list_(
         fields = ("name", "kind", "status", "started_s", "last_event_s", "num_events", "size_bytes")
         console.print_json(json.dumps([{f: getattr(run, f) for f in fields} for run in summaries]))
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    results = [_result(run.path) for run in summaries]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     table.add_column(
         "name", no_wrap=True, min_width=max((len(run.name) for run in summaries), default=0)
     )
-    for column in ("kind", "status", "started", "took", "result"):
+    for column in ("kind", "status", "started", "took"):
         table.add_column(column)
-    for run in summaries:
-        took = wording.duration(run.last_event_s - run.started_s) if run.started_s else "-"
+    words = [word for result in results for word in result.split()]
+    table.add_column("result", min_width=max(map(len, words), default=0))
+    for run, result in zip(summaries, results, strict=True):
+        took = wording.duration(run.worked_s) if run.started_s else "-"
         started = _time(run.started_s, "%m-%d %H:%M")
-        table.add_row(run.name, run.kind, run.status, started, took, _result(run.path))
+        table.add_row(run.name, run.kind, run.status, started, took, result)
     if summaries:
         console.print(table)
     else:

@@ -1,6 +1,6 @@
 """`evaluate`: how good a model and its adapters are on a taskset, with intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from rookery.compose.inputs_record import (
     digest_adapters,
     digest_models,
     digest_scorers,
+    join_digests,
     on_same_inputs,
 )
 from rookery.compose.running import (
@@ -153,16 +154,17 @@ def _read_inputs(config: EvaluationConfig) -> _Inputs:
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:
-    digests = {inputs.taskset.name: digest(inputs.tasks)}
-    if inputs.adapters:
-        digests["adapters"] = digest_adapters(inputs.adapters)
-    return digests | digest_models({"the model": inputs.folder})
+    tasks = {inputs.taskset.name: digest(inputs.tasks)}
+    adapters = {"adapters": digest_adapters(inputs.adapters)} if inputs.adapters else {}
+    return join_digests(tasks, adapters, digest_models({"the model": inputs.folder}))
 
 
-def _engine(config: EvaluationConfig) -> AnyEngineConfig:
+def _engine(config: EvaluationConfig, ranks: Collection[int]) -> AnyEngineConfig:
+    """One that takes adapters of these ranks."""
     fleet = config.fleet
     if fleet is None:
-        return EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+        engine = EngineConfig(model=config.model, device=config.device, dtype=config.dtype)
+        return engine.model_copy(update={"max_rank": max(engine.max_rank, *ranks, 0)})
     launch = fleet.launch
     with_model = None if launch is None else launch.model_copy(update={"model": config.model})
     return fleet.model_copy(update={"name": fleet.name or config.model, "launch": with_model})
@@ -172,8 +174,10 @@ async def _evaluate(
     config: EvaluationConfig, inputs: _Inputs, open_run: OpenRun, display: Display
 ) -> Outcome[EvaluationReport]:
     """What can be refused is refused before the run is made."""
-    require_adapters(_engine(config), {f"The rank of {a.name}": a.rank for a in inputs.adapters})
-    async with open_shown_engine(_engine(config), display) as engine:
+    ranks = {f"The rank of {adapter.name}": adapter.rank for adapter in inputs.adapters}
+    engine_config = _engine(config, ranks.values())
+    require_adapters(engine_config, ranks)
+    async with open_shown_engine(engine_config, display) as engine:
         models = [engine.base, *[await engine.load(adapter) for adapter in inputs.adapters]]
         TasksetEvaluator(engine, template=inputs.template, tasksets=[inputs.taskset])
         with open_run() as run, resumable(run.path, display):
@@ -193,6 +197,8 @@ async def _measure(
     display: Display,
 ) -> EvaluationReport:
     taskset, tasks = inputs.taskset, inputs.tasks
+    log = RolloutLog(run)
+    is_resumed = len(log) > 0 or log.has_answers
     with display.bar(taskset.name, total=len(models) * len(tasks)) as bar:
 
         def advance(progress: Progress) -> None:
@@ -202,10 +208,11 @@ async def _measure(
             engine,
             template=inputs.template,
             tasksets=[taskset],
-            log=RolloutLog(run),
+            log=log,
             on_progress=advance,
         )
         evaluations = await evaluator.evaluate(models, tasks)
+    earned = {reward for each in evaluations for reward in each.rewards.values()}
     names = ["base", *_names(config.adapters)]
     groups = await evaluator.rollout(models, tasks[:SHOWN_TASKS])  # found in the run's log
     return EvaluationReport(
@@ -217,13 +224,18 @@ async def _measure(
         num_skipped_rows=taskset.skipped.num_skipped,
         warnings=tuple(taskset.notes),
         models=tuple(
-            _row(name, evaluation, evaluations[0], tasks)
+            _row(name, evaluation, evaluations[0], tasks, earned)
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
         tasks=_answered(groups, names=names),
-        seconds=evaluations[0].seconds,
-        tokens=dict(engine.token_counts) or {"asked_and_answered": evaluator.num_tokens},
+        seconds=run.worked_s,
+        tokens=_tokens(evaluator, {} if is_resumed else engine.token_counts),
     )
+
+
+def _tokens(evaluator: TasksetEvaluator, counts: Mapping[str, int]) -> dict[str, int]:
+    """What the engine counted; it knows nothing of a process before this one."""
+    return dict(counts) or {"asked_and_answered": evaluator.num_tokens}
 
 
 def _answered(groups: Sequence[Group], *, names: Sequence[str]) -> tuple[TaskRecord, ...]:
@@ -253,8 +265,17 @@ def _names(paths: tuple[str, ...]) -> tuple[str, ...]:
     return names if len({"base", *names}) == len(names) + 1 else paths
 
 
-def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task, ...]) -> ModelRow:
-    """One model's line: mean with interval, and the paired difference to the base model."""
+def _row(
+    name: str,
+    evaluation: Evaluation,
+    base: Evaluation,
+    tasks: tuple[Task, ...],
+    earned: Collection[float],
+) -> ModelRow:
+    """One model's line: mean with interval, and the paired difference to the base model.
+
+    `earned` is what any of the models has earned for any task.
+    """
     scored = [t for t in tasks if t.id in evaluation.rewards]
     rewards = [evaluation.rewards[t.id] for t in scored]
     row = ModelRow(
@@ -266,11 +287,12 @@ def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task,
     )
     if not rewards:
         return row
-    if set(rewards) <= {0.0, 1.0}:
+    limits = (min([0.0, *earned]), max([1.0, *earned]))
+    if set(earned) <= {0.0, 1.0}:
         interval = proportion(list(map(bool, rewards)), clusters=list(map(question_of, scored)))
     else:
         rng = stream(0, "eval", name)
-        interval = bootstrap_mean(rewards, rng=rng, strata=_one_source(scored))
+        interval = bootstrap_mean(rewards, rng=rng, strata=_one_source(scored), limits=limits)
     row = row.model_copy(
         update={"mean": interval.estimate, "low": interval.low, "high": interval.high}
     )
@@ -282,6 +304,7 @@ def _row(name: str, evaluation: Evaluation, base: Evaluation, tasks: tuple[Task,
         [base.rewards[t.id] for t in both],
         rng=stream(0, "gain", name),
         strata=_one_source(both),
+        limits=limits,
     )
     gained = Estimate(mean=gain.estimate, low=gain.low, high=gain.high)
     return row.model_copy(update={"gain": gained})

@@ -41,7 +41,7 @@ from rookery.loops.evolve.config import EvolveConfig, Flags, LoadedConfig, read_
 from rookery.loops.evolve.config.reading import with_keys
 from rookery.loops.evolve.loop import evolve
 from rookery.reports import EvolveReport
-from rookery.runs import Run, RunView
+from rookery.runs import EXTENDED, FINISHED, Run, RunView
 from rookery.runs.extension import check_changes, find_changes
 from rookery.runs.run_folder import EVENTS
 from rookery.ui.display import Display
@@ -181,8 +181,11 @@ def go_on(
 
 
 def _extended_from(view: RunView, iterations: int | None) -> int:
-    """How many iterations there were before those that are asked for now."""
-    if iterations is not None and view.status == "finished":
+    """How many iterations there were before those that are asked for now. A run that finished, and
+    was opened since for nothing more, is a finished one."""
+    ended = [e.seq for e in view.events(FINISHED) if e.payload["outcome"] == "finished"]
+    begun = [e.seq for e in view.events(EXTENDED) if "extended_from" in e.payload["changes"]]
+    if iterations is not None and ended and ended[-1] > max(begun, default=0):
         return int(view.read_json("report.json")["num_iterations"])
     return int(view.config.get("extended_from", 0))
 
@@ -192,6 +195,7 @@ def _resume(config: EvolveRunConfig, open_run: OpenRun, display: Display) -> Out
     file = config.config_file
     keeper = read_config(file, environment=os.environ).config if file and file.is_file() else None
     settings = with_keys(config.settings, keeper, environment=os.environ)
+    config = config.model_copy(update={"output": open_run.folder})  # it may have been moved
     return _finish(config, settings, open_run, display)
 
 

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rookery.compose.inputs_record import digest
+from rookery.compose.inputs_record import digest, join_digests
 from rookery.config import Config
+from rookery.errors import ConfigError
 from rookery.executors import WorkerSpec, open_local, open_modal, open_ray
 from rookery.loops.evolve.checkpoints import read_checkpoint
 from rookery.loops.evolve.config import EvolveConfig, LoadedConfig
@@ -92,6 +93,11 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     own = settings.rookery
     paths = (config.program, *map(Path, own.first_programs))
     firsts = [read_first_program(path, config=settings) for path in paths]
+    if not settings.llm.ensemble:
+        raise ConfigError(
+            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
+            "a model of your own."
+        )
     programs: list[FirstProgram | ProgramRecord] = [*firsts]
     if own.checkpoint is not None:
         programs += read_checkpoint(Path(own.checkpoint)).programs
@@ -101,10 +107,9 @@ def read_inputs(config: EvolveRunConfig, settings: EvolveConfig) -> Inputs:
     warnings = [warning for first in firsts for warning in first.warnings]
     if own.sandbox.backend == "none":
         warnings.append("unsafe: generated programs ran without a sandbox, with all rights")
-    digests = {
-        config.program.name: digest([firsts[0].code, sorted(firsts[0].other_files.items())]),
-        config.evaluator.name: digest([config.evaluator.read_bytes()]),
-    }
+    first = digest([firsts[0].code, sorted(firsts[0].other_files.items())])
+    evaluator = digest([config.evaluator.read_bytes()])
+    digests = join_digests({config.program.name: first}, {config.evaluator.name: evaluator})
     warnings = [*config.warnings, *warnings]
     return Inputs(programs=programs, spec=spec, warnings=tuple(warnings), digests=digests)
 

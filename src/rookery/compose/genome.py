@@ -13,6 +13,7 @@ from rookery.compose.inputs_record import (
     digest_adapters,
     digest_models,
     digest_scorers,
+    join_digests,
     on_same_inputs,
 )
 from rookery.compose.running import (
@@ -117,10 +118,10 @@ def _rank(config: GenomeConfig, founders: dict[str, Adapter] | None) -> dict[str
 
 
 def _digests(inputs: _Inputs) -> dict[str, str]:
-    digests = {each.name: digest(each.tasks) for each in inputs.tasksets}
-    if inputs.founders is not None:
-        digests["init"] = digest_adapters(inputs.founders.values())
-    return digests | digest_models({"the model": inputs.folder})
+    tasks = {each.name: digest(each.tasks) for each in inputs.tasksets}
+    founders = inputs.founders
+    init = {} if founders is None else {"init": digest_adapters(founders.values())}
+    return join_digests(tasks, init, digest_models({"the model": inputs.folder}))
 
 
 async def _evolve(

@@ -13,7 +13,13 @@ from rookery.compose.grpo_plan import check_plan, has_one_gpu, server_share
 from rookery.compose.grpo_policy import MakePolicy, PolicyParts, adapter_policy, full_policy
 from rookery.compose.grpo_processes import end_processes, help_grpo
 from rookery.compose.grpo_reference import make_reference
-from rookery.compose.inputs_record import digest, digest_models, digest_scorers, on_same_inputs
+from rookery.compose.inputs_record import (
+    digest,
+    digest_models,
+    digest_scorers,
+    join_digests,
+    on_same_inputs,
+)
 from rookery.compose.running import (
     ConfigSource,
     OpenRun,
@@ -143,9 +149,9 @@ def _digests(files: GrpoFiles) -> dict[str, str]:
     if isinstance(files.reference, Path):
         models["reference"] = files.reference
     tasks = {each.name: digest(each.tasks) for each in files.tasksets}
-    if isinstance(files.reference, Adapter):
-        tasks["reference"] = files.reference.version
-    return tasks | digest_models(models)
+    adapter = files.reference if isinstance(files.reference, Adapter) else None
+    reference = {} if adapter is None else {"reference": adapter.version}
+    return join_digests(tasks, reference, digest_models(models))
 
 
 @asynccontextmanager

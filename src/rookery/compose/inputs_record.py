@@ -19,7 +19,14 @@ from rookery.tasks.scorers import PythonConfig, ScorerConfig
 from rookery.tasks.taskset import Taskset
 from rookery.types import Adapter
 
-__all__ = ["digest", "digest_adapters", "digest_models", "digest_scorers", "on_same_inputs"]
+__all__ = [
+    "digest",
+    "digest_adapters",
+    "digest_models",
+    "digest_scorers",
+    "join_digests",
+    "on_same_inputs",
+]
 
 FILE = "inputs.json"
 MODEL_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
@@ -33,6 +40,12 @@ def digest(records: Iterable[object]) -> str:
         hashed.update(repr(record).encode("utf-8", "surrogatepass"))
         hashed.update(b"\n")
     return hashed.hexdigest()
+
+
+def join_digests(*parts: Mapping[str, str]) -> dict[str, str]:
+    """Of inputs of several sorts, by name: a taskset may be called as the adapters are."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: "+".join(part[name] for part in parts if name in part) for name in names}
 
 
 def digest_adapters(adapters: Iterable[Adapter]) -> str:

@@ -33,11 +33,6 @@ async def open_models(
     """By name, those that propose and those that judge. A model is asked for a word only where its
     API does not list it."""
     by_name = _models_by_name(config)
-    if not config.llm.ensemble:
-        raise ConfigError(
-            "No model is named: give --primary-model NAME, write llm.models, or rookery.engine for "
-            "a model of your own."
-        )
     own = config.rookery.engine_models
     async with AsyncExitStack() as stack:
         models: dict[str, TextModel] = {}

@@ -66,9 +66,9 @@ def _hub_folder(name: str) -> Path:
             f"{name!r} is neither a folder here nor a Hugging Face id: {error}"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].removeprefix("Got: ").rstrip(".")
         raise ModelError(
-            f"{name!r} is not a folder here and cannot be fetched as a Hugging Face id: {reason} "
+            f"{name!r} is not a folder here and cannot be fetched as a Hugging Face id: {reason}. "
             "Check the name, the network and HF_TOKEN, or give a local folder or `smollm2`."
         ) from error
 

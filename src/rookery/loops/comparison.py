@@ -31,6 +31,7 @@ def compare(
     """A row per entry: its mean, `gain` over the second entry, `lead` over the first, the winner.
 
     Differences are paired by task, and tasks of one question are one cluster in all intervals.
+    An entry may earn what any of them has earned: one that only lost may have won 10.
     """
     strata = Strata(
         names=tuple(task.source for task in tasks),
@@ -43,17 +44,26 @@ def compare(
         if all(task.id in own for task in tasks)
     }
 
+    earned = [reward for own in rewards.values() for reward in own.values()]
+    limits = (min([0.0, *earned]), max([1.0, *earned]))
+
     def difference(ours: str, theirs: str, key: str) -> Estimate | None:
         if ours == theirs or not {ours, theirs} <= set(whole):
             return None
         rng = stream(seed, key, ours)
-        return _estimate(paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata))
+        return _estimate(
+            paired_difference(whole[ours], whole[theirs], rng=rng, strata=strata, limits=limits)
+        )
 
     winner, reference = list(rewards)[:2]
     rows = []
     for name, own in rewards.items():
         rng = stream(seed, "report", name)
-        interval = bootstrap_mean(whole[name], rng=rng, strata=strata) if name in whole else None
+        interval = (
+            bootstrap_mean(whole[name], rng=rng, strata=strata, limits=limits)
+            if name in whole
+            else None
+        )
         mean = Estimate() if interval is None else _estimate(interval)
         rows.append(
             ReportRow(

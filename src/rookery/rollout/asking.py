@@ -44,9 +44,9 @@ class Asking:
         self._params = taskset.sampling
         self._normalize = config.normalize if isinstance(config, ChoiceConfig) else "sum"
         self._template = template
-        self._fingerprint = _digest(
-            json.dumps([config.model_dump(mode="json"), asdict(taskset.sampling)])
-        )
+        asked = [self.is_choice, self._normalize, asdict(taskset.sampling)]
+        scored = config.model_dump(mode="json")
+        self._fingerprint = f"{_digest(json.dumps(asked))}|{_digest(json.dumps(scored))}"
         self._encoded: dict[str, list[tuple[TokenIds, int]]] = {}
         """Prompts with their choices by task id: a search puts them to many models."""
 
@@ -61,7 +61,7 @@ class Asking:
 
     def key(self, model: ModelRef, task: Task) -> str:
         """Names the question put to these weights. It holds what the task says: a row that was
-        corrected under its id is another question."""
+        corrected under its id is another question. The scorer comes last: it changes no answer."""
         said = _digest(repr((task.prompt, task.reference, task.choices)))
         return f"{model.version}|{task.id}|{said}|{self._fingerprint}"
 

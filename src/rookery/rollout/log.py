@@ -24,7 +24,17 @@ def set_scores_aside(run: Run, *, further: Collection[str], only_failed: bool) -
     def keep(event: Event) -> bool:
         return only_failed and event.kind == ROLLOUT and event.payload["reward"] is not None
 
-    run.set_aside((ROLLOUT, *further), keep=keep)
+    def key(event: Event) -> str:
+        return _answer_key(event.key) if event.kind == ROLLOUT else event.key
+
+    run.set_aside((ROLLOUT, *further), keep=keep, key=key)
+
+
+def _answer_key(key: str) -> str:
+    """What another scorer finds an answer by. A key ends with the scorer and the number of the
+    answer: see `Asking.key`."""
+    rest, _, index = key.rpartition("|")
+    return f"{rest.rpartition('|')[0]}|{index}"
 
 
 class RolloutLog:
@@ -59,7 +69,7 @@ class RolloutLog:
 
     def find_answer(self, key: str, model: ModelRef) -> tuple[Completion, float | None] | None:
         """The answer, and its certainty, of a rollout that is to be scored again."""
-        event = None if self._run is None else self._run.get(f"{FORMER}{ROLLOUT}", key)
+        event = None if self._run is None else self._run.get(f"{FORMER}{ROLLOUT}", _answer_key(key))
         if event is None or event.payload["completion"] is None:
             return None
         certainty = event.payload.get("metrics", {}).get("certainty")

@@ -13,8 +13,8 @@ from rookery.runs.events import Event, EventView, NewEvent
 from rookery.runs.journal import Entry, Journal
 from rookery.runs.lock import Owner, is_locked, read_owner
 from rookery.runs.metrics import MetricsRow, read_metrics
-from rookery.runs.run import SET_ASIDE, Run
-from rookery.runs.run_view import Outcome, RunView, Status
+from rookery.runs.run import EXTENDED, SET_ASIDE, Run
+from rookery.runs.run_view import FINISHED, Outcome, RunView, Status
 from rookery.runs.summary import (
     RunDetails,
     RunSummary,
@@ -25,6 +25,8 @@ from rookery.runs.summary import (
 )
 
 __all__ = [
+    "EXTENDED",
+    "FINISHED",
     "FORMER",
     "SET_ASIDE",
     "Attempt",

@@ -75,20 +75,22 @@ class EventLog(EventView):
         """Store all of them, or none, and wait once for the disk; in the order given."""
         return self.submit(news).result()
 
-    def set_aside(self, kinds: Collection[str], *, keep: Callable[[Event], bool]) -> None:
-        """Give events of these kinds, but for those to keep, the kind former/KIND, all or none. A
-        key then finds the newest that was set aside under it."""
+    def set_aside(
+        self, kinds: Collection[str], *, keep: Callable[[Event], bool], key: Callable[[Event], str]
+    ) -> None:
+        """Give events of these kinds, but for those to keep, the kind former/KIND and another key,
+        all or none. A key then finds the newest that was set aside under it."""
         moves = [
-            (f"{FORMER}{kind}", event.key, event.seq)
+            (f"{FORMER}{kind}", key(event), event.seq)
             for kind in kinds
             for event in self.events(kind)
             if not keep(event)
         ]
         with sqlite_boundary(self._path), transaction(self._writer):
-            for kind, key, seq in moves:
+            for move in moves:
                 older = "UPDATE events SET key = '' WHERE kind = ? AND key = ? AND key <> ''"
-                self._writer.execute(older, (kind, key))
-                self._writer.execute("UPDATE events SET kind = ? WHERE seq = ?", (kind, seq))
+                self._writer.execute(older, move[:2])
+                self._writer.execute("UPDATE events SET kind = ?, key = ? WHERE seq = ?", move)
 
     def close(self) -> None:
         """Store what still waits and fold the write-ahead log into the file. Idempotent."""

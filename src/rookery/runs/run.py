@@ -53,7 +53,7 @@ from rookery.runs.run_folder import (
 )
 from rookery.runs.run_view import CREATED, FINISHED, OPENED, Outcome, RunView
 
-__all__ = ["SET_ASIDE", "Run"]
+__all__ = ["EXTENDED", "SET_ASIDE", "Run"]
 
 EXTENDED, JOURNAL_MADE, SET_ASIDE = "run/extended", "run/journal", "run/set_aside"
 
@@ -201,12 +201,16 @@ class Run(RunView):
         return changes
 
     def set_aside(
-        self, kinds: Collection[str], *, keep: Callable[[Event], bool] = lambda _: False
+        self,
+        kinds: Collection[str],
+        *,
+        keep: Callable[[Event], bool] = lambda _: False,
+        key: Callable[[Event], str] = lambda event: event.key,
     ) -> None:
-        """Let events of these kinds count no longer, and note it; they stay as former/KIND. Before
-        anything is appended."""
+        """Let events of these kinds count no longer, and note it; they stay as former/KIND, under
+        the given keys. Before anything is appended."""
         self._lock.check()
-        self._log.set_aside(kinds, keep=keep)
+        self._log.set_aside(kinds, keep=keep, key=key)
         self._log.append(SET_ASIDE, {"kinds": sorted(kinds)})
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -285,9 +289,9 @@ class Run(RunView):
             if error is not None and not self._has_outcome:
                 outcome: Outcome = "failed" if isinstance(error, Exception) else "interrupted"
                 self.finish(outcome, message=f"{type(error).__name__}: {error}")
-        except RunError:
+        except RunError as problem:
             # The first error matters more, and may be the same full disk: let it through.
-            logger.warning("%s: its outcome could not be recorded", self.path, exc_info=True)
+            logger.warning("%s: its outcome could not be recorded: %s", self.path, problem)
         finally:
             self.close()
 

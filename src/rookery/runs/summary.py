@@ -48,6 +48,8 @@ class RunSummary:
     status: Status | Literal["unreadable"]
     started_s: float
     last_event_s: float
+    worked_s: float
+    """Without the time between an ending and the next opening."""
     num_events: int
     size_bytes: int
     message: str = ""
@@ -128,6 +130,7 @@ def summarize(run: RunView) -> RunSummary:
         status=run.status,
         started_s=run.created.time_s,
         last_event_s=newest.time_s,
+        worked_s=run.worked_s,
         num_events=newest.seq,
         size_bytes=_size_bytes(run.path),
         message=str(ending.payload["message"]) if ending is not None else "",
@@ -190,6 +193,7 @@ def _summarize_path(path: Path) -> RunSummary:
             status="unreadable",
             started_s=0.0,
             last_event_s=0.0,
+            worked_s=0.0,
             num_events=0,
             size_bytes=_size_bytes(path),
             message=str(error),

@@ -65,7 +65,7 @@ class ForkServer:
         self._log = log
         self._aliases = aliases
         self._closing: asyncio.Task[None] | None = None
-        self._pid: object = None
+        self._pid: int | None = None
         """Of the server, if it has to be told about itself."""
         self.is_isolated = False
 
@@ -118,7 +118,7 @@ class ForkServer:
         if "unusable" in answer:
             raise SandboxError(f"The evaluator cannot be used: {answer['unusable']}")
         self.is_isolated = bool(answer["is_isolated"])
-        self._pid = answer["pid"]
+        self._pid = int(str(answer["pid"])) if answer["pid"] is not None else None
         if self._cgroup is not None:
             # Of the candidate's processes these are ours.
             await asyncio.to_thread(
@@ -152,19 +152,11 @@ class ForkServer:
             run.arm()
             body: dict[str, object] = {
                 "program": program if isinstance(program, str) else dict(program),
-                "suffix": evaluator.suffix,
-                "cascade": evaluator.cascade,
-                "thresholds": list(evaluator.thresholds),
                 "seed": seed,
                 "isolate": isolate,
             }
-            descriptors = [result.writer, output.writer]
-            if self._pid is not None:
-                body["server_bytes"] = data_bytes(int(str(self._pid)))
-                children = stack.enter_context(
-                    open(f"/proc/{self._pid}/task/{self._pid}/children", "rb")  # noqa: ASYNC230
-                )
-                descriptors.append(children.fileno())
+            descriptors = [result.writer, output.writer, *self._tell(body, stack)]
+            body |= evaluator.model_dump(include={"suffix", "cascade", "thresholds"})
             await self._send(body, descriptors)
             result.close_writer()
             output.close_writer()
@@ -195,6 +187,14 @@ class ForkServer:
             output_tail=tail,
             is_forgeable=not isolate,
         )
+
+    def _tell(self, body: dict[str, object], stack: ExitStack) -> list[int]:
+        """What a server without /proc has to be told: its size, and where its children are."""
+        if self._pid is None:
+            return []
+        body["server_bytes"] = data_bytes(self._pid)
+        path = Path(f"/proc/{self._pid}/task/{self._pid}/children")
+        return [stack.enter_context(path.open("rb")).fileno()]
 
     async def _watched(self, run: "_Run", config: SandboxConfig) -> dict[str, object] | None:
         async with asyncio.TaskGroup() as group:

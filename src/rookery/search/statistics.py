@@ -10,7 +10,8 @@ first, and resampling stays within a source.
 **Clusters.** Eight rows of one question are not eight independent values. Rows of equal cluster
 become one value: their part in the mean, linearised, so that the values have the mean of the rows
 and, independent of one another, its spread. A row of its own cluster is its own value. Sources that
-share a cluster are resampled together.
+share a cluster are resampled together. Clusters of unequal size count for fewer of equal size
+(Kish 1965): where two hold most rows, the others do not make the mean more exact.
 
 **Small samples.** A bootstrap knows only what its sample shows: two right answers give [1, 1], and
 for eight sources of two tasks it holds the truth in 80 % of cases instead of 95 %. So an interval
@@ -186,7 +187,7 @@ def _rare_difference(
     one on every twentieth.
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    trials = 1.0 / math.fsum(s.share**2 / len(s.values) for s in sources if s.share > 0)
+    trials = 1.0 / math.fsum(s.share**2 / s.trials for s in sources if s.share > 0)
     wins, losses = (
         math.fsum(s.share * float(np.maximum(sign * s.values, 0.0).mean()) for s in sources) / reach
         for sign in (1.0, -1.0)
@@ -208,27 +209,16 @@ def proportion(
     """Wilson's score interval of right answers; never empty, also at 0 % and 100 %.
 
     Eight of ten: 0.49 to 0.94. Answers in clusters count for as many independent ones as would give
-    so exact a proportion; `POOLED` clusters of answers that are all alike are added, for clusters
-    without an answer of the rarer kind do not show how far answers depend on one another.
+    so exact a proportion.
     """
     _check_confidence(confidence)
     values = np.array(is_right, dtype=np.float64)
     strata = Strata(
         names=("all",) * len(values), clusters=None if clusters is None else tuple(clusters)
     )
-    [source] = _sources(values.tolist(), strata)
-    share, trials = float(values.mean()), float(len(values))
-    if len(source.values) < len(values):
-        # Of how many alike answers one counts for, and would if clusters were alike.
-        size = sum(n * n for n in Counter(clusters).values()) / len(values)
-        [rarer] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
-        excess = 0.0
-        if 0 < share < 1 and len(source.values) > 1:
-            excess = float(source.values.var(ddof=1)) / (share * (1 - share))
-            excess *= len(values) / len(source.values)
-        known = rarer.num_nonzero
-        trials /= max(1.0, (known * excess + POOLED * size) / (known + POOLED))
-    low, high = _wilson_ends(share, trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
+    share = float(values.mean()) if len(values) else 0.0
+    [source] = _sources((values if share <= 0.5 else 1 - values).tolist(), strata)
+    low, high = _wilson_ends(share, source.trials, NormalDist().inv_cdf(0.5 + confidence / 2.0))
     return Interval(
         estimate=share,
         low=low,
@@ -256,6 +246,10 @@ class _Source:
     """Of the score; all shares sum to 1."""
     num_nonzero: int
     """Clusters with a row that is not 0."""
+    trials: float
+    """Independent rows that would give as exact a mean."""
+    num_equal: float
+    """Clusters of equal weight that would spread as much: two of 20 rows and ten of one are 3."""
 
 
 def _sources(values: Sequence[float], strata: Strata | None) -> list[_Source]:
@@ -299,12 +293,11 @@ def _source(
     rows: Mapping[str, Sequence[tuple[Hashable, float]]], shares: Mapping[str, float]
 ) -> _Source:
     """The rows of sources that share clusters, (cluster, value) by source."""
-    places: dict[Hashable, int] = {}
-    for own in rows.values():
-        for cluster, _ in own:
-            places.setdefault(cluster, len(places))
+    known = [cluster for own in rows.values() for cluster, _ in own]
+    places = {cluster: place for place, cluster in enumerate(dict.fromkeys(known))}
     count, share = len(places), math.fsum(shares[name] for name in rows)
-    clustered, is_nonzero = np.zeros(count), np.zeros(count, dtype=bool)
+    clustered, is_nonzero, plain = np.zeros(count), np.zeros(count, dtype=bool), 0.0
+    cluster_weights = np.zeros(count)
     for name, own in rows.items():
         values = np.array([value for _, value in own])
         codes = np.array([places[cluster] for cluster, _ in own])
@@ -316,8 +309,32 @@ def _source(
         added = drawn * (own_values - values.mean())
         part = shares[name] / share if share else 1.0 / len(rows)
         clustered += part * (own_values + (added - added.mean()))
+        cluster_weights += part * sizes / count
+        plain += part**2 * float(values.var()) / len(own)
         is_nonzero[codes[values != 0]] = True
-    return _Source(" and ".join(rows), clustered, share, int(is_nonzero.sum()))
+    num_nonzero = int(is_nonzero.sum())
+    num_equal = min(float(count), 1.0 / float((cluster_weights**2).sum()))
+    num_showing = num_nonzero * num_equal / count
+    trials = _trials(clustered, num_showing, sizes=list(Counter(known).values()), plain=plain)
+    return _Source(" and ".join(rows), clustered, share, num_nonzero, trials, num_equal)
+
+
+def _trials(
+    clustered: NDArray[np.float64], num_showing: float, *, sizes: Sequence[int], plain: float
+) -> float:
+    """`plain` is the variance of the mean, were all rows independent.
+
+    `num_showing` clusters show how far rows depend on one another, those of zeros do not: `POOLED`
+    clusters of rows that are all alike are added.
+    """
+    num_rows = sum(sizes)
+    if len(clustered) == num_rows:
+        return float(num_rows)
+    alike = sum(size * size for size in sizes) / num_rows
+    has_spread = plain > 0 and len(clustered) > 1
+    excess = float(clustered.var(ddof=1)) / len(clustered) / plain if has_spread else 0.0
+    weight = num_showing if has_spread else 0.0
+    return num_rows / max(1.0, (weight * excess + POOLED * alike) / (weight + POOLED))
 
 
 def _why_small(sources: Sequence[_Source], *, noun: str) -> str:
@@ -334,9 +351,11 @@ def _student(
     sources: Sequence[_Source], *, ends: tuple[float, float], confidence: float
 ) -> tuple[float, float]:
     """Student's interval with `PRIOR` values more at the ends."""
-    counts = np.array([len(source.values) for source in sources], dtype=np.float64)
+    counts = np.array([source.num_equal for source in sources])
     shares = np.array([source.share for source in sources])
-    squares = np.array([((s.values - s.values.mean()) ** 2).sum() for s in sources])
+    # The mean of so many values of equal weight has the variance of the clusters' mean.
+    scales = counts * (counts - 1) / [max(1, len(s.values) * (len(s.values) - 1)) for s in sources]
+    squares = scales * [((s.values - s.values.mean()) ** 2).sum() for s in sources]
     estimate = math.fsum(source.share * source.values.mean() for source in sources)
     # As many values of one source would give a mean as exact as these.
     num_like = 1.0 / float((shares**2 / counts).sum())

@@ -51,7 +51,7 @@ DECIMALS = 4
 STEPS = (0.05, 0.1, 0.2, 0.4)
 """Standard deviations of the points around one."""
 FEW_FOUNDERS = 3
-"""Of more founders the steps of each are shorter: twenty that all move by 0.4 leave what is known."""
+"""Of more founders each moves less: twenty that all move by 0.4 leave what is known."""
 NODES = ((-(3.0**0.5), 1 / 6), (0.0, 2 / 3), (3.0**0.5, 1 / 6))
 """Of a normal distribution, with their weights: exact for polynomials up to the fifth degree."""
 

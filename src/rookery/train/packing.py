@@ -212,7 +212,7 @@ def _is_kept_sound(datum: Datum, vocab_size: int) -> bool:
     if not isinstance(datum.kept, KeptTokens):
         return False
     flat = np.frombuffer(datum.kept.data, dtype=np.uint32).astype(np.int64)
-    lengths = np.diff(datum.kept.ends, prepend=0)
+    lengths = np.diff([0, *datum.kept.ends])
     rows = np.repeat(np.arange(len(lengths)), lengths)
     is_target = flat == np.asarray(datum.targets)[rows]
     is_found = np.bincount(rows[is_target], minlength=len(lengths)) == 1

@@ -22,7 +22,13 @@ def test_help_and_version(rookery: Command) -> None:
     assert rookery("--version").out.strip()
 
 
-@pytest.mark.parametrize("words", [["eval"], ["genome", "run"], ["icm", "run"], ["sft"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval"], ["genome", "run"], ["icm", "run"], ["sft"], ["serve"], ["evolve", "run"],
+        ["evolve", "export"], ["fleet", "up"], ["fleet", "status"], ["fleet", "verify"],
+    ],
+)  # fmt: skip
 def test_examples_have_a_line_each(rookery: Command, words: list[str]) -> None:
     lines = [line.strip() for line in rookery(*words, "--help").out.splitlines()]
     examples = [line for line in lines if line.startswith(" ".join(["rookery", *words]))]

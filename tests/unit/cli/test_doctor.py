@@ -35,10 +35,12 @@ def test_what_is_missing_is_named_with_its_remedy(
         return version(package)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     ended = rookery("doctor")
     assert ended.code == 2 and "Something that is needed is missing." in ended.out
     assert "✗ peft         not installed\n  → pip install 'rookery[hf]'\n" in ended.out
     assert "· Ray          not installed\n  → pip install 'rookery[ray]'\n" in ended.out
+    assert "· serve        not installed: zstandard\n  → pip install 'rookery[serve]'" in ended.out
 
 
 def test_the_sandbox_is_tried_and_not_only_looked_for(

@@ -52,6 +52,23 @@ def test_the_report_is_printed_and_kept(rookery: Command, place: Path) -> None:
         assert run.status == "finished" and run.counts()["rollout"] == 3 * NUM_TASKS
 
 
+def test_an_adapter_of_any_rank_is_measured(rookery: Command, place: Path) -> None:
+    assert read_adapter(place / "wide").rank > EngineConfig().max_rank
+    ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "wide", "--limit", "2", "--json")
+    assert ended.code == 0 and ended.document["models"][1]["num_scored"] == 2
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_work(
+    rookery: Command, place: Path
+) -> None:
+    rookery("eval", "tiny", "tasks.jsonl", "--limit", "2", "--name", "x")
+    with Run.open(place / "runs/x") as run:
+        run.finish()
+        worked_s = run.worked_s
+    rookery("runs", "resume", "x")
+    assert json.loads((place / "runs/x/report.json").read_text())["seconds"] >= worked_s
+
+
 def test_the_table_holds_the_numbers_of_the_report(rookery: Command, place: Path) -> None:
     ended = rookery("eval", "tiny", "tasks.jsonl", "--adapter", "a", "--name", "one")
     report = json.loads((place / "runs/one/report.json").read_text())
@@ -232,3 +249,42 @@ def test_what_has_no_score_is_scored_again_on_request(
     assert rookery("runs", "resume", "x", "--rescore").code == 0
     again = (place / "calls").read_text().split()[len(calls) :]
     assert again and all(id.endswith("1") for id in again) and len(drawn) == num_drawn
+
+
+def test_other_options_of_a_scorer_score_the_same_answers(
+    rookery: Command, place: Path, drawn: list[SampleRequest]
+) -> None:
+    text = (
+        "type: jsonl\npath: tasks.jsonl\nsampling: {max_tokens: 2}\n"
+        "scorer: {type: regex, pattern: 'w1'}\n"
+    )
+    (place / "set.yaml").write_text(text)
+    assert rookery("eval", "tiny", "set.yaml", "--name", "x").code == 0
+    num_drawn = len(drawn)
+    (place / "set.yaml").write_text(text.replace("w1", "w[0-9]"))
+    assert rookery("runs", "resume", "x").code == 2
+    assert rookery("runs", "resume", "x", "--rescore").code == 0
+    assert len(drawn) == num_drawn
+    [row] = json.loads((place / "runs/x/report.json").read_text())["models"]
+    assert row["mean"] == 1.0
+    (place / "set.yaml").write_text(text)
+    assert rookery("runs", "resume", "x", "--rescore").code == 0 and len(drawn) == num_drawn
+
+
+def test_a_taskset_may_be_called_as_other_inputs_are(rookery: Command, place: Path) -> None:
+    tasks = place / "adapters.jsonl"
+    tasks.write_text((place / "tasks.jsonl").read_text())
+    rookery("eval", "tiny", "adapters.jsonl", "--adapter", "a", "--name", "x")
+    tasks.write_text(tasks.read_text().replace("w4 w5", "w5 w4", 1))
+    ended = rookery("runs", "resume", "x")
+    assert ended.code == 2 and "The data of adapters changed" in ended.err
+
+
+def test_a_resumed_report_counts_what_was_asked_before(rookery: Command, place: Path) -> None:
+    rookery("eval", "tiny", "tasks.jsonl", "--name", "x")
+    first = json.loads((place / "runs/x/report.json").read_text())
+    assert rookery("runs", "resume", "x").code == 0
+    again = json.loads((place / "runs/x/report.json").read_text())
+    assert again["seconds"] > first["seconds"]
+    assert again["tokens"]["asked_and_answered"] >= 3 * NUM_TASKS
+    assert again["models"] == first["models"]

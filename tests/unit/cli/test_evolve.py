@@ -58,6 +58,11 @@ RUN = ("evolve", "run", "program.py", "evaluator.py", "--unsafe")
         ((*RUN, "--distributed", "--executor", "local"), "--distributed is --executor ray"),
         ((*RUN, "--rezume"), "Did you mean --resume?"),
         ((*RUN, "--database.num_islnds", "3"), "did you mean database.num_islands?"),
+        ((*RUN, "-i", "0"), "error: The command line: max_iterations is 0; it should be"),
+        (
+            (*RUN, "--rookery.sandbox.memory_mb", "1"),
+            "error: The command line: rookery.sandbox.memory_mb is 1; it should be",
+        ),
         ((*RUN, "--resume"), "There is no run"),
         ((*RUN, "--checkpoint", "nowhere"), "is not a checkpoint"),
         ((*RUN, "-o", "program.py"), "is a file: give another one with -o"),
@@ -98,7 +103,8 @@ def test_bad_files_are_refused(
 
 
 def test_a_model_and_a_key_are_needed(refused: Command) -> None:
-    assert "No model is named" in refused(*RUN, "--api-base", "http://127.0.0.1:9/v1").words
+    without = refused(*RUN, "--api-base", "http://127.0.0.1:9/v1").words
+    assert "No model is named" in without and "starting workers" not in without
     assert "needs a key: export OPENAI_API_KEY" in refused(*RUN, "--primary-model", "big").words
 
 
@@ -242,6 +248,35 @@ def test_the_same_command_goes_on_with_an_extension(
         document["settings"]["max_iterations"] = 5
         run.extend(document, may_change=["extended_from", "settings.max_iterations"])
     assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
+
+
+def test_what_finished_and_was_opened_in_vain_is_extended(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    assert rookery(*RUN, "-i", 3, *model.flags).code == 0
+    Run.open(problem / "openevolve_output").close()  # killed before anything was extended
+    assert "of 5" in rookery(*RUN, "-i", 2, "--resume", *model.flags).words
+    report = json.loads((problem / "openevolve_output/report.json").read_text())
+    assert report["num_iterations"] == 5
+
+
+def test_a_run_that_was_moved_is_kept_from_programs(
+    rookery: Command, problem: Path, model: Scripted
+) -> None:
+    listing = "import os\n" + EVALUATOR.replace(
+        "}", ', "beside": len(os.listdir(os.path.dirname(__file__)))}'
+    )
+    (problem / "evaluator.py").write_text(listing)
+    assert rookery(*RUN, "-i", 1, *model.flags).code == 0
+    with Run.open(problem / "openevolve_output") as run:  # as a command that was killed leaves it
+        document = run.config | {"extended_from": 1}
+        document["settings"]["max_iterations"] = 3
+        run.extend(document, may_change=["extended_from", "settings.max_iterations"])
+    (problem / "openevolve_output").rename(problem / "moved")
+    assert rookery("runs", "resume", problem / "moved").code == 0
+    assert rookery("evolve", "export", "moved", "all.jsonl").code == 0
+    lines = [json.loads(line) for line in (problem / "all.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and len({line["metrics"]["beside"] for line in lines}) == 1
 
 
 @pytest.mark.parametrize("name", ["program.py", "evaluator.py"])

@@ -1,12 +1,14 @@
 """`rookery runs`: list, show, export, resume."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from driving import NUM_TASKS, Command
 
 from rookery.runs import Run
+from rookery.types import SampleRequest
 
 
 @pytest.fixture
@@ -61,6 +63,26 @@ def test_a_list_at_80_columns_shows_whole_names_and_results(
     assert "1 " in shown and shown.index("run/created run/created") < shown.rindex("run/finished")
 
 
+def test_a_long_result_is_not_cut_and_idle_time_is_not_work(
+    rookery: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("rookery.ui.headline.short_result", lambda _: "inconsistent")
+    clock = 1e9
+    monkeypatch.setattr(time, "time", lambda: clock)
+    name = "icm-20261118-054849"
+    with Run.create(place / "runs", kind="icm", name=name, config={}) as run:
+        run.write_json("report.json", {})
+        clock += 500
+        run.finish()
+    clock += 80_000
+    with Run.open(place / "runs" / name) as run:
+        clock += 3
+        run.finish()
+    row = next(line for line in rookery("runs", "list").out.splitlines() if name in line)
+    assert "finished" in row and "8 min 23 s" in row and "inconsistent" in row
+
+
 def test_events_are_exported_as_lines(rookery: Command, two_runs: Path) -> None:
     ended = rookery("runs", "export", "first", "out.jsonl")
     assert ended.out == "4 events written to out.jsonl\n"
@@ -83,12 +105,13 @@ def test_runs_that_are_not_there(rookery: Command, two_runs: Path, command: str)
 
 
 def test_a_finished_run_resumes_to_its_report_without_asking(
-    rookery: Command, two_runs: Path
+    rookery: Command, two_runs: Path, drawn: list[SampleRequest]
 ) -> None:
     before = json.loads((two_runs / "runs/first/report.json").read_text())
+    num_drawn = len(drawn)
     assert rookery("runs", "resume", "first").code == 0
     after = json.loads((two_runs / "runs/first/report.json").read_text())
-    assert after["models"] == before["models"] and after["tokens"]["prompt_asked"] == 0
+    assert after["models"] == before["models"] and len(drawn) == num_drawn
 
 
 def test_a_kind_that_nobody_knows(rookery: Command, place: Path) -> None:

@@ -271,8 +271,9 @@ class Stub:
         document = await request.json()
         if document["method"] != "reload_weights" or self.refuse_update:
             return _error(500, "as asked")
-        path = document["kwargs"].get("weights_path")
-        self.weights = (Path(path) / "model.safetensors").read_text() if path else ""
+        path = document["kwargs"]["weights_path"]
+        is_own = path == self.root
+        self.weights = "" if is_own else (Path(path) / "model.safetensors").read_text()
         return web.json_response({"results": [None]})
 
     async def _tell_paused(self, _: web.Request) -> web.Response:
@@ -403,7 +404,9 @@ class Stub:
                     "logprobs": logprobs,
                     "finish_reason": choice["finish_reason"] if at + 1 == size else None,
                 }
-                chunk = json.dumps({"choices": [part]})
+                is_last = part["finish_reason"] is not None  # vLLM names its config there
+                named = {"system_fingerprint": self.system} if is_last else {}
+                chunk = json.dumps({"choices": [part], **named})
                 await response.write(f"data: {chunk}\n\n".encode())
                 num_sent += 1
                 if self.stream_pause is not None:

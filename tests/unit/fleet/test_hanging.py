@@ -147,7 +147,7 @@ class FaultyStub(Stub):
     fault: Callable[[web.Request], web.Response] | None = None
     num_faults: int = 0
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         if self.fault is None:
             return await super()._complete(request)
         self.num_faults += 1

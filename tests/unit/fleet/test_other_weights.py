@@ -1,6 +1,7 @@
 """Servers by URL that have another model than the fleet was opened on, or other weights than they
 were started with: noticed, not used, given their own weights back."""
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from rookery.errors import FleetDownError, FleetError
 from rookery.fleet import Fleet, FleetConfig, open_fleet
 from rookery.fleet.admin import restore
 from rookery.fleet.bridges.reload import update_weights
+from rookery.fleet.http.client import Client, open_session
+from rookery.fleet.http.probe import probe, read_fingerprint
 from rookery.fleet.routing.paused import VERSION
 from rookery.fleet.servers.registry import process_start
-from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark
-from rookery.types import SampleRequest, SamplingParams
+from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
+from rookery.types import CompletionDelta, SampleRequest, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0)
 ROUTES = (*Stub().routes, "/collective_rpc", VERSION)
@@ -82,11 +85,15 @@ async def test_a_server_started_again_on_another_model_is_not_used(
 
 @dataclass
 class PlainStub(Stub):
-    """Reads no texts, and tells one token of each position."""
+    """Reads no texts unless told so, and tells one token of each position or more."""
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    reads_texts: bool = False
+    most: int = 1
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if isinstance(body["prompt"][0], str) or body.get("logprobs", 0) > 1:
+        is_text = isinstance(body["prompt"][0], str)
+        if (is_text and not self.reads_texts) or body.get("logprobs", 0) > self.most:
             return web.json_response({"error": {"message": "as asked"}}, status=400)
         return await super()._complete(request)
 
@@ -101,6 +108,21 @@ async def test_a_server_that_tells_little_is_recognised_by_that() -> None:
             await until(lambda: "with other weights" in replica.last_error)
             stub.weights = ""
             await until(lambda: replica.load.is_open)
+
+
+@pytest.mark.parametrize(
+    ("reads_texts", "most"), [(True, 5), (False, 20), (False, 5)], ids=["few", "ids", "few ids"]
+)
+async def test_a_fingerprint_has_as_many_tokens_as_the_server_tells(
+    *, reads_texts: bool, most: int
+) -> None:
+    """Two of each text may change their order by rounding; the others tell that it is the same."""
+    async with serve(PlainStub(reads_texts=reads_texts, most=most)) as [stub]:
+        async with open_session() as session:
+            client = Client(stub.url, session=session)
+            found = await read_fingerprint(client, await probe(client))
+        assert len(found.rows) == 4
+        assert all(most <= len(row) <= most + 1 for row in found.rows)
 
 
 async def test_an_answer_of_another_server_behind_the_address_does_not_count() -> None:
@@ -121,6 +143,23 @@ async def test_an_answer_of_another_server_behind_the_address_does_not_count() -
             for _ in range(5):
                 await sample(fleet)
             assert len(stub.bodies) == num_bodies + 5, "nothing is asked beside calls"
+
+
+async def test_a_stream_of_another_server_behind_the_address_does_not_count() -> None:
+    async with serve(Stub(system="a")) as [stub]:
+        config = FleetConfig(urls=(stub.url,), all_down_timeout_s=0.3)
+        async with open_fleet(config) as fleet:
+            deltas: list[CompletionDelta] = []
+            request = SampleRequest(
+                model=fleet.base, prompt=(1, 2), params=GREEDY, on_delta=deltas.append
+            )
+            right = await fleet.sample([request])
+            stub.started_s, stub.system, stub.weights = 2.0, "b", "other"
+            with pytest.raises(FleetError, match="with other weights"):
+                await fleet.sample([request])
+            stub.weights = ""
+            await until(lambda: fleet.pool.replicas[0].load.is_open)
+            assert await fleet.sample([request]) == right
 
 
 @dataclass
@@ -226,3 +265,83 @@ async def test_a_server_that_keeps_trained_weights_keeps_their_name(
         with pytest.raises(FleetError):
             async with open_fleet(fleet_of(stub)):
                 pass
+
+
+def others_mark() -> str:
+    """Of another process, which is alive."""
+    pid = os.getppid()
+    return str(replace(WeightsMark.own("theirs"), pid=pid, start=process_start(pid)))
+
+
+async def test_weights_of_another_training_are_not_overwritten() -> None:
+    """Two programs were open before either had changed a weight."""
+    async with serve(TrainedStub()) as [stub]:
+        async with open_fleet(fleet_of(stub)) as fleet:
+            stub.weights, stub.weight_version = "theirs", others_mark()
+            with pytest.raises(FleetError, match="theirs of a training by process"):
+                await update_weights(fleet, Model("new"))
+        assert (stub.weights, stub.version_name) == ("theirs", "theirs")
+
+
+async def test_weights_of_another_training_are_not_replaced_at_the_end() -> None:
+    async with serve(TrainedStub()) as [stub]:
+        async with open_fleet(fleet_of(stub)) as fleet:
+            await update_weights(fleet, Model("new"))
+            await restore(stub.url)
+            stub.weights, stub.weight_version = "theirs", others_mark()
+        assert (stub.weights, stub.version_name) == ("theirs", "theirs")
+
+
+async def test_a_program_that_is_open_asks_nothing_of_weights_in_training() -> None:
+    async with serve(TrainedStub()) as [stub], open_fleet(fleet_of(stub)) as fleet:
+        [replica] = fleet.pool.replicas
+        right = await sample(fleet)
+        stub.weights, stub.weight_version = "theirs", others_mark()
+        replica.attention.set()
+        await until(lambda: not replica.load.is_open)
+        with pytest.raises(FleetDownError, match="theirs of a training by process"):
+            await sample(fleet)
+        stub.weights, stub.weight_version = "", "default"
+        await until(lambda: replica.load.is_open)
+        assert await sample(fleet) == right
+
+
+async def test_an_answer_of_the_first_weights_is_none_of_the_newest() -> None:
+    """A server that was started again, with other flags, between two calls."""
+    async with serve(TrainedStub(system="a")) as [stub], open_fleet(fleet_of(stub)) as fleet:
+        await update_weights(fleet, Model("new"))
+        stub.started_s, stub.system, stub.weights = 2.0, "b", ""
+        stub.weight_version = "default"
+        with pytest.raises(FleetError, match="was started again"):
+            await sample(fleet)
+
+
+@dataclass
+class SlowStub(TrainedStub):
+    """Its first load of weights takes until `go`."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _call_workers(self, request: web.Request) -> web.Response:
+        if not self.names:
+            self.names.append("begun")
+            await self.go.wait()
+        return await super()._call_workers(request)
+
+
+async def test_weights_are_given_back_before_a_next_training() -> None:
+    """Two programs find what a killed one left."""
+    async with serve(SlowStub(weights="half", weight_version=str(dead_mark()))) as [stub]:
+        assert isinstance(stub, SlowStub)
+
+        async def evaluate() -> None:
+            async with open_fleet(fleet_of(stub)):
+                pass
+
+        reading = asyncio.create_task(evaluate())
+        await until(lambda: stub.names)
+        assert is_trained(stub.url), "no training begins meanwhile"
+        stub.go.set()
+        await reading
+        assert (stub.weights, stub.weight_version) == ("", "default")
+        assert not is_trained(stub.url)

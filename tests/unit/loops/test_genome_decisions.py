@@ -533,3 +533,11 @@ async def test_no_infeasible_finalist_while_a_feasible_one_is_there(
         found = {e.key: e.payload for e in run.events("candidate")}
     assert any(payload["violation"] == 0 for payload in found.values())
     assert found[report.winner_id]["violation"] == 0
+
+
+def test_who_only_lost_may_have_won_what_others_won() -> None:
+    """A game is worth 10: three losses do not prove a mean below 1."""
+    tasks = [Task(id=f"t{i}", prompt=f"p{i}", reference=None) for i in range(3)]
+    lost, won = {t.id: 0.0 for t in tasks}, {t.id: 10.0 for t in tasks}
+    [loser, _] = compare({"lost": lost, "won": won}, tasks, weights={}, seed=0)
+    assert loser.high is not None and loser.high > 1

@@ -88,6 +88,7 @@ def test_verdicts() -> None:
     wrong = agree(
         dict(enumerate((0, 1, 0, 1))), dict(enumerate((1, 0, 1, 0))), clusters=(0, 0, 1, 1)
     )
+    right = agree(dict(enumerate((0, 1) * 4)), dict(enumerate((0, 1) * 4)), clusters=range(8))
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "coherent"),
         ({"labels": (0, 1, UNLABELLED, 0)}, "partial"),
@@ -101,6 +102,7 @@ def test_verdicts() -> None:
         ({"num_frustrated": 3}, "frustrated"),
         ({"support": support(1.9)}, "unsupported"),
         ({"support": None}, "unsupported"),
+        ({"support": support(1.9), "gold": right}, "coherent"),
     ]
     for changes, expected in cases:
         verdict, warnings = judge(evidence(**changes))

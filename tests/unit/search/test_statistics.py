@@ -311,3 +311,18 @@ def test_a_proportion_of_pairs_that_are_alike_counts_pairs() -> None:
     assert (pairs.low, pairs.high) == pytest.approx((once.low, once.high), abs=0.01)
     perfect = proportion([True] * 240, clusters=[i // 8 for i in range(240)])
     assert perfect.low == pytest.approx(proportion([True] * 30).low)
+
+
+def test_two_large_questions_among_small_ones_prove_little() -> None:
+    """Half of the time the two that hold 40 of 50 rows are both right, or both wrong."""
+    sizes = [20, 20, *[1] * 10]
+    questions = np.repeat(np.arange(12), sizes)
+    strata = Strata(names=("all",) * 50, clusters=tuple(questions.tolist()))
+    missed = shares = 0
+    for seed in range(100):
+        rows = (stream(seed).random(12) < 0.5)[questions]
+        mean = bootstrap_mean((rows * 1.0).tolist(), rng=stream(1), strata=strata, bootstrap=QUICK)
+        share = proportion(rows.tolist(), clusters=questions.tolist())
+        missed += not mean.low <= 0.5 <= mean.high
+        shares += not share.low <= 0.5 <= share.high
+    assert missed <= 8 and shares <= 8

@@ -11,6 +11,7 @@ strings end in (`0.11.0+cpu`, `0.11.0+cu129`) tells the device.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean, median
@@ -184,11 +185,18 @@ async def read_base(client: Client) -> tuple[str, str]:
 
 
 async def read_fingerprint(client: Client, found: Capabilities) -> Fingerprint:
-    """One request of one token for each text."""
-    try:
-        answer = await _ask_likeliest(client, found, _TEXTS, found.max_logprobs)
-    except ServerRefusal:  # it tells fewer, has no tokenizer, or a context shorter than these
-        answer = await _ask_likeliest(client, found, [_PROMPT], 1)
+    """One request of one token for each text; of less from a server that refuses this."""
+    for prompts in (_TEXTS, _READ_PROMPTS):  # it may have no tokenizer, or a shorter context
+        for num_top in (found.max_logprobs, _NUM_TOP):  # it may tell fewer
+            with suppress(ServerRefusal):
+                return await _read_rows(client, found, prompts, num_top)
+    return await _read_rows(client, found, [_PROMPT], 1)
+
+
+async def _read_rows(
+    client: Client, found: Capabilities, prompts: Sequence[str | TokenIds], num_top: int
+) -> Fingerprint:
+    answer = await _ask_likeliest(client, found, prompts, num_top)
     with boundary(FleetError, f"{client.url} answers as no vLLM server does", foreign=UNREADABLE):
         rows = [dict(choice["logprobs"]["top_logprobs"][0]) for choice in answer["choices"]]
         system = answer.get("system_fingerprint")

@@ -214,18 +214,20 @@ class StreamedChoices:
         """By sample: the tokens, and how much text."""
         self._ended: set[int] = set()
         self._choices: dict[int, dict[str, Any]] = {}
+        self._system: Any = None
 
     @property
     def answer(self) -> dict[str, Any]:
         """As a call that is not streamed is answered."""
-        return {"choices": list(self._choices.values())}
+        return {"choices": list(self._choices.values()), "system_fingerprint": self._system}
 
     def begin(self) -> None:
         """A server starts to answer."""
-        self._choices = {}
+        self._choices, self._system = {}, None
 
     def add(self, chunk: Any) -> None:
         """FleetError when it is no continuation of what was told."""
+        self._system = chunk.get("system_fingerprint") or self._system  # vLLM: in the last one
         for part in chunk["choices"]:
             sample = part["index"]
             choice = self._choices.setdefault(

@@ -16,13 +16,16 @@ from typing import Any
 from rookery.errors import FleetError
 from rookery.fleet.http.address import is_local
 from rookery.fleet.http.client import Client, ServerLost, ServerRefusal
-from rookery.fleet.servers.trainer_lock import WeightsMark, is_trained
+from rookery.fleet.http.probe import read_base
+from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark, is_trained
 
 __all__ = [
     "VERSION",
     "load_first_weights",
     "name_first_weights",
+    "read_mark",
     "require_first_weights",
+    "require_left",
     "wait_until_running",
 ]
 
@@ -57,11 +60,34 @@ async def wait_until_running(client: Client) -> None:
 
 async def require_first_weights(client: Client) -> None:
     """A server that a dead process of this machine left with other weights gets those it was
-    started with; FleetError when their trainer may be at work."""
+    started with; FleetError when their trainer may be at work. Nobody begins to train meanwhile."""
+    end_s = time.monotonic() + CHANGE_S
+    while (mark := await read_mark(client)) is not None:
+        require_left(client, mark)
+        try:
+            lock = TrainerLock.take(client.url) if is_local(client.url) else None
+        except FleetError:  # another process does the same, or is about to train
+            if time.monotonic() >= end_s:
+                raise
+            await asyncio.sleep(LOOK_S)
+            continue
+        try:
+            if await read_mark(client) == mark:
+                await _replace(client, mark)
+                return
+        finally:
+            if lock is not None:
+                lock.release()
+
+
+async def read_mark(client: Client) -> WeightsMark | None:
+    """Who put other weights into a server than those it was started with; None: nobody."""
     told = await _told(client, _TOLD)
-    mark = WeightsMark.read(str(told.get("weight_version", "")))
-    if mark is None:
-        return
+    return WeightsMark.read(str(told.get("weight_version", "")))
+
+
+def require_left(client: Client, mark: WeightsMark) -> None:
+    """FleetError when the trainer of these weights may be at work."""
     if not mark.is_left(client.url):
         raise FleetError(
             f"{client.url} has the weights {mark.version} of a training by process {mark.pid} of "
@@ -69,6 +95,9 @@ async def require_first_weights(client: Client) -> None:
             "those it was started with: wait for the end of the training, or, if it was killed, "
             f"write `rookery fleet restore {client.url}`, or restart the server."
         )
+
+
+async def _replace(client: Client, mark: WeightsMark) -> None:
     logger.warning(
         "%s has the weights %s, which process %d left there: those it was started with are loaded",
         client.url,
@@ -81,7 +110,9 @@ async def require_first_weights(client: Client) -> None:
 
 async def load_first_weights(client: Client) -> None:
     """Have a server load the weights it was started with, and compute with them."""
-    await client.call_workers("reload_weights")
+    _, root = await read_base(client)
+    # Without a path vLLM takes the last one it was given.
+    await client.call_workers("reload_weights", weights_path=root)
     await client.reset_prefix_cache()
     with contextlib.suppress(ServerRefusal):  # it cannot be paused
         await client.post(RESUME, b"")

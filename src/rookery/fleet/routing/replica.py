@@ -39,12 +39,14 @@ from rookery.fleet.routing.paused import (
     VERSION,
     load_first_weights,
     name_first_weights,
+    read_mark,
     require_first_weights,
+    require_left,
     wait_until_running,
 )
 from rookery.fleet.routing.proof import Proof, started
 from rookery.fleet.servers.launch import LocalServer
-from rookery.fleet.servers.trainer_lock import WeightsMark
+from rookery.fleet.servers.trainer_lock import TrainerLock, WeightsMark
 from rookery.fleet.vllm_plugin.token_route import ADAPTER_REFUSED
 from rookery.types import Adapter, ModelRef
 
@@ -132,6 +134,8 @@ class Replica:
         """How servers that were recognised name their configs."""
         self.is_marked = False
         """It has other weights than it was started with, and tells so."""
+        self._lock: TrainerLock | None = None
+        """Held from the first mark to the end."""
 
     @property
     def url(self) -> str:
@@ -212,9 +216,11 @@ class Replica:
         self._open()
 
     async def _recognise(self) -> None:
-        """FleetError when a server by URL was started again on another model."""
+        """FleetError when a server by URL was started again on another model, or is trained by
+        another program."""
         if self._fingerprint is None:
             return
+        await self._require_own_weights()
         own = self.capabilities
         name, root = await read_base(self.client)
         if name != own.model or base_names(root) != base_names(own.root):
@@ -238,10 +244,23 @@ class Replica:
         self.proof.recognise(process)
 
     async def mark(self, version: str) -> None:
-        """Tell a server by URL that its weights change, before they do: its next clients ask."""
+        """Tell a server by URL that its weights change, before they do: its other clients ask.
+        FleetError when they are those of another training."""
         if self.local is None and VERSION in self.capabilities.routes:
+            if self._lock is None and is_local(self.url):
+                self._lock = TrainerLock.take(self.url)
+            mark = None if self.is_marked else await read_mark(self.client)
+            if mark is not None and not mark.is_own:
+                require_left(self.client, mark)
             await self.client.post_json(VERSION, {"new_version": str(WeightsMark.own(version))})
             self.is_marked = True
+
+    async def _require_own_weights(self) -> None:
+        """FleetError while another program trains a server by URL; what it left is replaced."""
+        if self.local is None and VERSION in self.capabilities.routes:
+            mark = await read_mark(self.client)
+            if mark is not None and not mark.is_own:
+                await require_first_weights(self.client)
 
     async def reattach(self) -> None:
         """Tell a process that was started again how adapters come."""
@@ -299,6 +318,8 @@ class Replica:
             await self._recognise()
         except FleetError as error:
             raise ServerLost(str(error), is_broken=False) from error
+        if self.proof.was_given and await self.proof.is_of_another():
+            raise ServerLost(f"{self.url} was started again.", is_broken=False)
         self._systems.add(system)
 
     def _require_base(self, call: Call) -> None:
@@ -365,11 +386,10 @@ class Replica:
         """The fleet closes: the server forgets all adapters of it, and other weights than those it
         was started with."""
         await self._residency.leave(model=self.capabilities.model)
-        if not self.is_marked or self._fingerprint is None:
-            return
         try:
-            async with asyncio.timeout(self.client.config.control_s):
-                await self._restore(self._fingerprint)
+            if self.is_marked and self._fingerprint is not None:
+                async with asyncio.timeout(self.client.config.control_s):
+                    await self._restore(self._fingerprint)
         except (RookeryError, TimeoutError) as error:
             logger.warning(
                 "%s keeps weights that were trained here, and its next clients refuse it: %s "
@@ -378,8 +398,14 @@ class Replica:
                 error or "it takes longer than control_s to load others.",
                 self.url,
             )
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     async def _restore(self, first: Fingerprint) -> None:
+        mark = await read_mark(self.client)
+        if mark is not None and not mark.is_own:
+            return
         await load_first_weights(self.client)
         gap = gap_between(await read_fingerprint(self.client, self.capabilities), first)
         if is_other(gap, self.capabilities):
@@ -389,6 +415,7 @@ class Replica:
     async def measure(self) -> None:
         """See what other clients have running there; ServerLost when it answers nothing at all."""
         metrics = await read_metrics(self.client)
+        await self._require_own_weights()
         if metrics is not None:
             self.proof.check(metrics)
             process = started(metrics)

@@ -116,6 +116,11 @@ class WeightsMark:
             return None
         return cls(words[0], int(words[1]), words[2], words[3])
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process put them there."""
+        return self == WeightsMark.own(self.version)
+
     def is_left(self, url: str) -> bool:
         """Whether nobody trains them any more: the process was of this machine and has ended, or is
         this one, which is done with the server."""

@@ -4,12 +4,13 @@
     support.gain, support.strength, support.p
 
 A search finds labels that predict one another in any model, also in one whose answers depend on the
-labels it is shown at random: it has many labellings to choose from. So the labels are compared with
-random ones, which break no constraint. Each item is read behind them, its own question labelled as
-the search did. `gain` is how far the found labels of all other questions raise the log-odds of a
-label, in standard deviations of what random ones do. A random model of as many questions has
-couplings drawn from a normal distribution, equal in both directions, which lets labels agree best;
-`p` is the part of such models whose best labels gain as much.
+labels it is shown at random: it has many labellings to choose from. So each item is read behind the
+found labels of the other questions, and behind random ones, which break no constraint. `gain` is
+how far the found ones raise the log-odds of a label, in standard deviations of what random ones do.
+A random model has as many questions, answers of its own that are as sure, and couplings drawn from
+a normal distribution, equal in both directions, which lets labels agree best; `p` is the part of
+such models whose best labels gain as much. Where a model is sure of items by themselves, the search
+chooses less, and a smaller gain shows that labels support one another.
 
 With one concept, that each item follows alike, G questions gain sqrt(G - 1). `strength` is the gain
 in parts of that: 1 when all that labels do to one another goes along with the found ones.
@@ -42,6 +43,9 @@ NUM_STARTS = 8
 
 MAX_QUESTIONS = 32
 """Of a random model: the gain hardly grows with more, and that of a concept as their root."""
+
+SURENESS = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""Of the answers of random models by themselves: the least of the five that they may have."""
 
 MAX_P = 0.01
 """Above this the labels may be those of a random model."""
@@ -81,24 +85,30 @@ async def measure_support(batch: Batch, *, questions: Sequence[str]) -> Support 
     if num_questions < 2:
         return None
     drawn = [_random_labels(batch, number) for number in range(NUM_CONTEXTS)]
-    shown = [
-        (tuple(_mixed(labels, other, questions, item)), item) for other in drawn for item in items
+    contexts = [
+        (_of_others(shown, labels, questions, item), item)
+        for shown in (labels, *drawn)
+        for item in items
     ]
-    reads = await batch.scorer.score([*((labels, item) for item in items), *shown])
+    reads = await batch.scorer.score(contexts)
+    own = [labels[item] for _, item in contexts]
     odds = np.array(
         [
-            math.nan if read is None else log_odds(read, labels[items[place % len(items)]])
-            for place, read in enumerate(reads)
+            math.nan if read is None else log_odds(read, label)
+            for read, label in zip(reads, own, strict=True)
         ]
     ).reshape(1 + NUM_CONTEXTS, len(items))
-    odds = odds[:, np.isfinite(odds).all(axis=0)]
-    if not odds.size:
+    is_known = np.isfinite(odds).all(axis=0)
+    if not is_known.any():
         return None
+    odds, own = odds[:, is_known], np.array(own[: len(items)])[is_known]
     gain = float(_gain(odds[0], odds[1:]))
     return Support(
         gain=gain,
         strength=_strength(gain, num_questions),
-        random_gains=random_gains(num_questions, batch.problem.num_labels),
+        random_gains=random_gains(
+            num_questions, batch.problem.num_labels, _sureness(odds[1:], own)
+        ),
         num_items=odds.shape[1],
     )
 
@@ -129,12 +139,27 @@ def _random_labels(batch: Batch, number: int) -> Labels:
     )
 
 
-def _mixed(labels: Labels, others: Labels, questions: Sequence[str], item: int) -> list[int]:
-    """The other labels, but those found for the item's own question; no further items."""
-    return [
-        own if own == UNLABELLED or question == questions[item] else other
-        for own, other, question in zip(labels, others, questions, strict=True)
-    ]
+def _of_others(
+    shown: Labels, found: Labels, questions: Sequence[str], item: int
+) -> tuple[int, ...]:
+    """What is shown of the other questions' items that have a label."""
+    return tuple(
+        UNLABELLED if own == UNLABELLED or question == questions[item] else label
+        for label, own, question in zip(shown, found, questions, strict=True)
+    )
+
+
+def _sureness(odds: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
+    """How sure answers are whatever labels are shown, in standard deviations of what those do.
+
+    What is said of all items of a label alike is a habit and does not count. Rounded down.
+    """
+    means = odds.mean(axis=0)
+    signs = np.where(labels == labels.max(), 1.0, -1.0)
+    means = means - signs * (signs * means).mean()
+    noise = odds.var(axis=0, ddof=1).mean()
+    squares = max(0.0, float((means**2).mean() - noise / len(odds)))
+    return max((step for step in SURENESS if step**2 * noise <= squares), default=0.0)
 
 
 def _strength(gain: float, num_questions: int) -> float:
@@ -150,23 +175,28 @@ def _gain(found: NDArray[np.float64], random: NDArray[np.float64]) -> NDArray[np
 
 
 @lru_cache(maxsize=256)
-def random_gains(num_questions: int, num_labels: int) -> tuple[float, ...]:
+def random_gains(num_questions: int, num_labels: int, sureness: float = 0.0) -> tuple[float, ...]:
     """What the best labels of random models gain, ascending."""
     size = min(num_questions, MAX_QUESTIONS)
     rng = stream(0, "random models", size, num_labels)
-    shape = (NUM_MODELS, size, num_labels, size, num_labels)
-    couplings = rng.normal(size=shape)
+    shape = (NUM_MODELS, size, num_labels)
+    couplings = rng.normal(size=(*shape, size, num_labels))
     couplings += couplings.transpose(0, 3, 4, 1, 2)
     for axis in (2, 4):
         couplings -= couplings.mean(axis=axis, keepdims=True)
     couplings[:, range(size), :, range(size), :] = 0.0
-    labels = _ascend(couplings, rng.integers(num_labels, size=(NUM_MODELS, NUM_STARTS, size)))
     balanced = np.tile(np.arange(size) % num_labels, (NUM_MODELS, NUM_CONTEXTS, 1))
     drawn = rng.permuted(balanced, axis=-1)
-    fields, behind = _fields(couplings, labels), _fields(couplings, drawn)
+    behind = _fields(couplings, drawn)
+    alone = rng.normal(size=shape)
+    alone -= alone.mean(axis=-1, keepdims=True)
+    alone *= sureness * behind.std() / alone.std()
+    labels = rng.integers(num_labels, size=(NUM_MODELS, NUM_STARTS, size))
+    labels = _ascend(couplings, alone, labels)
+    fields = _fields(couplings, labels)
     own = np.take_along_axis(fields, labels[..., None], axis=-1)[..., 0]
-    best = own.mean(axis=-1).argmax(axis=-1)
-    models = np.arange(NUM_MODELS)
+    total = np.take_along_axis(fields + alone[:, None], labels[..., None], axis=-1)[..., 0]
+    models, best = np.arange(NUM_MODELS), total.mean(axis=-1).argmax(axis=-1)
     found = labels[models, best]
     random = np.take_along_axis(behind, found[:, None, :, None], axis=-1)[..., 0]
     return tuple(np.sort(_gain(own[models, best], random.swapaxes(0, 1))).tolist())
@@ -179,14 +209,17 @@ def _fields(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArra
     return fields
 
 
-def _ascend(couplings: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each labelling with one label changed after the other, while that adds to the sum."""
+def _ascend(
+    couplings: NDArray[np.float64], alone: NDArray[np.float64], labels: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Each labelling with one label changed after the other, while that raises the utility."""
     fields = _fields(couplings, labels)
     models = np.arange(len(couplings))[:, None]
     while True:
         before = labels.copy()
         for place in range(labels.shape[-1]):
-            best = fields[:, :, place].argmax(axis=-1)
+            # A label changes its own log-odds and, by as much, those of the others.
+            best = (alone[:, None, place] + 2 * fields[:, :, place]).argmax(axis=-1)
             columns = couplings[:, :, :, place]
             fields += columns[models, :, :, best] - columns[models, :, :, labels[:, :, place]]
             labels[:, :, place] = best

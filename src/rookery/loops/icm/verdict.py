@@ -8,7 +8,8 @@ inverse      true labels were given and the labels are their opposite
 chance       true labels were given and the labels agree with them no better than chance
 ambiguous    other consistent labels have as high a utility
 frustrated   many items are predicted to have another label than they have
-unsupported  the labels support one another no more than those of a random model would
+unsupported  the labels support one another no more than those of a random model would, and no true
+             labels show that they are better than chance
 coherent     none of these; `support.strength` says how coherent
 """
 
@@ -234,7 +235,9 @@ def _judge_rivals(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
 
 
 def _judge_support(evidence: Evidence, warnings: dict[Verdict, str]) -> None:
-    support = evidence.support
+    support, gold = evidence.support, evidence.gold
+    if gold is not None and gold.interval.low > gold.chance:
+        return  # the true labels show that these are not chance
     if support is None:
         warnings["unsupported"] = (
             "Whether the labels support one another could not be measured: it takes two questions "

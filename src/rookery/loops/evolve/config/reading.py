@@ -66,11 +66,11 @@ def read_config(
         document = copy.deepcopy(dict(given))
     _merge(document, flags.values)
     document, unknown = drop_unknown(EvolveConfig, _without_empty_sections(document))
-    _override(document, flags)
+    given_by_flag = _override(document, flags)
     warnings = [warn_unknown(EvolveConfig, dotted) for dotted in unknown]
     _expand(document.get("llm"), environment)
     origin = str(path) if path else "the config"
-    config = parse_config(EvolveConfig, document, origin=origin)
+    config = parse_config(EvolveConfig, document, origin=origin, flags=given_by_flag)
     warnings += warn_not_built(document, EvolveConfig().model_dump())
     config = _complete(config, flags, environment)
     config = _with_engine_models(config)
@@ -117,21 +117,24 @@ def _merge(document: dict[str, Any], values: Mapping[str, Any]) -> None:
             document[key] = copy.deepcopy(value)
 
 
-def _override(document: dict[str, Any], flags: Flags) -> None:
+def _override(document: dict[str, Any], flags: Flags) -> list[str]:
+    """Returns the keys that flags have given."""
     pairs = parse_overrides(flags.overrides)
     alone: dict[str, Any] = {}
     override(EvolveConfig, alone, [pair for pair in pairs if not re.search(r"\.\d+\.", pair[0])])
     if unknown := drop_unknown(EvolveConfig, alone)[1]:
         raise ConfigError(f"--{warn_unknown(EvolveConfig, unknown[0])}.")
-    override(EvolveConfig, document, pairs)
+    names = override(EvolveConfig, document, pairs)
     if flags.iterations is not None:
         document["max_iterations"] = flags.iterations
+        names.append("max_iterations")
     if flags.log_level is not None:
         document["log_level"] = flags.log_level
     if flags.target_score is not None:
         own = document.setdefault("rookery", {})
         if isinstance(own, dict):  # else the validation says what it is
             own["target_score"] = flags.target_score
+    return names
 
 
 def _expand(llm: object, environment: Mapping[str, str], place: str = "llm") -> None:
